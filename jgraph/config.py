@@ -1,0 +1,225 @@
+"""What a run is: frozen dataclasses, checked once where they are made. No jax here, so that a wrong flag is told in no time.
+
+Every field is a command-line flag (`python -m jgraph.train --help`); its docstring is the flag's help text.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from jgraph.errors import ConfigError
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: `model.num_heads` -> `--model.num-heads`."""
+    return "--" + name.replace("_", "-")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{flag(name)} is {value}: must be {allowed}", field=name)
+
+
+def _require_positive(config: object, names: str, prefix: str = "") -> None:
+    for name in names.split():
+        value = getattr(config, name)
+        _require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and numerics of a decoder. Any model that `module` names may read them."""
+
+    module: str = "models.gpt:GPT"
+    """Where the model is: `package.module:Class`. Called as `Class(config.model, rngs=...)`."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads; d_model / num_heads is the head size."""
+    num_kv_heads: int = 4
+    """Key and value heads; must divide num_heads (grouped-query attention when smaller)."""
+    d_ff: int = 512
+    """Hidden width of the MLP."""
+    vocab_size: int = 256
+    """Rows of the embedding; token ids must be smaller."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """Non-linearity of the MLP; swiglu has a third matrix."""
+    head: Literal["tied", "untied"] = "tied"
+    """Whether the output projection is the embedding or a matrix of its own."""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
+    scan_layers: bool = False
+    """Compile one block and loop over it: shorter compile time, slower step."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    loss_chunk: int = 0
+    """Tokens whose logits are held at once; 0 picks a chunk that keeps float32 temporaries small."""
+
+    def __post_init__(self):
+        _require_positive(
+            self, "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps", prefix="model."
+        )
+        _require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
+        _require(
+            self.module.count(":") == 1 and all(self.module.split(":")), "model.module", self.module, "package.module:Class"
+        )
+        _require(
+            self.d_model % self.num_heads == 0,
+            "model.num_heads",
+            self.num_heads,
+            f"a divisor of --model.d-model {self.d_model}",
+        )
+        _require(self.head_size % 2 == 0, "model.num_heads", self.num_heads, f"such that the head size {self.head_size} is even")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of --model.num-heads {self.num_heads}",
+        )
+        if self.attention == "cudnn":
+            self.check_cudnn()
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.num_heads
+
+    def check_cudnn(self) -> None:
+        """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
+        _require(
+            self.head_size % 8 == 0 and self.head_size <= 128,
+            "model.num_heads",
+            self.num_heads,
+            f"such that the head size {self.head_size} is a multiple of 8 and at most 128 for cuDNN attention, "
+            "or choose --model.attention xla",
+        )
+        _require(
+            self.compute_dtype == "bfloat16",
+            "model.compute_dtype",
+            self.compute_dtype,
+            "bfloat16 for cuDNN attention, or choose --model.attention xla",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and clipping by global norm."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up from zero."""
+    final_learning_rate: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices (not of vectors such as norm scales)."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient."""
+
+    def __post_init__(self):
+        _require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or positive")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)")
+        _require(0 <= self.final_learning_rate <= 1, "optimizer.final_learning_rate", self.final_learning_rate, "in [0, 1]")
+        _require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "optimizer.weight_decay",
+            self.weight_decay,
+            "0 or positive",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run."""
+
+    preset: str = "cpu-tiny"
+    """Named configuration that the other flags override."""
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 32
+    """Sequences per step, over all microbatches."""
+    seq_len: int = 256
+    """Tokens per sequence that the model predicts."""
+    num_microbatches: int = 1
+    """Slices of the batch whose gradients are summed before the update; must divide batch_size."""
+    data: str = "python-docs"
+    """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (`python -m jgraph.data --help`)."""
+    run_dir: str = ""
+    """Where everything is written; runs/PRESET when empty."""
+    seed: int = 0
+    """Seeds the weights and the order of the data."""
+    resume: bool = True
+    """Go on from the last checkpoint of the run directory; --no-resume starts over and replaces what is there."""
+    graph: Literal["auto", "off", "full"] = "auto"
+    """Command buffers (CUDA graphs): XLA's default, none, or everything XLA can capture."""
+    xla_options: tuple[str, ...] = ()
+    """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when the loss or a gradient is not finite: stop the run, or skip that update and count it."""
+    log_every: int = 10
+    """Steps between progress lines and entries in metrics.jsonl."""
+    eval_every: int = 250
+    """Steps between evaluations on held-out text (and one at the end)."""
+    eval_batches: int = 16
+    """Largest number of batches in an evaluation."""
+    checkpoint_every: int = 250
+    """Steps between checkpoints (and one at the end)."""
+    checkpoint_keep: int = 2
+    """Checkpoints kept."""
+    sample_tokens: int = 256
+    """Length of the text generated at the end; 0 for none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self):
+        _require_positive(
+            self,
+            "steps batch_size seq_len num_microbatches log_every eval_every eval_batches checkpoint_every checkpoint_keep",
+        )
+        _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+        _require(bool(self.data), "data", repr(self.data), "a corpus name, a text file or a directory of token files")
+        _require(
+            self.batch_size % self.num_microbatches == 0,
+            "num_microbatches",
+            self.num_microbatches,
+            f"a divisor of --batch-size {self.batch_size}",
+        )
+        for option in self.xla_options:
+            _require("=" in option, "xla_options", option, "name=value")
+        if not self.run_dir:
+            object.__setattr__(self, "run_dir", f"runs/{self.preset}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
+        fields = dict(fields)
+        try:
+            model = ModelConfig(**fields.pop("model"))
+            optimizer = OptimizerConfig(**fields.pop("optimizer"))
+            options = tuple(fields.pop("xla_options", ()))
+            return cls(**fields, xla_options=options, model=model, optimizer=optimizer)
+        except (TypeError, KeyError) as e:
+            raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e

@@ -1,0 +1,61 @@
+"""Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
+
+
+class JgraphError(ValueError):
+    """Base of the family. The message names the thing, its value, what is allowed and what to change."""
+
+
+class ConfigError(JgraphError):
+    """A flag or a field has a value that cannot work.
+
+    Attributes:
+        field: dotted name of the field, e.g. `model.num_heads`.
+    """
+
+    def __init__(self, message: str, *, field: str):
+        super().__init__(message)
+        self.field = field
+
+
+class ShapeError(JgraphError):
+    """An array has the wrong shape or dtype."""
+
+
+class DataError(JgraphError):
+    """The text or the tokens cannot be used as they are."""
+
+
+class CompilerOptionError(JgraphError):
+    """The installed XLA does not have this option, or the option not this value."""
+
+
+class TargetError(JgraphError):
+    """A program cannot be compiled for a GPU that is not here."""
+
+
+class DonationError(JgraphError):
+    """The compiled program does not alias what was donated.
+
+    Attributes:
+        leaves: names of the leaves that are not updated in place.
+    """
+
+    def __init__(self, message: str, *, leaves: tuple[str, ...]):
+        super().__init__(message)
+        self.leaves = leaves
+
+
+class CheckpointError(JgraphError):
+    """A checkpoint cannot be written, read, or does not belong to this run."""
+
+
+class NonFiniteError(JgraphError):
+    """The loss or a gradient became infinite or NaN.
+
+    Attributes:
+        step: the 0-based step whose update was not applied.
+    """
+
+    def __init__(self, message: str, *, step: int):
+        super().__init__(message)
+        self.step = step
