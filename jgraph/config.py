@@ -77,7 +77,9 @@ class ModelConfig:
             self.num_heads,
             f"a divisor of --model.d-model {self.d_model}",
         )
-        _require(self.head_size % 2 == 0, "model.num_heads", self.num_heads, f"such that the head size {self.head_size} is even")
+        _require(
+            self.head_size % 2 == 0, "model.num_heads", self.num_heads, f"such that the head size {self.head_size} is even"
+        )
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "model.num_kv_heads",

@@ -1,0 +1,172 @@
+"""Corpora: what `--data` names, as two streams of tokens, one to train on and one held out.
+
+Text is read as bytes, a token each. Documents are sorted by their SHA-256 (so that no order of files matters), the lowest
+tenth is held out, and a newline follows each. Directories of token files come split; they are mapped, never loaded.
+"""
+
+import difflib
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jgraph.data.directory import open_directory
+from jgraph.data.documents import count_heldout, cut, digest
+from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
+from jgraph.data.tokenizer import TOKENIZER_FILE, load_decoder
+from jgraph.data.tokens import Tokens
+from jgraph.errors import DataError
+
+# zlib looks back 32 KiB, so its rate settles early; this many bytes take about 3 s.
+_ZLIB_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and tokens held out, from different documents.
+
+    Attributes:
+        name: the value of `--data`.
+        train: 1-D ids, uint8 for text, uint16 or uint32 (memory-mapped) for token files.
+        heldout: likewise.
+        train_documents: number of documents.
+        heldout_documents: likewise.
+        vocab_size: every id is smaller; 256 for text.
+        fingerprint: SHA-256 of the contents as 64 hexadecimal digits; does not depend on the order of documents.
+        zlib_nats_per_token: what zlib, level 9, needs for a byte of the text (of its first 32 MiB); None for token files.
+        entropy_nats_per_token: what the best model would need; None where nobody knows.
+        decoder: ids to text; call `decode`.
+    """
+
+    name: str
+    train: Tokens
+    heldout: Tokens
+    train_documents: int
+    heldout_documents: int
+    vocab_size: int
+    fingerprint: str
+    zlib_nats_per_token: float | None = None
+    entropy_nats_per_token: float | None = None
+    decoder: Callable[[Sequence[int]], str] = field(kw_only=True, repr=False)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of 1-D ids. What is no UTF-8 reads as U+FFFD; without a tokenizer at hand, ids read as numbers."""
+        return self.decoder([int(token) for token in ids])
+
+
+def load(data: str, *, seq_len: int, vocab_size: int) -> Corpus:
+    """Opens what `--data` names.
+
+    Args:
+        data: `python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files. A corpus name wins
+            over a file of that name; write ./NAME for the file.
+        seq_len: each side must have at least seq_len + 1 tokens.
+        vocab_size: rows of the model's embedding; token ids must be smaller.
+
+    Raises:
+        DataError: there is no such thing, or it cannot be read, is empty, too short, damaged, or has ids that are too large.
+    """
+    path = Path(data)
+    try:
+        if data in CORPORA:
+            corpus = _from_documents(data, CORPORA[data]())
+        elif path.is_dir():
+            corpus = _from_directory(data)
+        elif path.is_file():
+            corpus = _from_documents(data, _read_text(path))
+        else:
+            raise _unknown(data)
+    except OSError as e:
+        raise DataError(f"--data is {data}: cannot be read: {e}") from e
+    _check_fits(corpus, seq_len=seq_len, vocab_size=vocab_size)
+    return corpus
+
+
+def _unknown(data: str) -> DataError:
+    close = difflib.get_close_matches(data, CORPORA, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return DataError(
+        f"--data is {data}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}",
+    )
+
+
+def _read_text(path: Path) -> list[bytes]:
+    text = path.read_bytes()
+    if text.startswith(b"JGTOKENS"):
+        raise DataError(f"--data is {path}: a single token file; name the directory that it is in, {path.parent}")
+    if not text.strip():
+        raise DataError(f"--data is {path}: the file is empty; name one with text in it")
+    return cut(text)
+
+
+def _from_documents(name: str, documents: list[bytes]) -> Corpus:
+    by_hash = sorted((digest(document), document) for document in documents if document.strip())
+    digests = [key for key, _ in by_hash]
+    try:
+        num_heldout = count_heldout(digests)
+    except DataError as e:
+        raise DataError(f"--data is {name}: {e}") from e
+    return Corpus(
+        name,
+        train=_join(document for _, document in by_hash[num_heldout:]),
+        heldout=_join(document for _, document in by_hash[:num_heldout]),
+        train_documents=len(by_hash) - num_heldout,
+        heldout_documents=num_heldout,
+        vocab_size=256,
+        # A hash of hashes: it changes with the bytes of a document and with where one ends and the next begins.
+        fingerprint=hashlib.sha256(b"".join(digests)).hexdigest(),
+        zlib_nats_per_token=_zlib_nats(documents),
+        entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" else None,
+        decoder=_decode_bytes,
+    )
+
+
+def _from_directory(data: str) -> Corpus:
+    files = open_directory(Path(data))
+    return Corpus(
+        data,
+        train=files.train,
+        heldout=files.heldout,
+        train_documents=files.train_documents,
+        heldout_documents=files.heldout_documents,
+        vocab_size=files.vocab_size,
+        fingerprint=files.fingerprint,
+        decoder=load_decoder(Path(data, TOKENIZER_FILE)),
+    )
+
+
+def _join(documents: Iterable[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
+
+
+def _decode_bytes(ids: Sequence[int]) -> str:
+    # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
+    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
+
+
+def _zlib_nats(documents: list[bytes]) -> float:
+    # In the order of the source, where neighbours are alike, not by hash: zlib should get the text as one would compress it.
+    text = b"\n".join(documents)[:_ZLIB_BYTES]
+    return 8 * math.log(2) * len(zlib.compress(text, level=9)) / len(text)
+
+
+def _check_fits(corpus: Corpus, *, seq_len: int, vocab_size: int) -> None:
+    if min(len(corpus.train), len(corpus.heldout)) < seq_len + 1:
+        raise DataError(
+            f"--data is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
+            f"--seq-len {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller --seq-len"
+        )
+    ids = _ids_needed(corpus)
+    if ids > vocab_size:
+        raise DataError(f"--model.vocab-size is {vocab_size}: --data {corpus.name} needs at least {ids} token ids")
+
+
+def _ids_needed(corpus: Corpus) -> int:
+    # Text is in memory: a model may be as small as its largest byte allows. Token files are taken by their header's word.
+    if corpus.train.dtype == np.uint8:
+        return 1 + int(max(np.max(corpus.train[:]), np.max(corpus.heldout[:])))
+    return corpus.vocab_size

@@ -1,0 +1,91 @@
+"""Documents: the unit that is either trained on or held out, never both.
+
+Which of the two is decided by the SHA-256 of a document's own bytes, so the answer does not depend on the order of files, on
+a seed, or on which other documents there are: text added to a corpus moves nothing that was there. Equal documents have
+equal hashes and stay on one side.
+"""
+
+import hashlib
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+
+from jgraph.errors import ConfigError, DataError
+
+HELDOUT_FRACTION = 0.1
+_BLOCK_BYTES = 16 * 1024
+# Cuts a short text that has no separators, so that about a tenth of it can be held out at all.
+FEWEST_BLOCKS = 8
+_SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
+
+
+def cut(text: bytes, *, fewest_blocks: int = FEWEST_BLOCKS) -> list[bytes]:
+    """Cuts a text into documents.
+
+    Lines that read `<|endoftext|>` separate documents. A text without them is cut at line ends into blocks of about 16 KiB.
+
+    Args:
+        text: bytes of any encoding; UTF-8 characters are never cut in two.
+        fewest_blocks: a short text without separators gets smaller blocks, until there are about this many.
+
+    Returns:
+        The documents in the order of the text, without those that are only white space.
+    """
+    documents = _trim(_SEPARATOR.split(text))
+    if len(documents) != 1:
+        return documents
+    return _trim(_blocks(documents[0], size=min(_BLOCK_BYTES, -(-len(documents[0]) // fewest_blocks))))
+
+
+def _trim(documents: Iterable[bytes]) -> list[bytes]:
+    # The line ends around a document belong to the separator: adding text after a document must not change its hash.
+    return [document.strip(b"\r\n") for document in documents if document.strip()]
+
+
+def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
+    start = 0
+    while start < len(text):
+        end = start + size
+        line_end = text.find(b"\n", end, end + size)
+        if line_end >= 0:
+            end = line_end + 1
+        else:
+            # No line end near: step over the up to three continuation bytes (0b10xxxxxx) of a UTF-8 character.
+            for _ in range(3):
+                end += end < len(text) and text[end] & 0xC0 == 0x80
+        yield text[start:end]
+        start = end
+
+
+def digest(document: bytes) -> bytes:
+    """SHA-256 of a document: its place in the corpus (documents are sorted by it) and its side of the split."""
+    return hashlib.sha256(document).digest()
+
+
+def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
+    """How many of the documents, sorted by hash, are held out: those whose hash is in the lowest `heldout_fraction`.
+
+    Where that leaves a side empty, the document nearest to the threshold changes sides, with its equals.
+
+    Args:
+        digests: ascending SHA-256 digests, one a document.
+        heldout_fraction: in (0, 1).
+
+    Returns:
+        k, with 0 < k < len(digests): documents [0, k) are held out, the others are trained on.
+
+    Raises:
+        ConfigError: the fraction is not in (0, 1).
+        DataError: there are no two different documents.
+    """
+    if not 0 < heldout_fraction < 1:
+        raise ConfigError(f"--heldout-fraction is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
+    equals_of_first = bisect_right(digests, digests[0]) if digests else 0
+    if equals_of_first == len(digests):
+        raise DataError(
+            f"the text has {len(digests)} documents, none different from another: at least two different ones are needed, "
+            "one to train on and one to hold out; use a longer text"
+        )
+    first_equal_of_last = bisect_left(digests, digests[-1])
+    threshold = int(heldout_fraction * 2**64).to_bytes(8, "big")
+    return min(max(bisect_left(digests, threshold), equals_of_first), first_equal_of_last)

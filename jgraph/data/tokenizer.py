@@ -1,0 +1,87 @@
+"""A tokenizer.json through the optional `tokenizers` library: text to ids to make token files, ids to text to read samples."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jgraph.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+# A tokenizer.json does not say which of its tokens ends a text; these are the usual names.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_DOCUMENTS_AT_ONCE = 256
+
+
+class Encoder:
+    """Documents to ids, each followed by the end-of-text token, or by a newline where the tokenizer has none.
+
+    Attributes:
+        vocab_size: largest id + 1.
+    """
+
+    def __init__(self, path: Path):
+        """
+        Args:
+            path: a tokenizer.json.
+
+        Raises:
+            DataError: the library is not installed, or the file is not a tokenizer.
+        """
+        self._tokenizer = _load(path)
+        # A file may ask for truncation and padding, which would drop and make up text.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Documents are text: "<|endoftext|>" written inside one is no end of text.
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise DataError(f"{path}: its vocabulary is empty; name a trained tokenizer.json")
+        self.vocab_size = max(ids.values()) + 1
+        ends = [ids[name] for name in _END_OF_TEXT if name in ids]
+        self._end = ends[:1] or self._tokenizer.encode("\n", add_special_tokens=False).ids
+
+    def encode(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """Yields the ids of each document as a 1-D int64 array. Raises DataError for one that is not UTF-8."""
+        for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+            texts = [_decode_utf8(document) for document in documents[first : first + _DOCUMENTS_AT_ONCE]]
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                yield np.array(encoding.ids + self._end, np.int64)
+
+
+def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
+    """Ids to text through the tokenizer at `path`; to numbers with spaces between without that file or the library."""
+    try:
+        tokenizer = _load(path) if path.exists() else None
+    except _MissingLibraryError:
+        tokenizer = None
+    if tokenizer is None:
+        return lambda ids: " ".join(str(token) for token in ids)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class _MissingLibraryError(DataError):
+    """`tokenizers` is not installed."""
+
+
+def _load(path: Path) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as e:
+        raise _MissingLibraryError(f"{path}: needs the tokenizers library: pip install 'jgraph[tokenizers]'") from e
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as e:  # the library raises Exception itself
+        raise DataError(f"{path}: is not a tokenizer.json of the tokenizers library ({e})") from e
+
+
+def _decode_utf8(document: bytes) -> str:
+    try:
+        return document.decode()
+    except UnicodeDecodeError as e:
+        raise DataError(f"not UTF-8 near {document[max(0, e.start - 20) : e.start + 20]!r}; convert it, e.g. with iconv") from e

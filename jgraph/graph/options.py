@@ -1,0 +1,249 @@
+"""XLA options of a compiled step: which command buffers, and whatever the user adds, refused early when XLA lacks them.
+
+XLA tells of a wrong option only while it compiles, after the model was built and traced, and does not say which names or values
+it has. Option names come and go between releases, so a list kept here would be wrong soon; the installed library knows its own.
+"""
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import mmap
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from jgraph.errors import CompilerOptionError
+
+Graph = Literal["auto", "off", "full"]
+OptionValue: TypeAlias = str | bool | int | float
+OptionKind = Literal["bool", "int32", "int64", "float", "string", "enum", "message"]
+
+COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
+MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
+
+# Collectives inside a graph hang or abort in some releases (notes/design.md), and no training step computes on the host.
+_NEVER_CAPTURED = {"INVALID", "COLLECTIVES", "HOST_EXECUTE"}
+# What every release that jgraph supports can record; used only when the installed library does not tell.
+_COMMON = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,CONVOLUTION"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of XLA's DebugOptions.
+
+    Attributes:
+        name: e.g. `xla_gpu_graph_min_graph_size`.
+        kind: type of the value; `message` cannot be set from a string.
+        repeated: several values are allowed, separated by commas; they replace XLA's default.
+        values: names that an `enum` may take, empty where the library keeps them elsewhere.
+    """
+
+    name: str
+    kind: OptionKind
+    repeated: bool
+    values: tuple[str, ...] = ()
+
+
+def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str) -> dict[str, OptionValue]:
+    """Options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
+
+    Args:
+        graph: `auto` leaves XLA's default, `off` records nothing, `full` records everything that runs on one device.
+        extra: further `name=value` options (`--xla-options`); they win over those of `graph`.
+        platform: `cpu`, or `gpu`/`cuda`. Command buffers exist on a GPU only, so on a CPU `graph` adds nothing.
+
+    Returns:
+        Option name to value, of the type that XLA wants.
+
+    Raises:
+        CompilerOptionError: `graph` is none of the three, or an extra option or its value is not one the installed XLA has.
+    """
+    if graph not in get_args(Graph):
+        raise CompilerOptionError(f"--graph is {graph}: must be one of {', '.join(get_args(Graph))}")
+    options: dict[str, OptionValue] = {}
+    if platform in ("gpu", "cuda"):
+        options |= _graph_options(graph)
+    for text in extra:
+        name, equals, value = text.strip().partition("=")
+        if not equals:
+            raise CompilerOptionError(f"--xla-options has {text!r}: must be name=value")
+        options[name] = check_option(name, value)
+    return options
+
+
+def _graph_options(graph: str) -> dict[str, OptionValue]:
+    match graph:
+        case "off":
+            return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
+        case "full":
+            known = (installed_options() or {}).get(COMMAND_BUFFER)
+            commands = known.values if known else _COMMON.split(",")
+            return {COMMAND_BUFFER: ",".join(c for c in commands if c not in _NEVER_CAPTURED), MIN_GRAPH_SIZE: 1}
+        case _:
+            return {}
+
+
+def check_option(name: str, value: str) -> OptionValue:
+    """The value as XLA wants it, if the installed XLA has the option and the option this value.
+
+    Args:
+        name: an XLA option without dashes.
+        value: as written on the command line; `true`/`false` for a bool, commas between several values.
+
+    Returns:
+        The typed value; the text itself where the installed library does not tell its options.
+
+    Raises:
+        CompilerOptionError: with the closest name, the type, or the allowed values.
+    """
+    known = installed_options()
+    if known is None:
+        return value
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise CompilerOptionError(f"--xla-options names {name}, which the installed XLA does not have{hint}")
+    option = known[name]
+    if option.kind == "message":
+        raise CompilerOptionError(f"--xla-options sets {name}, which holds a structure and cannot be set from the command line")
+    if option.repeated:
+        for item in value.split(",") if value else ():
+            _convert(option, item)
+        return value
+    return _convert(option, value)
+
+
+def _convert(option: Option, value: str) -> OptionValue:
+    try:
+        match option.kind:
+            case "bool":
+                return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+            case "int32" | "int64":
+                number, limit = int(value), 2 ** (int(option.kind[3:]) - 1)
+                if not -limit <= number < limit:
+                    raise ValueError
+                return number
+            case "float":
+                return float(value)
+            case "enum" if option.values and value not in option.values:
+                raise ValueError
+            case _:
+                return value
+    except (KeyError, ValueError):
+        allowed = {"bool": "true or false", "enum": "one of " + ", ".join(option.values)}
+        allowed = allowed.get(option.kind, f"of type {option.kind}")
+        raise CompilerOptionError(f"--xla-options sets {option.name} to {value!r}: must be {allowed}") from None
+
+
+@contextlib.contextmanager
+def option_errors() -> Iterator[None]:
+    """Around `compile()`: XLA's own complaint about an option becomes a CompilerOptionError; other errors pass.
+
+    Needed where the installed library does not tell its options, and for limits that only XLA knows.
+    """
+    try:
+        yield
+    except RuntimeError as e:  # jax.errors.JaxRuntimeError is one; naming it would import jax here
+        if complaint := re.search(r"No such compile option: .*|While setting option .*", str(e)):
+            raise CompilerOptionError(f"XLA refuses an option of --xla-options or --graph: {complaint[0]}") from e
+        raise
+
+
+@functools.cache
+def installed_options() -> Mapping[str, Option] | None:
+    """Every option of the installed XLA by name, or None where the library does not tell. About 30 ms, once a process."""
+    descriptor = _descriptor_of_installed_xla()
+    if descriptor is None:
+        return None
+    message = next(_submessages(descriptor, 4, b"DebugOptions"))
+    enums = dict(_enums(message, 4, ".xla.DebugOptions.")) | dict(_enums(descriptor, 5, ".xla."))
+    options = (_option(field, enums) for field in _submessages(message, 2))
+    return types.MappingProxyType({option.name: option for option in options})
+
+
+# --- The descriptor. Field numbers are those of google/protobuf/descriptor.proto, which are fixed for good. ---
+
+_Fields: TypeAlias = list[tuple[int, bytes | int]]
+_KINDS: dict[int, OptionKind] = {
+    1: "float",
+    2: "float",
+    3: "int64",
+    5: "int32",
+    8: "bool",
+    9: "string",
+    11: "message",
+    14: "enum",
+}
+
+
+def _descriptor_of_installed_xla() -> _Fields | None:
+    """Fields of the FileDescriptorProto of xla/xla.proto inside jaxlib's shared library; None when it is not there.
+
+    No public function of jax lists XLA's options. The protocol buffer runtime needs this descriptor for XLA's own lookup of
+    option names, so the library has to carry it: this is the same list that XLA will check against, only earlier. It is still
+    a private artefact. Everything that relies on it is this function, and without it options are checked by XLA alone.
+    """
+    spec = importlib.util.find_spec("jaxlib")
+    library = Path(next(iter(spec.submodule_search_locations or ()), "")) / "libjax_common.so" if spec else None
+    if library is None or not library.is_file():
+        return None
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = data.find(b"\n\x0dxla/xla.proto")  # field 1, 13 bytes: the file's name, first thing in its descriptor
+        if start < 0:
+            return None
+        descriptor = _fields(data[start : start + 2**20])
+    return descriptor if next(_submessages(descriptor, 4, b"DebugOptions"), None) else None
+
+
+def _fields(data: bytes) -> _Fields:
+    """(number, value) of each field of a message. Ends where no message can go on: the length is not stored with it."""
+    fields: _Fields = []
+    position = number = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        previous, number = number, key >> 3
+        # Serialized in order of field number, so a smaller one (0 included) belongs to whatever comes after this message.
+        if number < max(previous, 1) or key & 7 not in (0, 2):
+            break
+        value, position = _varint(data, position)
+        if key & 7 == 2:
+            value, position = data[position : position + value], position + value
+        fields.append((number, value))
+    return fields
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        value, shift, position = value | (byte & 127) << shift, shift + 7, position + 1
+        if byte < 128:
+            return value, position
+
+
+def _submessages(fields: _Fields, tag: int, name: bytes | None = None) -> Iterator[_Fields]:
+    for number, value in fields:
+        if number == tag and isinstance(value, bytes):
+            inner = _fields(value)
+            if name is None or inner[0] == (1, name):
+                yield inner
+
+
+def _enums(fields: _Fields, tag: int, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for enum in _submessages(fields, tag):
+        yield prefix + _text(enum, 1), tuple(_text(value, 1) for value in _submessages(enum, 2))
+
+
+def _option(field: _Fields, enums: Mapping[str, tuple[str, ...]]) -> Option:
+    numbers = dict(field)
+    kind = _KINDS.get(numbers[5] if isinstance(numbers[5], int) else 0, "string")
+    return Option(_text(field, 1), kind, numbers[4] == 3, enums.get(_text(field, 6), ()) if kind == "enum" else ())
+
+
+def _text(fields: _Fields, tag: int) -> str:
+    value = dict(fields).get(tag, b"")
+    return value.decode() if isinstance(value, bytes) else ""

@@ -1,0 +1,93 @@
+"""Next-token cross-entropy that computes its own gradient chunk by chunk, so that no logits outlive their chunk.
+
+The loss is a mean, so the gradient of a chunk's logits is known as soon as the chunk's log-sum-exp is: softmax minus one-hot,
+over the number of tokens. Doing the two products of the backward pass there and then keeps no logits for it and recomputes
+none; what is saved is the gradient itself (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989).
+"""
+
+# N tokens (B*T), D model, V vocabulary, C tokens of a chunk
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.errors import ShapeError
+
+# Logits of this many elements are held at once when the caller does not say: 1 GiB in bfloat16, 2 GiB in float32.
+_AUTO_CHUNK_ELEMENTS = 2**29
+
+
+def auto_chunk(num_tokens: int, vocab_size: int) -> int:
+    """Largest divisor of `num_tokens`, below it where it can be, whose logits have at most 2**29 elements."""
+    limit = min(max(1, _AUTO_CHUNK_ELEMENTS // vocab_size), max(1, num_tokens // 2))
+    return next(chunk for chunk in range(limit, 0, -1) if num_tokens % chunk == 0)
+
+
+def cross_entropy(x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int = 0) -> Array:
+    """Mean next-token loss in nats. Float32 logits are never stored: statistics are float32, inside the fusion that reads them.
+
+    Args:
+        x_BTD: final hidden states, bfloat16 or float32.
+        head_DV: output projection, same dtype as `x_BTD`.
+        labels_BT: integer token ids in [0, V).
+        chunk: tokens whose logits (in the dtype of `x_BTD`) are held at once; must divide B*T; 0 for `auto_chunk`.
+
+    Returns:
+        Scalar float32. Its gradients have the dtypes of `x_BTD` and `head_DV`; products accumulate in float32.
+
+    Raises:
+        ShapeError: the shapes or dtypes disagree, or `chunk` does not divide B*T.
+    """
+    d_model, vocab_size = head_DV.shape
+    if x_BTD.shape != (*labels_BT.shape, d_model) or x_BTD.dtype != head_DV.dtype:
+        raise ShapeError(
+            f"cross_entropy got x {x_BTD.dtype}{x_BTD.shape}, head {head_DV.dtype}{head_DV.shape}, labels {labels_BT.shape}: "
+            "x must be labels' shape plus the head's first axis, of the head's dtype"
+        )
+    num_tokens = labels_BT.size
+    chunk = chunk or auto_chunk(num_tokens, vocab_size)
+    if chunk < 1 or num_tokens % chunk:
+        raise ShapeError(f"loss chunk is {chunk}: must divide the {num_tokens} tokens of a microbatch; see --model.loss-chunk")
+    return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int) -> Array:
+    losses = [_chunk_loss(x_CD @ head_DV, labels_C)[0] for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)]
+    return sum(losses[1:], losses[0]) / labels_N.size
+
+
+def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int):
+    loss, dx, dhead_DV = jnp.zeros((), jnp.float32), [], None
+    for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
+        logits_CV = x_CD @ head_DV
+        chunk_loss, lse_C = _chunk_loss(logits_CV, labels_C)
+        one_hot_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
+        softmax_CV = jnp.exp(logits_CV.astype(jnp.float32) - lse_C[:, None])
+        dlogits_CV = ((softmax_CV - one_hot_CV) / labels_N.size).astype(logits_CV.dtype)
+        loss += chunk_loss
+        dx.append(dlogits_CV @ head_DV.T)
+        part_DV = jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
+        dhead_DV = part_DV if dhead_DV is None else dhead_DV + part_DV
+    return loss / labels_N.size, (jnp.concatenate(dx), dhead_DV.astype(head_DV.dtype))
+
+
+def _mean_loss_backward(chunk: int, gradients, dloss: Array):
+    dx_ND, dhead_DV = gradients
+    return (dx_ND * dloss).astype(dx_ND.dtype), (dhead_DV * dloss).astype(dhead_DV.dtype), None
+
+
+_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
+
+
+def _chunks(x_ND: Array, labels_N: Array, chunk: int):
+    return [(x_ND[i : i + chunk], labels_N[i : i + chunk]) for i in range(0, len(labels_N), chunk)]
+
+
+def _chunk_loss(logits_CV: Array, labels_C: Array) -> tuple[Array, Array]:
+    """Summed loss of a chunk and the float32 log-sum-exp of each of its rows."""
+    lse_C = jax.nn.logsumexp(logits_CV.astype(jnp.float32), axis=-1)
+    label_logits_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)[:, 0]
+    return jnp.sum(lse_C - label_logits_C.astype(jnp.float32)), lse_C

@@ -1,0 +1,140 @@
+"""One optimizer step as one function of (state, tokens): accumulation, clipping, AdamW, metrics; to be jitted with the state donated.
+
+An update is applied only where the loss and the gradient are finite. That choice is made inside the program, so the state stays
+good however late the host looks at the metrics.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jgraph.config import OptimizerConfig
+
+PyTree = Any
+
+# At most so many microbatches are unrolled. Beyond, they are a loop, which XLA does not capture unless asked (--graph full).
+_UNROLLED_MICROBATCHES = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a step donates and gives back, leaf for leaf in the same buffers.
+
+    Attributes:
+        step: int32 scalar, steps done, skipped ones included.
+        skipped: int32 scalar, steps whose update was not applied.
+        params: float32 arrays.
+        opt_state: optax's.
+    """
+
+    step: Array
+    skipped: Array
+    params: PyTree
+    opt_state: PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMetrics:
+    """Small results of a step.
+
+    Attributes:
+        loss: float32 scalar, mean over microbatches, nats.
+        grad_norm: float32 scalar, global norm before clipping.
+        grad_square_sums: float32, one per parameter leaf in tree order; not finite where that leaf's gradient is not.
+    """
+
+    loss: Array
+    grad_norm: Array
+    grad_square_sums: Array
+
+
+def optimizer(config: OptimizerConfig, steps: int, *, decay_mask: PyTree) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with warm-up and cosine decay; clipping is the step's own.
+
+    Args:
+        config: learning rate, warm-up and the rest.
+        steps: of the whole run; the cosine ends there.
+        decay_mask: tree of the parameters with True where weight decay applies, e.g. `Packing.decay_mask()`.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step already moves
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_learning_rate,
+    )
+    return optax.adamw(
+        schedule,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+    )
+
+
+def init_state(params: PyTree, transform: optax.GradientTransformation) -> TrainState:
+    """State before the first step. `params` become part of it: the first step donates them."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(step=zero, skipped=zero.copy(), params=params, opt_state=transform.init(params))
+
+
+def train_step(
+    loss_fn: Callable[[PyTree, Array], Array],
+    transform: optax.GradientTransformation,
+    *,
+    num_microbatches: int = 1,
+    clip_norm: float = 1.0,
+) -> Callable[[TrainState, Array], tuple[TrainState, StepMetrics]]:
+    """Makes the step.
+
+    Args:
+        loss_fn: (params, tokens_BS) -> mean loss of a microbatch, scalar float32.
+        transform: optax transformation of the clipped gradient.
+        num_microbatches: slices of the batch, along its first axis, whose gradients are averaged in float32.
+        clip_norm: the gradient is scaled so that its global norm is at most this.
+
+    Returns:
+        `step(state, tokens_BS) -> (state, StepMetrics)`, pure. Jit it with `donate_argnums=0, keep_unused=True`.
+    """
+
+    def step(state: TrainState, tokens_BS: Array) -> tuple[TrainState, StepMetrics]:
+        loss, grads = _loss_and_grads(loss_fn, state.params, tokens_BS, num_microbatches)
+        square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(jnp.sum(square_sums))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        scale = jnp.minimum(1.0, clip_norm / norm)
+        updates, opt_state = transform.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        state = TrainState(step=state.step + 1, skipped=skipped, params=params, opt_state=opt_state)
+        return state, StepMetrics(loss=loss, grad_norm=norm, grad_square_sums=square_sums)
+
+    return step
+
+
+def _loss_and_grads(loss_fn, params: PyTree, tokens_BS: Array, num_microbatches: int) -> tuple[Array, PyTree]:
+    """Mean loss and mean gradient over microbatches, both float32."""
+    grad_fn = jax.value_and_grad(loss_fn)
+    if num_microbatches == 1:
+        return grad_fn(params, tokens_BS)
+    tokens_MBS = tokens_BS.reshape(num_microbatches, -1, *tokens_BS.shape[1:])
+
+    def accumulate(carry, tokens_BS):
+        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), carry, grad_fn(params, tokens_BS)), None
+
+    main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
+    sums, _ = jax.lax.scan(accumulate, (jnp.zeros((), jnp.float32), main_grad), tokens_MBS, unroll=unroll)
+    return jax.tree.map(lambda a: a / num_microbatches, sums)

@@ -1,0 +1,153 @@
+"""A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention, no biases.
+
+Shazeer, "GLU variants improve transformer" (arXiv:2002.05202) for SwiGLU; Su et al., "RoFormer" (arXiv:2104.09864) for the rotary
+embedding; Ainslie et al., "GQA" (arXiv:2305.13245).
+"""
+
+# B batch, T sequence, S = T + 1 (inputs and labels), D model, F hidden, H query heads, G key/value heads, K head size, V vocabulary
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+import jgraph
+from jgraph.config import ModelConfig
+
+_INIT_SCALE = 0.02
+
+
+class GPT(nnx.Module):
+    """`loss(tokens_BS)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(_INIT_SCALE)
+        self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
+        if config.scan_layers:
+            self.blocks = nnx.vmap(lambda rngs: Block(config, rngs=rngs), in_axes=0)(rngs.fork(split=config.num_layers))
+        else:
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = _norm(config, rngs)
+        if config.head == "untied":
+            self.head_DV = nnx.Param(init(rngs.params(), (config.d_model, config.vocab_size), jnp.float32))
+
+    def loss(self, tokens_BS: Array) -> Array:
+        """Mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 of them predicted per row."""
+        x_BTD = self.hidden(tokens_BS[:, :-1])
+        return jgraph.cross_entropy(x_BTD, self.output_DV(), tokens_BS[:, 1:], chunk=self.config.loss_chunk)
+
+    def logits(self, tokens_BT: Array) -> Array:
+        """Float32 logits (B, T, V) of the token after each position."""
+        return jnp.matmul(self.hidden(tokens_BT), self.output_DV(), preferred_element_type=jnp.float32)
+
+    def hidden(self, tokens_BT: Array) -> Array:
+        """What the head reads: normed hidden states (B, T, D) in `compute_dtype`."""
+        # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
+        x_BTD = self.embedding_VD[...][tokens_BT].astype(self.config.compute_dtype)
+        rotary_TK = rotary(tokens_BT.shape[1], self.config.head_size, self.config.rope_theta)
+        if self.config.scan_layers:
+            step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_TK), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            x_BTD = step(x_BTD, self.blocks)
+        else:
+            for block in self.blocks:
+                x_BTD = block(x_BTD, rotary_TK)
+        return self.norm(x_BTD)
+
+    def output_DV(self) -> Array:
+        weights_DV = self.embedding_VD[...].T if self.config.head == "tied" else self.head_DV[...]
+        return weights_DV.astype(self.config.compute_dtype)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each reading a norm of the residual stream and adding to it."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x_BTD: Array, rotary_TK: tuple[Array, Array]) -> Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention over one fused projection (H query, G key and G value heads, in this order)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = _linear(config, config.d_model, heads * config.head_size, rngs)
+        self.out = _linear(config, config.d_model, config.d_model, rngs, residual=True)
+
+    def __call__(self, x_BTD: Array, rotary_TK: tuple[Array, Array]) -> Array:
+        config = self.config
+        B, T, D = x_BTD.shape
+        qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
+        q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        y_BTHK = jax.nn.dot_product_attention(
+            rotate(q_BTHK, rotary_TK),
+            rotate(k_BTGK, rotary_TK),
+            v_BTGK,
+            is_causal=True,
+            implementation=attention_kernel(config),
+        )
+        return self.out(y_BTHK.reshape(B, T, D))
+
+
+class MLP(nnx.Module):
+    """GELU (tanh form) or SwiGLU."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width = 2 * config.d_ff if config.mlp == "swiglu" else config.d_ff
+        self.up = _linear(config, config.d_model, width, rngs)
+        self.down = _linear(config, config.d_ff, config.d_model, rngs, residual=True)
+
+    def __call__(self, x_BTD: Array) -> Array:
+        if self.config.mlp == "gelu":
+            return self.down(jax.nn.gelu(self.up(x_BTD), approximate=True))
+        gate_BTF, up_BTF = jnp.split(self.up(x_BTD), 2, axis=-1)
+        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+
+
+def attention_kernel(config: ModelConfig) -> str:
+    """`cudnn` or `xla`, resolving `auto` by the default device. Raises ConfigError where cuDNN was asked for and cannot be had."""
+    if config.attention != "auto":
+        return config.attention
+    if jax.default_backend() != "gpu" or config.compute_dtype != "bfloat16":
+        return "xla"
+    config.check_cudnn()
+    return "cudnn"
+
+
+def rotary(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
+    """Float32 cosines and sines (T, K/2) of position times theta**(-2i/K)."""
+    angles_TK = jnp.arange(length)[:, None] * theta ** (-jnp.arange(0, head_size, 2) / head_size)
+    return jnp.cos(angles_TK), jnp.sin(angles_TK)
+
+
+def rotate(x_BTHK: Array, rotary_TK: tuple[Array, Array]) -> Array:
+    """Rotates the pairs (i, i + K/2) of each head, in float32, back in the input's dtype."""
+    cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
+    a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], axis=-1).astype(x_BTHK.dtype)
+
+
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
+
+
+def _linear(config: ModelConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
+    # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+    scale = _INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE
+    return nnx.Linear(
+        d_in,
+        d_out,
+        use_bias=False,
+        dtype=jnp.dtype(config.compute_dtype),
+        kernel_init=nnx.initializers.normal(scale),
+        rngs=rngs,
+    )

@@ -1,0 +1,11 @@
+"""What every test may count on: the CPU backend, unless tests for a GPU were asked for, and the fixture `h200`."""
+
+import os
+
+from tests.target_fixture import h200 as h200
+
+
+def pytest_configure(config):
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        # Before jax is imported, and for the processes that tests start.
+        os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,0 +1,41 @@
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+
+def story(seed: int, *, words: int = 60) -> str:
+    """A document of made-up words, its own for every seed."""
+    choices = random.Random(seed).choices(("red", "green", "blue", "cat", "dog", "ran", "far", "home.", "ünïcode"), k=words)
+    return " ".join([*choices, str(seed)])
+
+
+@pytest.fixture(scope="session")
+def stories() -> list[str]:
+    return [story(seed) for seed in range(40)]
+
+
+@pytest.fixture
+def text_file(tmp_path, stories) -> Path:
+    path = tmp_path / "stories.txt"
+    path.write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory, stories) -> Path:
+    """A byte-level BPE of 300 ids with an end-of-text token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(stories, trainer)
+    # As files for BERT-like models do; making token files must not obey it.
+    tokenizer.enable_truncation(8)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

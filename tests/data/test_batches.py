@@ -1,0 +1,117 @@
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jgraph.data import Batches, Concatenated, heldout_batches
+from jgraph.errors import ConfigError, DataError
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+# A change here breaks the promise that a run resumes with the data it would have seen.
+FIRST_TOKENS = [859, 683, 603, 331, 27, 171, 315, 267]
+
+
+def batches_of(tokens=TOKENS, *, batch_size=4, seq_len=16, seed=0, **processes) -> Batches:
+    return Batches(tokens, batch_size=batch_size, seq_len=seq_len, seed=seed, **processes)
+
+
+def first_tokens(batches: Batches, num_rows: int) -> list[int]:
+    """First tokens of the first rows, which tell the rows apart where tokens count up."""
+    steps = -(-num_rows // batches.batch_size)
+    return np.concatenate([batches[step] for step in range(steps)])[:num_rows, 0].tolist()
+
+
+def test_rows_are_int32_spans_of_the_stream():
+    batch = batches_of()[3]
+    assert (batch.shape, batch.dtype) == ((4, 17), np.int32)
+    assert (np.diff(batch, axis=1) == 1).all()
+
+
+def test_any_step_can_be_had_first():
+    in_order = batches_of()
+    in_order = [in_order[step] for step in range(60)]
+    assert np.array_equal(batches_of()[59], in_order[59])
+    assert np.array_equal(batches_of()[7], in_order[7])
+
+
+def test_batches_are_the_same_for_ever():
+    assert first_tokens(batches_of(), 8) == FIRST_TOKENS
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 400), st.integers(1, 40), st.integers(0, 2**64 - 1))
+def test_an_epoch_takes_every_window_once_and_the_next_one_again(num_tokens, seq_len, seed):
+    assume(num_tokens > seq_len)
+    batches = batches_of(np.arange(num_tokens, dtype=np.uint16), batch_size=3, seq_len=seq_len, seed=seed)
+    windows = batches.num_windows
+    starts = first_tokens(batches, 2 * windows)
+    for epoch in (starts[:windows], starts[windows:]):
+        offset = min(epoch)
+        assert sorted(epoch) == [offset + window * seq_len for window in range(windows)]
+        assert offset < seq_len
+    assert num_tokens - windows * seq_len <= 2 * seq_len
+
+
+def test_epochs_differ_in_offset_and_order():
+    batches = batches_of()
+    starts = np.array(first_tokens(batches, 4 * batches.num_windows)).reshape(4, batches.num_windows)
+    assert len({int(epoch.min()) for epoch in starts}) > 1
+    orders = starts - starts.min(axis=1, keepdims=True)
+    assert len({tuple(order) for order in orders.tolist()}) == 4
+
+
+def test_different_seeds_differ():
+    assert first_tokens(batches_of(seed=0), 8) != first_tokens(batches_of(seed=1), 8)
+
+
+@pytest.mark.parametrize("process_count", [1, 2, 3, 6])
+def test_parts_of_the_processes_make_up_the_batch_of_one(process_count):
+    parts = [batches_of(batch_size=6, process_index=i, process_count=process_count)[40] for i in range(process_count)]
+    assert np.array_equal(np.concatenate(parts), batches_of(batch_size=6)[40])
+
+
+def test_batch_that_the_processes_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="--batch-size is 4: must be divisible by the number of processes, 3") as caught:
+        batches_of(process_count=3)
+    assert caught.value.field == "batch_size"
+
+
+def test_stream_of_one_window_repeats_it():
+    assert first_tokens(batches_of(TOKENS[:17]), 5) == [0] * 5
+
+
+@pytest.mark.parametrize("sample", [batches_of, lambda tokens: heldout_batches(tokens, batch_size=4, seq_len=16, limit=1)])
+def test_stream_shorter_than_a_sequence_is_refused(sample):
+    with pytest.raises(DataError, match="has 16 tokens where --seq-len 16 needs at least 17"):
+        sample(TOKENS[:16])
+
+
+def test_negative_step_is_refused():
+    with pytest.raises(IndexError, match="step is -1"):
+        batches_of()[-1]
+
+
+def test_files_end_to_end_give_the_batches_of_one_array():
+    parts = Concatenated(np.split(TOKENS, [3, 500, 501]))
+    assert all(np.array_equal(batches_of(parts)[step], batches_of()[step]) for step in range(20))
+    heldout, expected = (heldout_batches(tokens, batch_size=4, seq_len=16, limit=5) for tokens in (parts, TOKENS))
+    assert np.array_equal(heldout, expected)
+
+
+@given(st.integers(2, 400), st.integers(1, 40), st.integers(1, 8), st.integers(1, 6))
+def test_held_out_windows_come_in_order_at_most_once_and_evenly(num_tokens, seq_len, batch_size, limit):
+    assume(num_tokens > seq_len)
+    batches = heldout_batches(np.arange(num_tokens, dtype=np.uint16), batch_size=batch_size, seq_len=seq_len, limit=limit)
+    windows = (num_tokens - 1) // seq_len
+    assert 1 <= len(batches) <= limit
+    rows = np.concatenate(batches)
+    assert len(rows) == (windows if windows < batch_size else min(limit, windows // batch_size) * batch_size)
+    gaps = np.diff(rows[:, 0]) // seq_len
+    assert (rows[:, 0] % seq_len == 0).all()
+    assert gaps.min(initial=1) >= 1
+    assert gaps.max(initial=0) - gaps.min(initial=windows) <= 1
+
+
+def test_held_out_text_that_fits_is_covered_whole():
+    rows = np.concatenate(heldout_batches(TOKENS[:129], batch_size=4, seq_len=16, limit=2))
+    assert rows[:, 0].tolist() == list(range(0, 128, 16))

@@ -1,0 +1,209 @@
+import hashlib
+import math
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from jgraph.data import CORPORA, Concatenated, load, make_token_files, write_tokens
+from jgraph.data.sources import SYNTHETIC_ENTROPY
+from jgraph.errors import DataError
+
+
+def open_corpus(data, *, seq_len=16, vocab_size=256):
+    return load(str(data), seq_len=seq_len, vocab_size=vocab_size)
+
+
+@pytest.fixture
+def token_directory(tmp_path, text_file, tokenizer_file):
+    make_token_files([text_file], tokenizer_file, tmp_path / "tokens", shard_tokens=500)
+    return tmp_path / "tokens"
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_named_corpora_open_the_same_each_time(name):
+    first, second = open_corpus(name), open_corpus(name)
+    assert first.fingerprint == second.fingerprint
+    assert np.array_equal(first.train[:], second.train[:])
+    assert first.train.dtype == first.heldout.dtype == np.uint8
+    assert first.vocab_size == 256
+
+
+def test_python_docs_has_all_topics_once():
+    from pydoc_data.topics import topics
+
+    corpus = open_corpus("python-docs")
+    assert corpus.train_documents + corpus.heldout_documents == len(topics)
+    both = corpus.decode(corpus.train[:]) + corpus.decode(corpus.heldout[:])
+    assert all(topic + "\n" in both for topic in topics.values())
+    assert len(both) == sum(len(topic) + 1 for topic in topics.values())
+    assert 1.4 < corpus.zlib_nats_per_token < 1.8
+
+
+def test_synthetic_is_the_same_on_every_machine():
+    corpus = open_corpus("synthetic")
+    assert corpus.fingerprint == "c4ae420ed81171a78f8ff6721bb40c42857e4c496b425424a3b1b9ef118d6448"
+
+
+def test_synthetic_has_the_entropy_it_states():
+    text = bytes(open_corpus("synthetic").train[:])
+    pairs = Counter(pairwise(text))
+    triples = Counter(zip(text, text[1:], text[2:], strict=False))
+    inside = {triple: count for triple, count in triples.items() if ord("\n") not in triple}
+    total = sum(inside.values())
+    measured = -sum(count * math.log(count / pairs[triple[:2]]) for triple, count in inside.items()) / total
+    assert measured == pytest.approx(SYNTHETIC_ENTROPY, abs=0.01)
+    assert open_corpus("synthetic").entropy_nats_per_token == SYNTHETIC_ENTROPY
+
+
+def test_text_file_is_split_by_document(text_file, stories):
+    corpus = open_corpus(text_file)
+    heldout, train = (corpus.decode(side[:]).split("\n")[:-1] for side in (corpus.heldout, corpus.train))
+    assert sorted(heldout + train) == sorted(stories)
+    assert (len(heldout), len(train)) == (corpus.heldout_documents, corpus.train_documents)
+    limit = 2**256 // 10
+    assert {int(hashlib.sha256(story.encode()).hexdigest(), 16) < limit for story in heldout} == {True}
+    assert {int(hashlib.sha256(story.encode()).hexdigest(), 16) < limit for story in train} == {False}
+
+
+def test_order_of_documents_does_not_matter_and_their_boundaries_do(tmp_path, stories):
+    paths = [tmp_path / name for name in ("forward", "backward", "joined")]
+    paths[0].write_text("\n<|endoftext|>\n".join(stories))
+    paths[1].write_text("\n<|endoftext|>\n".join(reversed(stories)))
+    paths[2].write_text("\n<|endoftext|>\n".join(stories).replace("\n<|endoftext|>", "", 1))
+    forward, backward, joined = (open_corpus(path) for path in paths)
+    assert forward.fingerprint == backward.fingerprint != joined.fingerprint
+    assert np.array_equal(forward.train[:], backward.train[:])
+
+
+def test_plain_text_of_one_piece_is_held_out_in_part(tmp_path):
+    path = tmp_path / "plain.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(200)))
+    corpus = open_corpus(path)
+    assert 0 < corpus.heldout_documents < corpus.train_documents
+
+
+def test_bytes_that_are_no_text_decode_to_replacement_characters(text_file):
+    assert (
+        open_corpus(text_file).decode(np.array([104, 105, 0xC3, 300])) == "hi\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def test_token_directory_is_mapped_and_not_read(token_directory):
+    corpus = open_corpus(token_directory, vocab_size=512)
+    assert isinstance(corpus.heldout, np.memmap)
+    assert isinstance(corpus.train, Concatenated)
+    assert all(isinstance(part, np.memmap) for part in corpus.train.parts)
+    assert corpus.zlib_nats_per_token is None
+
+
+def test_opening_a_token_directory_does_not_look_at_the_tokens(token_directory):
+    fingerprint = open_corpus(token_directory, vocab_size=512).fingerprint
+    for path in token_directory.glob("*.bin"):
+        contents = path.read_bytes()
+        path.write_bytes(contents[:128] + b"\xff" * (len(contents) - 128))
+    assert open_corpus(token_directory, vocab_size=512).fingerprint == fingerprint
+
+
+def test_token_directory_decodes_through_its_tokenizer(token_directory, stories):
+    corpus = open_corpus(token_directory, vocab_size=512)
+    documents = corpus.decode(corpus.train[:]).split("<|endoftext|>")[:-1]
+    assert set(documents) < set(stories)
+    assert len(documents) == corpus.train_documents
+
+
+@pytest.mark.parametrize("absent", ["file", "library"])
+def test_token_directory_without_tokenizer_decodes_to_numbers(token_directory, monkeypatch, absent):
+    if absent == "file":
+        (token_directory / "tokenizer.json").unlink()
+    else:
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert open_corpus(token_directory, vocab_size=512).decode([3, 14, 15]) == "3 14 15"
+
+
+def test_unknown_name_is_refused_with_the_names_and_the_closest():
+    with pytest.raises(
+        DataError, match=r"--data is pyton-docs: .*python-docs, python-source, synthetic; did you mean python-docs\?"
+    ):
+        open_corpus("pyton-docs")
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"--data is .*absent.txt: no such file or directory"):
+        open_corpus(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize("contents", [b"", b" \n\n"])
+def test_empty_file_is_refused(tmp_path, contents):
+    path = tmp_path / "empty.txt"
+    path.write_bytes(contents)
+    with pytest.raises(DataError, match=r"--data is .*empty.txt: the file is empty"):
+        open_corpus(path)
+
+
+def test_text_of_one_repeated_document_is_refused(tmp_path):
+    path = tmp_path / "same.txt"
+    path.write_bytes(b"same\n<|endoftext|>\n" * 3)
+    with pytest.raises(DataError, match=r"--data is .*same.txt: the text has 3 documents, none different"):
+        open_corpus(path)
+
+
+def test_text_shorter_than_a_sequence_is_refused_with_sizes(text_file):
+    corpus = open_corpus(text_file)
+    sizes = f"{len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out"
+    with pytest.raises(DataError, match=f"{sizes}, --seq-len 99999 needs at least 100000 of each"):
+        open_corpus(text_file, seq_len=99_999)
+
+
+def test_unreadable_file_is_a_data_error():
+    with pytest.raises(DataError, match=r"--data is xxx.*: cannot be read"):
+        open_corpus("x" * 5000)
+
+
+def test_byte_beyond_the_vocabulary_is_refused_and_the_largest_one_accepted(text_file):
+    largest = max(text_file.read_bytes())
+    open_corpus(text_file, vocab_size=largest + 1)
+    with pytest.raises(DataError, match=f"--model.vocab-size is {largest}: .* needs at least {largest + 1} token ids"):
+        open_corpus(text_file, vocab_size=largest)
+
+
+def test_token_files_of_a_larger_vocabulary_are_refused(token_directory):
+    with pytest.raises(DataError, match=r"--model.vocab-size is 256: --data .*tokens needs at least 300 token ids"):
+        open_corpus(token_directory)
+
+
+def test_single_token_file_is_refused_with_its_directory(token_directory):
+    with pytest.raises(DataError, match=r"a single token file; name the directory that it is in, .*tokens"):
+        open_corpus(token_directory / "heldout-00000.bin")
+
+
+def test_directory_without_token_files_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"--data is .*: has no .bin files; make such .* with python -m jgraph.data make"):
+        open_corpus(tmp_path)
+
+
+def test_directory_without_one_side_is_refused(token_directory):
+    (token_directory / "heldout-00000.bin").unlink()
+    with pytest.raises(DataError, match=r"has no heldout-\*.bin file"):
+        open_corpus(token_directory)
+
+
+def test_directory_with_a_stranger_is_refused(token_directory):
+    (token_directory / "val.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"val.bin is neither train-\*.bin nor heldout-\*.bin"):
+        open_corpus(token_directory)
+
+
+def test_directory_with_a_truncated_file_is_refused(token_directory):
+    path = token_directory / "train-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"--data is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
+        open_corpus(token_directory, vocab_size=512)
+
+
+def test_files_of_different_tokenizers_are_refused(token_directory):
+    write_tokens(token_directory / "train-00001.bin", [np.arange(9)], vocab_size=9)
+    with pytest.raises(DataError, match=r"train-00001.bin has a vocabulary of 9 .* must come from one tokenizer"):
+        open_corpus(token_directory, vocab_size=512)

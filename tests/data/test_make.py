@@ -1,0 +1,195 @@
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from jgraph.data import load, make_token_files, read_header, read_tokens, verify
+from jgraph.data.__main__ import main
+from jgraph.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def make(tmp_path, text_file, tokenizer_file):
+    """Makes token files and gives the directory; keyword arguments replace the usual ones."""
+
+    def make(*, texts=(text_file,), tokenizer=tokenizer_file, out=tmp_path / "tokens", **options):
+        make_token_files(texts, tokenizer, out, **options)
+        return out
+
+    return make
+
+
+def all_tokens(folder, side):
+    return np.concatenate([read_tokens(path) for path in sorted(folder.glob(f"{side}-*.bin"))])
+
+
+def assert_one_line(captured, *parts):
+    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
+    assert all(part in captured.err for part in parts)
+    assert not captured.out
+
+
+def test_documents_are_whole_whatever_truncation_the_tokenizer_asks_for(make, stories, tokenizer_file):
+    folder = make()
+    reader = Tokenizer.from_file(str(tokenizer_file))
+    text = "".join(reader.decode(all_tokens(folder, side), skip_special_tokens=False) for side in ("train", "heldout"))
+    assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(stories)
+
+
+def test_held_out_documents_are_those_of_the_same_text_read_as_bytes(make, text_file):
+    tokens, as_bytes = (load(str(data), seq_len=4, vocab_size=512) for data in (make(), text_file))
+    assert tokens.decode(tokens.heldout[:]).replace("<|endoftext|>", "\n") == as_bytes.decode(as_bytes.heldout[:])
+
+
+def test_shards_close_with_a_document_and_make_no_difference(make, tmp_path):
+    one, many = make(), make(out=tmp_path / "many", shard_tokens=300)
+    headers = [read_header(path) for path in sorted(many.glob("train-*.bin"))]
+    assert len(headers) > 3
+    assert all(header.num_tokens >= 300 for header in headers[:-1])
+    assert sum(header.num_documents for header in headers) == read_header(one / "train-00000.bin").num_documents
+    assert np.array_equal(all_tokens(one, "train"), all_tokens(many, "train"))
+    assert all(tokens[-1] == 0 for tokens in map(read_tokens, many.glob("*.bin")))
+
+
+def test_order_of_the_files_makes_no_difference(make, tmp_path, stories):
+    texts = [tmp_path / f"{i}.txt" for i in range(len(stories))]
+    for path, story in zip(texts, stories, strict=True):
+        path.write_text(story)
+    forward, backward = make(texts=texts, out=tmp_path / "a"), make(texts=texts[::-1], out=tmp_path / "b")
+    assert np.array_equal(all_tokens(forward, "train"), all_tokens(backward, "train"))
+    assert sum(read_header(path).num_documents for path in forward.glob("*.bin")) == len(stories)
+
+
+def test_end_of_text_written_inside_a_document_is_only_text(make, tmp_path):
+    path = tmp_path / "tricky.txt"
+    path.write_text("\n<|endoftext|>\n".join(f"say <|endoftext|> {i}" for i in range(30)))
+    assert (all_tokens(make(texts=[path]), "train") == 0).sum() == sum(
+        read_header(file).num_documents for file in (tmp_path / "tokens").glob("train-*.bin")
+    )
+
+
+def test_tokenizer_without_end_of_text_puts_a_newline_between_documents(make, tmp_path, text_file):
+    path = tmp_path / "chars.json"
+    characters = sorted(set(text_file.read_text()) | {"\n"})
+    Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, [])).save(str(path))
+    corpus = load(str(make(tokenizer=path)), seq_len=4, vocab_size=512)
+    assert (corpus.heldout[:] == characters.index("\n")).sum() == corpus.heldout_documents
+
+
+def test_vocabulary_beyond_65536_takes_four_bytes(make, tmp_path, text_file):
+    path = tmp_path / "large.json"
+    words = [*sorted(set(text_file.read_text()) | {"\n"}), *(f"word{i}" for i in range(65_536))]
+    Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [])).save(str(path))
+    assert read_header(make(tokenizer=path) / "train-00000.bin").bytes_per_token == 4
+
+
+def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
+    before = set(tmp_path.iterdir())
+    calls = []
+
+    def interrupted(path, documents, *, vocab_size):
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        path.write_bytes(b"half")
+
+    monkeypatch.setattr("jgraph.data.make.write_tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    assert len(calls) == 2
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_empty_directory_is_used_and_a_full_one_refused(make, tmp_path):
+    (tmp_path / "tokens").mkdir()
+    make()
+    with pytest.raises(DataError, match=r"--out is .*tokens: it exists and is not an empty directory"):
+        make()
+
+
+def test_missing_library_is_told_with_the_install_command(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"pip install 'jgraph\[tokenizers\]'"):
+        make()
+
+
+def test_file_that_is_no_tokenizer_is_refused(make, text_file):
+    with pytest.raises(DataError, match=r"stories.txt: is not a tokenizer.json"):
+        make(tokenizer=text_file)
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_name(make, tmp_path, text_file):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 au lait " * 100)
+    with pytest.raises(DataError, match=r"--text is .*latin.txt: not UTF-8"):
+        make(texts=[text_file, path])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"shard_tokens": 0}, "--shard-tokens is 0"), ({"heldout_fraction": 1.0}, r"--heldout-fraction is 1.0")],
+)
+def test_numbers_out_of_range_are_refused(make, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_empty_text_is_refused(make, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"--text is .*empty.txt: the file is empty"):
+        make(texts=[tmp_path / "empty.txt"])
+
+
+def test_command_line_makes_verifies_and_shows(tmp_path, text_file, tokenizer_file, capsys):
+    out = tmp_path / "tokens"
+    assert main(["make", "--text", str(text_file), "--tokenizer", str(tokenizer_file), "--out", str(out)]) == 0
+    made = capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["heldout-00000.bin", "tokenizer.json", "train-00000.bin"]
+    assert main(["show", str(out)]) == 0
+    assert capsys.readouterr().out == made
+    assert load(str(out), seq_len=4, vocab_size=300).fingerprint in made
+    assert main(["verify", str(out)]) == 0
+    verified = capsys.readouterr().out
+    assert all(f"{path.name}: {verify(path).num_tokens:,} tokens" in verified for path in out.glob("*.bin"))
+
+
+def test_command_line_shows_what_zlib_needs(capsys):
+    assert main(["show", "python-docs"]) == 0
+    assert re.search(r"zlib -9 +1\.\d\d\d nats per token", capsys.readouterr().out)
+
+
+def test_damaged_file_fails_verification_in_one_line(make, capsys):
+    folder = make()
+    path = folder / "heldout-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
+    assert main(["verify", str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"error: .*heldout-00000.bin: SHA-256 [^\n]+\n", captured.err)
+
+
+def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):
+    arguments = ["--text", str(tmp_path / "none"), "--tokenizer", str(tokenizer_file), "--out", str(tmp_path / "tokens")]
+    assert main(["make", *arguments]) == 2
+    assert_one_line(capsys.readouterr(), "--text is", "no such file")
+
+
+def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
+    command = [sys.executable, "-m", "jgraph.data", "show", "synthetics"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: [^\n]+did you mean synthetic\?\n", done.stderr)
+
+
+def test_help_documents_the_header(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "magic, the bytes JGTOKENS" in capsys.readouterr().out
+
+
+def test_reading_needs_neither_the_tokenizers_library_nor_the_command_line():
+    code = "import sys, jgraph.data; print({'tokenizers', 'tyro'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

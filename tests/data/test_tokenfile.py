@@ -1,0 +1,136 @@
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jgraph.data import Concatenated, read_header, read_tokens, verify, write_tokens
+from jgraph.errors import DataError
+
+
+@pytest.fixture
+def token_file(tmp_path) -> Path:
+    path = tmp_path / "train-0.bin"
+    write_tokens(path, [np.arange(100)], vocab_size=100)
+    return path
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[offset : offset + len(data)] = data
+    path.write_bytes(contents)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([1, 256, 65_536, 65_537, 2**32 - 1]).flatmap(
+        lambda vocab: st.tuples(
+            st.just(vocab), st.lists(st.lists(st.integers(0, vocab - 1), min_size=1), min_size=1, max_size=5)
+        )
+    )
+)
+def test_tokens_survive_the_file_and_take_two_bytes_where_they_fit(case):
+    vocab_size, documents = case
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train-0.bin")
+        written = write_tokens(path, [np.array(document, np.int64) for document in documents], vocab_size=vocab_size)
+        tokens = read_tokens(path)
+        assert tokens.tolist() == [token for document in documents for token in document]
+        assert tokens.dtype == (np.uint16 if vocab_size <= 65_536 else np.uint32)
+        assert read_header(path) == verify(path) == written
+        assert (written.vocab_size, written.num_documents) == (vocab_size, len(documents))
+
+
+def test_reading_maps_the_file(token_file):
+    tokens = read_tokens(token_file)
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.writeable
+
+
+def test_header_is_laid_out_as_documented(token_file):
+    start = token_file.read_bytes()
+    assert start[:8] == b"JGTOKENS"
+    assert [int.from_bytes(start[at : at + size], "little") for at, size in [(8, 4), (12, 4), (16, 8), (24, 8), (32, 4)]] == [
+        1,
+        2,
+        100,
+        1,
+        100,
+    ]
+    assert start[68:128] == bytes(60)
+    assert len(start) == 128 + 2 * 100
+
+
+@pytest.mark.parametrize("cut", [1, 200, 250])
+def test_truncated_file_is_refused_with_expected_and_found_bytes(token_file, cut):
+    token_file.write_bytes(token_file.read_bytes()[:-cut])
+    with pytest.raises(DataError, match=rf"train-0.bin: has {328 - cut} bytes where .* (328|128): truncated"):
+        read_tokens(token_file)
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "message"),
+    [
+        (0, b"NOTTOKEN", r"starts with b'NOTTOKEN', a token file starts with b'JGTOKENS'"),
+        (8, b"\x07", "is of version 7, this jgraph reads version 1"),
+        (12, b"\x03", "3 bytes per token, must be 2 or 4"),
+        (16, b"\x05", "328 bytes where 5 tokens need 138: damaged"),
+    ],
+)
+def test_wrong_header_is_refused(token_file, offset, data, message):
+    overwrite(token_file, offset, data)
+    with pytest.raises(DataError, match=f"train-0.bin: .*{message}"):
+        read_header(token_file)
+
+
+def test_changed_token_is_found_by_verify_alone(token_file):
+    overwrite(token_file, 128, b"\x01")
+    assert read_tokens(token_file)[0] == 1
+    with pytest.raises(DataError, match=r"SHA-256 is .*, header says .*: damaged"):
+        verify(token_file)
+
+
+def test_token_beyond_the_header_vocabulary_is_found_by_verify(token_file):
+    overwrite(token_file, 32, b"\x32")
+    with pytest.raises(DataError, match=r"token ids from 0 to 99: must be in \[0, 50\)"):
+        verify(token_file)
+
+
+@pytest.mark.parametrize("ids", [[-1], [100]])
+def test_ids_outside_the_vocabulary_are_not_written(tmp_path, ids):
+    with pytest.raises(DataError, match=r"must be in \[0, 100\)"):
+        write_tokens(tmp_path / "train-0.bin", [np.arange(3), np.array(ids)], vocab_size=100)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_tokens_make_no_file(tmp_path):
+    with pytest.raises(DataError, match="no tokens to write"):
+        write_tokens(tmp_path / "train-0.bin", [], vocab_size=100)
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_write_leaves_the_earlier_file_as_it_was(token_file):
+    def documents():
+        yield np.zeros(5, np.int64)
+        raise KeyboardInterrupt
+
+    before = token_file.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        write_tokens(token_file, documents(), vocab_size=100)
+    assert [path.name for path in token_file.parent.iterdir()] == ["train-0.bin"]
+    assert token_file.read_bytes() == before
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 30), st.integers(0, 30))
+def test_concatenated_parts_slice_like_one_array(lengths, start, stop):
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    view = Concatenated(np.split(whole, np.cumsum(lengths)[:-1]))
+    assert len(view) == len(whole)
+    assert np.array_equal(view[start:stop], whole[start:stop])
+
+
+def test_span_inside_one_part_is_a_view_of_it():
+    parts = [np.arange(5, dtype=np.uint16), np.arange(5, dtype=np.uint16)]
+    assert np.shares_memory(Concatenated(parts)[6:9], parts[1])

@@ -1,0 +1,104 @@
+"""The GPT of `models/gpt.py` in PyTorch: the reference of the parity tests and the peer of the benchmarks, one definition for both.
+
+Dtype policy as ours: float32 weights cast at use (what autocast does without its cache), activations and residual stream in
+`compute_dtype`, statistics of norms, attention and the loss in float32.
+"""
+
+# B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from jgraph.config import ModelConfig
+
+
+class GPT(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.compute_dtype = getattr(torch, config.compute_dtype)
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config)
+        if config.head == "untied":
+            self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        # Made once: recomputed in every fusion that reads them, they cost torch.compile a quarter of its step (H200, GPT 124M).
+        self.rotary = None
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = F.embedding(tokens_BT, self.embedding).to(self.compute_dtype)
+        if self.rotary is None:
+            self.rotary = rotary(self.config, tokens_BT.shape[1], self.embedding)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self.rotary)
+        head_VD = self.embedding if self.config.head == "tied" else self.head
+        return linear(self.norm(x_BTD), head_VD)
+
+    def loss(self, tokens_BS: Tensor) -> Tensor:
+        logits_BTV = self(tokens_BS[:, :-1])
+        if logits_BTV.dtype == torch.bfloat16:
+            logits_BTV = logits_BTV.float()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        D, F_ = config.d_model, config.d_ff
+        self.attention_norm, self.mlp_norm = RMSNorm(config), RMSNorm(config)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Parameter(torch.empty(heads * config.head_size, D))
+        self.out = nn.Parameter(torch.empty(D, D))
+        self.up = nn.Parameter(torch.empty(2 * F_ if config.mlp == "swiglu" else F_, D))
+        self.down = nn.Parameter(torch.empty(D, F_))
+
+    def forward(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+    def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+        H, G = self.config.num_heads, self.config.num_kv_heads
+        B, T, D = x_BTD.shape
+        q_BTHK, k_BTGK, v_BTGK = linear(x_BTD, self.qkv).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
+        q_BTHK, k_BTGK = rotate(q_BTHK, rotary_TK), rotate(k_BTGK, rotary_TK)
+        q, k, v = (a.transpose(1, 2) for a in (q_BTHK, k_BTGK, v_BTGK))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
+        return linear(y.transpose(1, 2).reshape(B, T, D), self.out)
+
+    def mlp(self, x_BTD: Tensor) -> Tensor:
+        h = linear(x_BTD, self.up)
+        if self.config.mlp == "gelu":
+            return linear(F.gelu(h, approximate="tanh"), self.down)
+        gate, up = h.chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, self.down)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.scale = nn.Parameter(torch.ones(config.d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.scale.shape, self.scale.to(x.dtype), self.eps)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+def rotary(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=dtype) / config.head_size
+    angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * config.rope_theta**-exponents
+    return angles_TK.cos(), angles_TK.sin()
+
+
+def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+    cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
+    a, b = x_BTHK.to(cos_TK.dtype).chunk(2, dim=-1)
+    return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
