@@ -1,6 +1,6 @@
 """Next-token cross-entropy that computes its own gradient chunk by chunk, so that no logits outlive their chunk.
 
-The loss is a mean, so the gradient of a chunk's logits is known as soon as the chunk's log-sum-exp is: softmax minus one-hot,
+The loss is a mean, so the gradient of a chunk's logits is known as soon as the chunk's losses are: softmax minus one-hot,
 over the number of tokens. Doing the two products of the backward pass there and then keeps no logits for it and recomputes
 none; what is saved is the gradient itself (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989).
 """
@@ -17,6 +17,10 @@ from jgraph.errors import ShapeError
 
 # Logits of this many elements are held at once when the caller does not say: 1 GiB in bfloat16, 2 GiB in float32.
 _AUTO_CHUNK_ELEMENTS = 2**29
+
+# exp() of a float32 overflows at 88.7. A logit that beats the label's by more counts as this much: such a token's loss reads
+# 70 nats at least and still pulls the label up and the others down.
+_LARGEST_MARGIN = 70.0
 
 
 def auto_chunk(num_tokens: int, vocab_size: int) -> int:
@@ -55,7 +59,7 @@ def cross_entropy(x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int) -> Array:
-    losses = [_chunk_loss(x_CD @ head_DV, labels_C)[0] for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)]
+    losses = [jnp.sum(_losses(_margins(x_CD @ head_DV, labels_C))) for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)]
     return sum(losses[1:], losses[0]) / labels_N.size
 
 
@@ -63,11 +67,12 @@ def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int)
     loss, dx, dhead_DV = jnp.zeros((), jnp.float32), [], None
     for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
         logits_CV = x_CD @ head_DV
-        chunk_loss, lse_C = _chunk_loss(logits_CV, labels_C)
+        margins_CV = _margins(logits_CV, labels_C)
+        losses_C = _losses(margins_CV)
         one_hot_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
-        softmax_CV = jnp.exp(logits_CV.astype(jnp.float32) - lse_C[:, None])
+        softmax_CV = jnp.exp(margins_CV - losses_C[:, None])
         dlogits_CV = ((softmax_CV - one_hot_CV) / labels_N.size).astype(logits_CV.dtype)
-        loss += chunk_loss
+        loss += jnp.sum(losses_C)
         dx.append(dlogits_CV @ head_DV.T)
         part_DV = jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
         dhead_DV = part_DV if dhead_DV is None else dhead_DV + part_DV
@@ -82,12 +87,20 @@ def _mean_loss_backward(chunk: int, gradients, dloss: Array):
 _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
 
 
-def _chunks(x_ND: Array, labels_N: Array, chunk: int):
+def _chunks(x_ND: Array, labels_N: Array, chunk: int) -> list[tuple[Array, Array]]:
     return [(x_ND[i : i + chunk], labels_N[i : i + chunk]) for i in range(0, len(labels_N), chunk)]
 
 
-def _chunk_loss(logits_CV: Array, labels_C: Array) -> tuple[Array, Array]:
-    """Summed loss of a chunk and the float32 log-sum-exp of each of its rows."""
-    lse_C = jax.nn.logsumexp(logits_CV.astype(jnp.float32), axis=-1)
-    label_logits_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)[:, 0]
-    return jnp.sum(lse_C - label_logits_C.astype(jnp.float32)), lse_C
+def _margins(logits_CV: Array, labels_C: Array) -> Array:
+    """By how much each logit exceeds the label's, in float32, at most `_LARGEST_MARGIN`."""
+    label_logits_C1 = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)
+    return jnp.minimum(logits_CV.astype(jnp.float32) - label_logits_C1.astype(jnp.float32), _LARGEST_MARGIN)
+
+
+def _losses(margins_CV: Array) -> Array:
+    """Loss of each token: log(sum(exp(margins))).
+
+    The usual log-sum-exp subtracts the largest logit, which takes a pass over the logits of its own to find. Subtracting the
+    label's is as safe from underflow, because the label's own term is exp(0) = 1, and needs one pass.
+    """
+    return jnp.log(jnp.sum(jnp.exp(margins_CV), axis=-1))

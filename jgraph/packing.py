@@ -1,8 +1,9 @@
 """Small parameters side by side in one flat array, so that what is done to every parameter is a few kernels, not one each.
 
-An optimizer step on a launch-bound model is hundreds of kernels of two microseconds: a cast, a norm and an update per parameter.
-Packed, they are a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms a step, notes/measurements.md). Large parameters stay
-arrays of their own: their kernels are long already, and concatenating their gradients would cost a pass over memory.
+An optimizer step on a launch-bound model is hundreds of kernels of two microseconds: a cast, a norm and an update for each
+parameter. Packed, they are a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms a step, notes/measurements.md). Large
+parameters stay arrays of their own: their kernels are long already, and concatenating their gradients would cost a pass over
+memory.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Packing:
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF) -> Self:
-        """Packs leaves of fewer than `small` elements, by dtype and by whether they are matrices; the others stay as they are."""
+        """Packs leaves of fewer than `small` elements by dtype and by whether they are matrices; others stay as they are."""
         members: dict[str, list[int]] = {}
         paths, treedef = jax.tree_util.tree_flatten_with_path(params)
         for index, (path, leaf) in enumerate(paths):

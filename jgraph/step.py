@@ -1,10 +1,9 @@
-"""One optimizer step as one function of (state, tokens): accumulation, clipping, AdamW, metrics; to be jitted with the state donated.
+"""One optimizer step as a function of (state, tokens), to be jitted with the state donated: accumulation, clipping, AdamW.
 
 An update is applied only where the loss and the gradient are finite. That choice is made inside the program, so the state stays
 good however late the host looks at the metrics.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
