@@ -1,7 +1,21 @@
 """Train Flax models on NVIDIA GPUs as one captured program per step."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from jgraph.config import ModelConfig as ModelConfig
 from jgraph.config import OptimizerConfig as OptimizerConfig
 from jgraph.config import TrainConfig as TrainConfig
-from jgraph.loss import cross_entropy as cross_entropy
 from jgraph.presets import preset as preset
+
+if TYPE_CHECKING:
+    from jgraph.loss import cross_entropy as cross_entropy
+
+# What needs jax is imported when it is first asked for, so that --help and a wrong flag do not wait for jax.
+_LAZY = {"cross_entropy": "jgraph.loss"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'jgraph' has no attribute {name!r}")

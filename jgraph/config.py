@@ -3,8 +3,6 @@
 Every field is a command-line flag (`python -m jgraph.train --help`); its docstring is the flag's help text.
 """
 
-import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -160,7 +158,7 @@ class TrainConfig:
     num_microbatches: int = 1
     """Slices of the batch whose gradients are summed before the update; must divide batch_size."""
     data: str = "python-docs"
-    """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (`python -m jgraph.data --help`)."""
+    """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
     run_dir: str = ""
     """Where everything is written; runs/PRESET when empty."""
     seed: int = 0
@@ -168,7 +166,7 @@ class TrainConfig:
     resume: bool = True
     """Go on from the last checkpoint of the run directory; --no-resume starts over and replaces what is there."""
     graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers (CUDA graphs): XLA's default, none, or everything XLA can capture."""
+    """Command buffers (CUDA graphs): XLA's default, none, or all that XLA can record on one device."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -210,9 +208,6 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

@@ -7,7 +7,7 @@ none; what is saved is the gradient itself (the idea of Liger Kernel's fused lin
 
 # N tokens (B*T), D model, V vocabulary, C tokens of a chunk
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +57,14 @@ def cross_entropy(x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int 
     return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int) -> Array:
     losses = [jnp.sum(_losses(_margins(x_CD @ head_DV, labels_C))) for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)]
-    return sum(losses[1:], losses[0]) / labels_N.size
+    return _sum(losses) / labels_N.size
 
 
 def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int):
-    loss, dx, dhead_DV = jnp.zeros((), jnp.float32), [], None
+    losses, dx, dhead = [], [], []
     for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
         logits_CV = x_CD @ head_DV
         margins_CV = _margins(logits_CV, labels_C)
@@ -72,11 +72,10 @@ def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int)
         one_hot_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
         softmax_CV = jnp.exp(margins_CV - losses_C[:, None])
         dlogits_CV = ((softmax_CV - one_hot_CV) / labels_N.size).astype(logits_CV.dtype)
-        loss += jnp.sum(losses_C)
+        losses.append(jnp.sum(losses_C))
         dx.append(dlogits_CV @ head_DV.T)
-        part_DV = jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
-        dhead_DV = part_DV if dhead_DV is None else dhead_DV + part_DV
-    return loss / labels_N.size, (jnp.concatenate(dx), dhead_DV.astype(head_DV.dtype))
+        dhead.append(jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32))
+    return _sum(losses) / labels_N.size, (jnp.concatenate(dx), _sum(dhead).astype(head_DV.dtype))
 
 
 def _mean_loss_backward(chunk: int, gradients, dloss: Array):
@@ -89,6 +88,10 @@ _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
 
 def _chunks(x_ND: Array, labels_N: Array, chunk: int) -> list[tuple[Array, Array]]:
     return [(x_ND[i : i + chunk], labels_N[i : i + chunk]) for i in range(0, len(labels_N), chunk)]
+
+
+def _sum(parts: list[Array]) -> Array:
+    return functools.reduce(jnp.add, parts)
 
 
 def _margins(logits_CV: Array, labels_C: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Named configurations: `--preset NAME`, every field still overridable. Sizes as in GPT-2 and GPT-3 (arXiv:2005.14165, table 2.1)."""
+"""Named configurations: `--preset NAME`, every field still overridable. Sizes as in GPT-3 (arXiv:2005.14165, table 2.1)."""
 
 from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgraph.errors import ConfigError
@@ -14,6 +14,9 @@ def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, s
         seq_len=seq_len,
         eval_every=1000,
         checkpoint_every=1000,
+        # cuBLAS beats Triton at these sizes under the card's power limit, and it takes GELU as an epilogue (1% of a step of
+        # gpt-1b3 on an H200, notes/measurements.md); small products, as in launch-bound, are faster with Triton.
+        xla_options=("xla_gpu_enable_triton_gemm=false",),
         model=ModelConfig(
             num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=4 * width, vocab_size=_GPT_VOCAB
         ),
@@ -26,6 +29,14 @@ PRESETS: dict[str, TrainConfig] = {
     for config in (
         TrainConfig(
             preset="cpu-tiny",
+            # Sized for three to four minutes on two CPU cores: many small steps learn more there than few large ones.
+            steps=1800,
+            batch_size=8,
+            seq_len=128,
+            log_every=20,
+            eval_every=600,
+            eval_batches=64,
+            checkpoint_every=300,
             model=ModelConfig(compute_dtype="float32"),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, weight_decay=0.1, beta2=0.99),
         ),

@@ -8,6 +8,7 @@ rotary embedding; Ainslie et al., "GQA" (arXiv:2305.13245).
 # H query heads, G key/value heads, K head size
 
 import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.blocks: Any  # a list of blocks, or one block whose arrays have the layers as their first axis
         init = nnx.initializers.normal(_INIT_SCALE)
         self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
         if config.scan_layers:
@@ -119,7 +121,7 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def attention_kernel(config: ModelConfig) -> str:
+def attention_kernel(config: ModelConfig) -> Literal["cudnn", "xla"]:
     """`cudnn` or `xla`, resolving `auto` by the default device. Raises ConfigError where cuDNN would refuse the sizes."""
     if config.attention != "auto":
         return config.attention

@@ -1,7 +1,7 @@
-"""The GPT of `models/gpt.py` in PyTorch: the reference of the parity tests and the peer of the benchmarks, one definition for both.
+"""The GPT of `models/gpt.py` in PyTorch: the reference of the parity tests and the peer of the benchmarks, in one.
 
 Dtype policy as ours: float32 weights cast at use (what autocast does without its cache), activations and residual stream in
-`compute_dtype`, statistics of norms, attention and the loss in float32.
+`compute_dtype`, statistics of norms, attention and the loss in float32. After `.double()` all of it is float64.
 """
 
 # B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
@@ -28,9 +28,15 @@ class GPT(nn.Module):
         for p in self.parameters():
             nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
 
+    def _apply(self, *args, **kwargs):
+        self.rotary = None  # of another dtype or device from now on
+        return super()._apply(*args, **kwargs)
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = F.embedding(tokens_BT, self.embedding).to(self.compute_dtype)
-        if self.rotary is None:
+        x_BTD = F.embedding(tokens_BT, self.embedding)
+        if x_BTD.dtype != torch.float64:
+            x_BTD = x_BTD.to(self.compute_dtype)
+        if self.rotary is None or len(self.rotary[0]) != tokens_BT.shape[1]:
             self.rotary = rotary(self.config, tokens_BT.shape[1], self.embedding)
         for block in self.blocks:
             x_BTD = block(x_BTD, self.rotary)

@@ -1,0 +1,309 @@
+"""The loop: steps handed to the device without waiting for them, and everything that happens between two of them."""
+
+import contextlib
+import importlib.metadata
+import math
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jgraph.assembly import Assembly
+from jgraph.checkpoint import Checkpoints, check_space
+from jgraph.config import TrainConfig
+from jgraph.data import Batches, Corpus, heldout_batches, load
+from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.graph import compiler_options
+from jgraph.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes, read_metrics
+from jgraph.report import Reporter, Summary
+from jgraph.rundir import RunDir
+from jgraph.sample import generate
+from jgraph.signals import StopRequest
+from jgraph.step import StepMetrics, TrainState
+
+# Steps handed over before the oldest of them is waited for: enough to hide the host, few enough to stop soon.
+_RUN_AHEAD = 4
+_PROMPT_TOKENS = 64
+
+
+def train(config: TrainConfig, *, console: Console) -> Summary:
+    """Trains until `config.steps` or a signal, going on from the last checkpoint of the run directory.
+
+    Args:
+        config: the whole run.
+        console: where to tell of it.
+
+    Returns:
+        The summary that was printed.
+
+    Raises:
+        JgraphError: anything that a user can put right, in one line. NonFiniteError for a loss or gradient that is not finite,
+            unless `config.on_nonfinite` is `skip`.
+        KeyboardInterrupt: a second SIGINT.
+    """
+    # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
+    compiler_options(config.graph, config.xla_options, platform="gpu")
+    corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+    run_dir = RunDir(Path(config.run_dir))
+    run_dir.check(config, _corpus_entry(corpus))
+    _check_attention(config)
+    assembly = Assembly.of(config)
+    reporter = Reporter(console, config)
+    reporter.config()
+    with StopRequest() as stop, _memory_errors(config):
+        return _train(assembly, corpus, run_dir, reporter, stop)
+
+
+@contextlib.contextmanager
+def _memory_errors(config: TrainConfig) -> Iterator[None]:
+    """A device that is too small is a matter of flags."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise ConfigError(
+            f"--batch-size is {config.batch_size} in --num-microbatches {config.num_microbatches}: must fit the memory of a "
+            f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches ({str(e).splitlines()[0]})",
+            field="batch_size",
+        ) from e
+
+
+def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest) -> Summary:
+    config, shapes = assembly.config, assembly.state_shapes()
+    batches = _batches(config, corpus)
+    if not (config.resume and run_dir.checkpoints.exists()):
+        check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
+        # Before the directory changes: what does not compile must not replace a run that did.
+        step = _compile(assembly, reporter)
+        if not config.resume:
+            run_dir.reset()
+    else:
+        step = None
+    run_dir.write(config, _corpus_entry(corpus), _versions())
+    checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn)
+    try:
+        checkpoints.check_space(shapes)
+        done, state = checkpoints.restore_latest(shapes) or (0, assembly.init())
+        if done >= config.steps:
+            reporter.line(f"this run is finished: {done} of --steps {config.steps} are done")
+            outcome = "already finished"
+        else:
+            if done:
+                reporter.line(f"resumed from step {done}")
+            step = step or _compile(assembly, reporter)
+            with contextlib.closing(MetricsLog(run_dir.metrics, first_step=done)) as log, reporter:
+                clock = StepClock(next((entry["seconds"] for entry in reversed(read_metrics(run_dir.metrics))), 0.0))
+                loop = _Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock)
+                done, state = loop.run(done, state, stop)
+            outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
+    finally:
+        checkpoints.close()
+    if done < config.steps:
+        reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to go on")
+    sample = _sample(assembly, state, corpus) if done >= config.steps and config.sample_tokens else ("", "")
+    summary = _summary(config, corpus, run_dir, outcome, state, sample)
+    if done >= config.steps:
+        reporter.summary(summary)
+    return summary
+
+
+class _Loop:
+    """One run of the loop; holds what the host has not looked at yet."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        step: Callable[[TrainState, np.ndarray], tuple[TrainState, StepMetrics]],
+        batches: Batches,
+        evaluate: Callable[[TrainState], float],
+        checkpoints: Checkpoints,
+        log: MetricsLog,
+        reporter: Reporter,
+        clock: StepClock,
+    ):
+        self.config = assembly.config
+        self.group_names = assembly.group_names()
+        self.step = step
+        self.batches = batches
+        self.evaluate = evaluate
+        self.checkpoints = checkpoints
+        self.log = log
+        self.reporter = reporter
+        self.clock = clock
+        self.device = jax.local_devices()[0]
+        self.pending: list[tuple[int, StepMetrics]] = []
+        self.skipped = 0
+
+    def run(self, done: int, state: TrainState, stop: StopRequest) -> tuple[int, TrainState]:
+        """From `done` steps to the end or to a signal; what is reached is saved."""
+        config = self.config
+        self.skipped = int(state.skipped)
+        while done < config.steps and not stop.name:
+            self.clock.start()
+            state, metrics = self.step(state, self.batches[done])
+            self.pending.append((done, metrics))
+            if len(self.pending) > _RUN_AHEAD:
+                jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)
+            evaluates = done + 1 == config.steps or (done > 0 and done % config.eval_every == 0)
+            if evaluates or done % config.log_every == 0:
+                self._log(done, state if evaluates else None)
+            done += 1
+            if done % config.checkpoint_every == 0:
+                self._save(done, state)
+        self._save(done, state)
+        return done, state
+
+    def _log(self, index: int, evaluated: TrainState | None) -> None:
+        """Writes and shows the entry of step `index`, the last one handed over; evaluates if given the state."""
+        last = self._settle()
+        step_seconds = self.clock.lap()
+        peak = peak_flops(self.device.device_kind)
+        entry: dict[str, Any] = {
+            "step": index,
+            "loss": float(last.loss),
+            "grad_norm": float(last.grad_norm),
+            "tokens_per_second": self.config.tokens_per_step / step_seconds,
+            "step_time_ms": 1e3 * step_seconds,
+            "mfu": flops_per_step(self.config) / step_seconds / peak if peak else None,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "skipped": self.skipped,
+            "seconds": self.clock.seconds,
+        }
+        if evaluated is not None:
+            entry["eval_loss"] = self.evaluate(evaluated)
+        self.log.add(entry)
+        # The file says null where the loss is not a number; so does the line.
+        self.reporter.progress({key: value if value is None or math.isfinite(value) else None for key, value in entry.items()})
+
+    def _save(self, done: int, state: TrainState) -> None:
+        if self.pending:
+            self._settle()
+        self.checkpoints.save(done, state)
+
+    def _settle(self) -> StepMetrics:
+        """Waits for the steps that were handed over, stops the clock, and looks at each step's numbers; returns the last's."""
+        fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
+        self.pending.clear()
+        self.clock.stop(len(fetched))
+        for index, metrics in fetched:
+            if problem := _non_finite(metrics, self.group_names):
+                self._tell_non_finite(index, problem)
+        return fetched[-1][1]
+
+    def _tell_non_finite(self, index: int, problem: str) -> None:
+        if self.config.on_nonfinite == "skip":
+            self.skipped += 1
+            self.reporter.warn(f"step {index}: {problem}; its update was skipped ({self.skipped} so far)")
+            return
+        # The update was not applied, so the state is still good; but a run that goes wrong is one to look at, from where it
+        # was last saved.
+        self.checkpoints.wait()
+        saved = self.checkpoints.latest_step
+        kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        raise NonFiniteError(
+            f"step {index}: {problem}; the run stops there and {kept}; "
+            "try a lower --optimizer.learning-rate, or go on past it with --on-nonfinite skip",
+            step=index,
+        )
+
+
+def _non_finite(metrics: StepMetrics, group_names: list[str]) -> str:
+    """What of a step's numbers is infinite or NaN; empty if nothing is."""
+    problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
+    sums = np.asarray(metrics.grad_square_sums)
+    groups = [name for name, square_sum in zip(group_names, sums, strict=True) if not np.isfinite(square_sum)]
+    if groups:
+        problems.append(f"the gradient of {', '.join(groups)} is not finite")
+    elif not np.isfinite(metrics.grad_norm):
+        problems.append("the gradient's norm overflows")
+    return " and ".join(problems)
+
+
+def _check_attention(config: TrainConfig) -> None:
+    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ConfigError(
+            f"--model.attention is cudnn: must be auto or xla on this device, a {jax.devices()[0].device_kind}",
+            field="model.attention",
+        )
+
+
+def _compile(assembly: Assembly, reporter: Reporter):
+    step, report = assembly.compile_step(assembly.config.batch_size // jax.process_count())
+    if report is not None:
+        reporter.line(str(report))
+    return step
+
+
+def _batches(config: TrainConfig, corpus: Corpus) -> Batches:
+    return Batches(
+        corpus.train,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def _evaluator(assembly: Assembly, corpus: Corpus) -> Callable[[TrainState], float]:
+    """Mean held-out loss. In microbatches, whose activations are known to fit, over `eval_batches` whole batches' windows."""
+    config = assembly.config
+    batches = heldout_batches(
+        corpus.heldout,
+        batch_size=config.batch_size // config.num_microbatches,
+        seq_len=config.seq_len,
+        limit=config.eval_batches * config.num_microbatches,
+    )
+    loss = jax.jit(assembly.loss)
+    # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
+    return lambda state: float(np.mean(jax.device_get([loss(state.params, tokens_BS) for tokens_BS in batches])))
+
+
+def _sample(assembly: Assembly, state: TrainState, corpus: Corpus) -> tuple[str, str]:
+    config = assembly.config
+    prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, config.seq_len)]).astype(np.int32)
+    tokens = generate(
+        assembly.logits,
+        state.params,
+        prompt,
+        jax.random.key(config.seed),
+        num_tokens=config.sample_tokens,
+        window=config.seq_len,
+    )
+    return corpus.decode(prompt), corpus.decode(np.asarray(tokens))
+
+
+def _summary(config: TrainConfig, corpus: Corpus, run_dir: RunDir, outcome: str, state: TrainState, sample) -> Summary:
+    entries = read_metrics(run_dir.metrics)
+    last = entries[-1] if entries else {}
+    return Summary(
+        outcome=outcome,
+        steps=int(state.step),
+        skipped=int(state.skipped),
+        tokens=int(state.step) * config.tokens_per_step,
+        seconds=last.get("seconds", 0.0),
+        train_loss=last.get("loss"),
+        heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
+        zlib_nats_per_token=corpus.zlib_nats_per_token,
+        run_dir=run_dir.path,
+        sample=sample,
+    )
+
+
+def _corpus_entry(corpus: Corpus) -> dict[str, Any]:
+    return {
+        "name": corpus.name,
+        "fingerprint": corpus.fingerprint,
+        "train_tokens": len(corpus.train),
+        "heldout_tokens": len(corpus.heldout),
+    }
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    return packages | {"python": platform.python_version(), "device": jax.devices()[0].device_kind}

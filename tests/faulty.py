@@ -1,0 +1,25 @@
+"""A model whose loss and gradient are not a number for every batch that has the token 1 in it."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+
+from jgraph.config import ModelConfig
+
+POISON = 1
+
+
+class Bigram(nnx.Module):
+    """Next-token logits from a table."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.table_VV = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.vocab_size)))
+
+    def loss(self, tokens_BS: Array) -> Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(self.logits(tokens_BS[:, :-1]), tokens_BS[:, 1:])
+        return jnp.mean(losses) * jnp.where(jnp.any(tokens_BS == POISON), jnp.nan, 1.0)
+
+    def logits(self, tokens_BT: Array) -> Array:
+        return self.table_VV[...][tokens_BT]

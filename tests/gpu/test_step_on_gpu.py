@@ -1,0 +1,67 @@
+"""What only a GPU can show: cuDNN attention inside the captured step, and that capturing changes no number."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.assembly import Assembly
+from jgraph.presets import preset
+from models.gpt import attention_kernel
+
+pytestmark = pytest.mark.gpu
+
+
+def small(**changes):
+    """Two layers of the launch-bound preset."""
+    config = preset("launch-bound")
+    return replace(config, model=replace(config.model, num_layers=2), **changes)
+
+
+def losses(config, steps=8):
+    assembly = Assembly.of(config)
+    step, report = assembly.compile_step(config.batch_size)
+    state = assembly.init()
+    shape = (steps, config.batch_size, config.seq_len + 1)
+    batches = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    values = []
+    for tokens_BS in batches:
+        state, metrics = step(state, tokens_BS)
+        values.append(float(metrics.loss))
+    return values, report
+
+
+def test_the_default_step_with_cudnn_attention_is_one_command_buffer():
+    config = small()
+    assert attention_kernel(config.model) == "cudnn"
+    _, report = losses(config, steps=1)
+    assert (report.command_buffers, report.captured) == (1, report.total)
+    assert report.outside == ()
+
+
+def test_capturing_the_step_changes_its_losses_by_rounding_only():
+    captured, on = losses(small())
+    uncaptured, off = losses(small(graph="off"))
+    assert on.captured
+    assert not off.captured
+    # The order of atomic additions into the embedding's gradient is free: float32 rounding, through eight bfloat16 steps.
+    np.testing.assert_allclose(captured, uncaptured, rtol=1e-3)
+
+
+def test_graph_full_runs_a_loop_over_microbatches_to_the_same_losses():
+    config = small(batch_size=16, num_microbatches=16)
+    looped, report = losses(replace(config, graph="full"))
+    assert report.command_buffers >= 1
+    np.testing.assert_allclose(looped, losses(config)[0], rtol=1e-3)
+
+
+def test_the_state_stays_at_its_addresses_from_step_to_step():
+    assembly = Assembly.of(small())
+    step, _ = assembly.compile_step(2)
+    tokens_BS = np.zeros((2, 129), np.int32)
+    state, _ = step(assembly.init(), tokens_BS)
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    for _ in range(3):
+        state, _ = step(state, tokens_BS)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == addresses

@@ -1,0 +1,227 @@
+import errno
+import json
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jgraph.checkpoint import Checkpoints, check_space, checksums, is_no_space
+from jgraph.errors import CheckpointError
+
+
+def make_state(seed: int = 0) -> dict:
+    key = jax.random.key(seed)
+    return {
+        "a": jax.random.normal(key, (300, 40)),
+        "b": (jax.random.normal(key, (17,), jnp.bfloat16), jnp.arange(5)),
+        "step": jnp.int32(seed),
+    }
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert checksums(jax.tree.leaves(a)) == checksums(jax.tree.leaves(b))
+
+
+@pytest.fixture
+def warnings_told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def open_checkpoints(tmp_path, warnings_told):
+    opened = []
+
+    def open_(keep: int = 2) -> Checkpoints:
+        opened.append(Checkpoints(tmp_path / "checkpoints", keep, warn=warnings_told.append))
+        return opened[-1]
+
+    yield open_
+    for checkpoints in opened:
+        checkpoints.close()
+
+
+@pytest.fixture
+def directory(open_checkpoints, tmp_path):
+    """Holds the states of seeds 1 and 2 as steps 1 and 2."""
+    checkpoints = open_checkpoints()
+    checkpoints.save(1, make_state(1))
+    checkpoints.save(2, make_state(2))
+    checkpoints.close()
+    return tmp_path / "checkpoints"
+
+
+def flip_a_byte(directory):
+    largest = largest_file(directory)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def truncate(directory):
+    largest = largest_file(directory)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+def delete_largest(directory):
+    largest_file(directory).unlink()
+
+
+def empty_directory(directory):
+    shutil.rmtree(directory)
+    directory.mkdir()
+
+
+def change_a_checksum(directory):
+    path = directory / "digest" / "metadata"
+    digest = json.loads(path.read_text())
+    digest["checksums"][0] += 1
+    path.write_text(json.dumps(digest))
+
+
+def garble_the_digest(directory):
+    (directory / "digest" / "metadata").write_text('{"leaves": ')
+
+
+def largest_file(directory):
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = [flip_a_byte, truncate, delete_largest, empty_directory, change_a_checksum, garble_the_digest]
+
+
+def test_what_was_saved_comes_back_bit_for_bit(open_checkpoints, directory):
+    step, state = open_checkpoints().restore_latest(jax.eval_shape(make_state))
+    assert step == 2
+    assert_same(state, make_state(2))
+
+
+def test_nothing_saved_is_none(open_checkpoints):
+    assert open_checkpoints().restore_latest(make_state()) is None
+
+
+def test_only_the_last_ones_are_kept_and_no_deleted_one_takes_space(open_checkpoints, tmp_path):
+    checkpoints = open_checkpoints(keep=2)
+    for step in range(1, 6):
+        checkpoints.save(step, make_state(step))
+    checkpoints.close()
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names - {"deleted"} == {"4", "5"}
+    assert not list((tmp_path / "checkpoints").glob("deleted/*"))
+
+
+def test_the_state_may_be_donated_while_it_is_being_written(open_checkpoints):
+    @partial(jax.jit, donate_argnums=0)
+    def step(state):
+        return jax.tree.map(lambda x: -2 * x, state)
+
+    state = make_state(3)
+    checkpoints = open_checkpoints()
+    checkpoints.save(1, state)
+    for _ in range(20):
+        state = step(state)
+    checkpoints.wait()
+    # The checksums would tell, too, if a step had written over the bytes.
+    assert_same(checkpoints.restore_latest(state)[1], make_state(3))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(open_checkpoints, directory, warnings_told, damage):
+    damage(directory / "2")
+    checkpoints = open_checkpoints()
+    step, state = checkpoints.restore_latest(make_state())
+    assert step == 1
+    assert_same(state, make_state(1))
+    assert len(warnings_told) == 1
+    assert str(directory / "2") in warnings_told[0]
+    assert "\n" not in warnings_told[0]
+
+
+def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, directory, warnings_told):
+    flip_a_byte(directory / "2")
+    checkpoints = open_checkpoints()
+    checkpoints.restore_latest(make_state())
+    checkpoints.save(2, make_state(22))
+    checkpoints.close()
+    assert (directory / "damaged-2").is_dir()
+    assert_same(open_checkpoints().restore_latest(make_state())[1], make_state(22))
+    assert len(warnings_told) == 1
+
+
+def test_when_all_are_damaged_the_error_names_each_and_moves_none(open_checkpoints, directory, warnings_told):
+    flip_a_byte(directory / "1")
+    delete_largest(directory / "2")
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged") as e:
+        open_checkpoints().restore_latest(make_state())
+    assert str(directory / "1") in str(e.value)
+    assert str(directory / "2") in str(e.value)
+    assert "--no-resume" in str(e.value)
+    assert (directory / "1").is_dir()
+    assert (directory / "2").is_dir()
+    assert not warnings_told
+
+
+def test_a_state_of_other_shapes_is_refused_with_the_leaves_that_differ(open_checkpoints, directory):
+    other = make_state() | {"a": jnp.zeros((300, 41))}
+    with pytest.raises(CheckpointError, match=r"does not fit.*'a'.*float32\[300, 40\].*float32\[300, 41\]"):
+        open_checkpoints().restore_latest(other)
+
+
+def test_what_an_interrupted_save_left_behind_is_ignored_and_removed(open_checkpoints, directory, warnings_told):
+    shutil.copytree(directory / "2", directory / "3.orbax-checkpoint-tmp")
+    checkpoints = open_checkpoints()
+    assert checkpoints.restore_latest(make_state())[0] == 2
+    checkpoints.save(3, make_state(3))
+    checkpoints.close()
+    assert not list(directory.glob("*tmp*"))
+    assert not warnings_told
+
+
+def test_a_step_that_is_there_is_not_written_again(open_checkpoints, directory):
+    checkpoints = open_checkpoints()
+    checkpoints.save(2, make_state(99))
+    checkpoints.wait()
+    assert_same(checkpoints.restore_latest(make_state())[1], make_state(2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_a_change_of_any_one_bit_changes_the_checksum(dtype):
+    unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    words = jnp.arange(1, 8, dtype=unsigned)
+    variants = [words] + [
+        words.at[i].set(words[i] ^ (jnp.ones((), unsigned) << bit))
+        for i in range(7)
+        for bit in (0, 3, 8 * unsigned.itemsize - 1)
+    ]
+    sums = checksums([jax.lax.bitcast_convert_type(variant, jnp.dtype(dtype)) for variant in variants])
+    assert sums[0] not in sums[1:]
+
+
+def test_swapped_elements_change_the_checksum():
+    x = jnp.arange(6.0)
+    assert checksums([x]) != checksums([x[::-1]])
+
+
+def test_space_is_counted_at_the_nearest_directory_that_exists(tmp_path):
+    check_space(tmp_path / "not" / "yet", make_state(), 3)
+    with pytest.raises(CheckpointError, match=r"needs .* bytes for 1000000000000 checkpoints"):
+        check_space(tmp_path / "not" / "yet", make_state(), 10**12)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), ValueError("RESOURCE_EXHAUSTED: ... No space left on device [errno=28]")]
+)
+def test_a_full_disk_is_told_as_such_wherever_it_shows(open_checkpoints, monkeypatch, error):
+    checkpoints = open_checkpoints()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("in a thread") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "save", fail)
+        with pytest.raises(CheckpointError, match="no space left") as e:
+            checkpoints.save(1, make_state())
+    assert "--run-dir" in str(e.value)
+    assert is_no_space(e.value)

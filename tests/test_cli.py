@@ -1,0 +1,195 @@
+"""Bad input: exit code 2 and one line that names the flag, the value and what is allowed; never a traceback."""
+
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import jax
+import pytest
+import tyro
+
+from jgraph.assembly import Assembly
+from jgraph.presets import PRESETS
+from jgraph.train import main, parse
+from tests import tiny
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Runs tiny flags and more; returns the one line on stderr, after the program's name."""
+
+    def run(*flags: str) -> str:
+        assert tiny.train(tmp_path / "run", *flags) == 2
+        return one_line(capsys.readouterr().err)
+
+    return run
+
+
+def one_line(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("jgraph.train: error: ")
+    return lines[0].removeprefix("jgraph.train: error: ")
+
+
+def assert_names(line: str, *parts: str):
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{line!r} does not say {missing}"
+
+
+def test_an_unknown_preset_is_refused_with_the_list_of_presets(refused):
+    assert_names(refused("--preset", "gpt-9"), "--preset", "gpt-9", *PRESETS)
+
+
+def test_an_unknown_flag_is_refused_with_the_closest_one(refused):
+    assert_names(refused("--stepps", "3"), "--stepps", "3", "did you mean --steps INT?")
+
+
+def test_a_bad_choice_is_refused_with_the_choices(refused):
+    assert_names(refused("--graph", "half"), "--graph", "half", "auto", "off", "full")
+
+
+def test_a_value_of_the_wrong_type_is_refused_with_the_type(refused):
+    assert_names(refused("--steps", "many"), "--steps", "many", "INT")
+
+
+def test_a_flag_without_a_value_is_refused(refused):
+    assert_names(refused("--preset"), "--preset", "Expected 1 value")
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--checkpoint-keep", "--optimizer.learning-rate"])
+def test_a_size_of_zero_is_refused(refused, flag):
+    assert_names(refused(flag, "0"), flag, "is 0", "positive")
+
+
+def test_a_missing_data_file_is_refused_with_the_corpora(refused):
+    assert_names(refused("--data", "no/such.txt"), "--data", "no/such.txt", "no such file", "python-docs")
+
+
+def test_an_empty_data_file_is_refused(refused, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert_names(refused("--data", str(tmp_path / "empty.txt")), "--data", "empty.txt", "empty")
+
+
+def test_data_shorter_than_a_sequence_is_refused_with_what_is_needed(refused, tmp_path):
+    (tmp_path / "short.txt").write_text("one line\nand another\n" * 3)
+    assert_names(refused("--data", str(tmp_path / "short.txt")), "--data", "short.txt", "--seq-len 32", "at least 33")
+
+
+def test_a_batch_that_microbatches_do_not_divide_is_refused(refused):
+    assert_names(refused("--num-microbatches", "3"), "--num-microbatches", "is 3", "divisor of --batch-size 4")
+
+
+def test_a_vocabulary_smaller_than_a_token_id_is_refused(refused):
+    assert_names(refused("--model.vocab-size", "64"), "--model.vocab-size", "64", "--data python-docs", "at least")
+
+
+def test_a_head_size_that_cudnn_refuses_is_refused(refused):
+    line = refused("--model.attention", "cudnn", "--model.d-model", "40")
+    assert_names(line, "--model.num-heads", "head size 20", "multiple of 8", "--model.attention xla")
+
+
+def test_cudnn_attention_without_an_nvidia_gpu_is_refused(refused):
+    assert_names(
+        refused("--model.attention", "cudnn", "--model.compute-dtype", "bfloat16"), "--model.attention", "cudnn", "auto or xla"
+    )
+
+
+def test_an_unknown_xla_option_is_refused_with_the_closest_one(refused):
+    line = refused("--xla-options", "xla_gpu_graph_min_graph_sise=1")
+    assert_names(line, "--xla-options", "xla_gpu_graph_min_graph_sise", "did you mean xla_gpu_graph_min_graph_size?")
+
+
+@pytest.mark.parametrize("module", ["no.such.module:GPT", "models.gpt:NoSuchClass", "models.gpt"])
+def test_a_model_that_cannot_be_imported_is_refused(refused, module):
+    assert_names(refused("--model.module", module), "--model.module", module, "package.module:Class")
+
+
+def test_a_run_directory_of_another_configuration_is_refused_with_every_difference(refused, tmp_path):
+    assert tiny.train(tmp_path / "run", "--steps", "2") == 0
+    line = refused("--steps", "3", "--model.d-ff", "128", "--log-every", "7")
+    assert_names(line, "--run-dir", "--steps is 3 and was 2", "--model.d-ff is 128 and was 64", "--no-resume")
+    assert "log-every" not in line
+
+
+def test_a_run_directory_of_another_text_is_refused(refused, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i}" for i in range(200)))
+    assert tiny.train(tmp_path / "run", "--steps", "2", "--data", str(text)) == 0
+    text.write_text("\n".join(f"line {i}" for i in range(201)))
+    assert_names(refused("--steps", "2", "--data", str(text)), "--run-dir", "--data", "fingerprint")
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--no-resume"])
+def test_a_directory_that_holds_something_else_is_refused_and_left_alone(refused, tmp_path, flag):
+    mine = tmp_path / "run" / "checkpoints" / "thesis.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "not empty", "name a new or empty one")
+    assert mine.read_text() == "mine"
+
+
+def test_a_damaged_config_file_is_refused(refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{")
+    assert_names(refused(), "--run-dir", "config.json", "damaged")
+
+
+def test_too_little_space_is_refused_with_both_sizes_before_anything_is_written(refused, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 0, 1000))
+    assert_names(refused(), "--run-dir", str(tmp_path / "run"), "bytes", "1,000 are free", "--checkpoint-keep")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(refused, tmp_path):
+    (tmp_path / "file").touch()
+    assert_names(refused("--run-dir", str(tmp_path / "file")), "--run-dir", "a file")
+
+
+@pytest.mark.parametrize("flags", [["--graph", "half"], ["--data", "no/such.txt"]])
+def test_a_process_ends_with_code_2_and_one_line(tmp_path, flags):
+    process = tiny.start(tmp_path / "run", *flags)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert_names(one_line(err), *flags)
+    assert "Traceback" not in out
+
+
+def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
+    code = "import sys\nfrom jgraph.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full}", "--resume, --no-resume"):
+        assert text in result.stdout
+
+
+def test_every_preset_parses_to_itself_with_a_run_directory_of_its_name():
+    for name, config in PRESETS.items():
+        assert parse(["--preset", name]) == parse([f"--preset={name}"]) == config
+        assert config.run_dir == f"runs/{name}"
+
+
+def test_a_flag_overrides_the_preset_wherever_it_stands():
+    config = parse(["--steps", "7", "--preset", "gpt-124m", "--model.num-layers", "2", "--run-dir", "elsewhere"])
+    assert config is not None
+    assert (config.steps, config.model.num_layers, config.model.d_model, config.run_dir) == (7, 2, 768, "elsewhere")
+
+
+def test_a_message_that_is_no_box_is_passed_on_in_one_line(monkeypatch, capsys):
+    def refuse(*args, **kwargs):
+        print("plain\nwords", file=sys.stderr)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(tyro, "cli", refuse)
+    assert main([]) == 2
+    assert one_line(capsys.readouterr().err) == "plain words"
+
+
+def test_a_device_that_is_too_small_is_told_in_one_line(refused, monkeypatch):
+    def exhausted(assembly, num_rows):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+
+    monkeypatch.setattr(Assembly, "compile_step", exhausted)
+    assert_names(refused(), "--batch-size is 4", "--num-microbatches", "99 bytes")

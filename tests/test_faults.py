@@ -1,0 +1,137 @@
+"""What a run survives: signals, kill -9, damaged checkpoints, numbers that are not finite."""
+
+import hashlib
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from jgraph.data import Batches, load
+from jgraph.signals import StopRequest
+from tests import tiny
+from tests.faulty import POISON
+from tests.test_checkpoint import delete_largest, flip_a_byte, truncate
+
+LONG = ("--steps", "500", "--eval-every", "200", "--checkpoint-every", "40")
+SHORT = ("--steps", "12", "--eval-every", "6", "--checkpoint-every", "4")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_run_stopped_by_a_signal_goes_on_with_the_same_losses(tmp_path, name):
+    assert tiny.train(tmp_path / "whole", *LONG) == 0
+    process = tiny.start(tmp_path / "run", *LONG)
+    tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 50, process=process)
+    process.send_signal(getattr(signal, name))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert f"stopped by {name} at step" in out
+    num_done = tiny.num_lines(tmp_path / "run" / "metrics.jsonl")
+    assert 50 < num_done < 500
+    assert (tmp_path / "run" / "checkpoints" / str(num_done)).is_dir()
+    assert tiny.train(tmp_path / "run", *LONG) == 0
+    assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
+    flags = ("--steps", "200", "--eval-every", "100", "--checkpoint-every", "3")
+    assert tiny.train(tmp_path / "whole", *flags) == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    chance = random.Random(0)
+    for _ in range(3):
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        process = tiny.start(tmp_path / "run", *flags)
+        tiny.wait_for(lambda: metrics.exists() and metrics.stat().st_mtime_ns != before, process=process)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.6))
+        process.kill()
+        _, err = process.communicate(timeout=120)
+        assert err == ""
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, delete_largest])
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(tmp_path, capsys, damage):
+    assert tiny.train(tmp_path / "run", *SHORT) == 0
+    whole = tiny.losses(tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoints" / "12")
+    capsys.readouterr()
+    assert tiny.train(tmp_path / "run", *SHORT) == 0
+    out = capsys.readouterr().out
+    assert f"warning: checkpoint {tmp_path / 'run' / 'checkpoints' / '12'} is damaged" in out
+    assert "resumed from step 8" in out
+    assert tiny.losses(tmp_path / "run") == whole
+
+
+def test_when_every_checkpoint_is_damaged_one_line_says_what_to_do(tmp_path, capsys):
+    assert tiny.train(tmp_path / "run", *SHORT) == 0
+    for step in ("8", "12"):
+        flip_a_byte(tmp_path / "run" / "checkpoints" / step)
+    capsys.readouterr()
+    assert tiny.train(tmp_path / "run", *SHORT) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "checkpoints/8" in err
+    assert "checkpoints/12" in err
+    assert "--no-resume" in err
+    assert tiny.train(tmp_path / "run", *SHORT, "--no-resume") == 0
+
+
+@pytest.fixture
+def poisoned(tmp_path) -> tuple[str, ...]:
+    """Flags for the faulty model and a text in which one training document has the token that it chokes on."""
+    documents = [f"{i} lazy dogs jump over {i * i} quick brown foxes, and {i + 1} foxes sleep." for i in range(200)]
+    poison = next(i for i, text in enumerate(documents) if hashlib.sha256((text + chr(POISON)).encode()).digest()[0] > 128)
+    documents[poison] += chr(POISON)
+    path = tmp_path / "poisoned.txt"
+    path.write_text("\n<|endoftext|>\n".join(documents))
+    return ("--data", str(path), "--model.module", "tests.faulty:Bigram")
+
+
+def poisoned_steps(path: str, steps: int) -> list[int]:
+    corpus = load(path, seq_len=32, vocab_size=256)
+    batches = Batches(corpus.train, batch_size=4, seq_len=32, seed=0)
+    return [step for step in range(steps) if np.any(batches[step] == POISON)]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, poisoned, capsys):
+    flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5", "--log-every", "7")
+    first = poisoned_steps(poisoned[1], 120)[0]
+    assert first > 5, "the test needs a checkpoint before it"
+    for _ in range(2):  # the second time it resumes, and meets the same batch
+        assert tiny.train(tmp_path / "run", *flags) == 1
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1
+        assert f"step {first}: the loss is nan and the gradient of small matrices (float32) is not finite" in err
+        assert f"checkpoint of step {first // 5 * 5} is kept" in err
+        assert "--on-nonfinite skip" in err
+        steps = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+        assert max(steps) == first // 5 * 5
+
+
+def test_skipping_counts_the_bad_steps_and_goes_on_from_where_a_run_stopped(tmp_path, poisoned, capsys):
+    flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5")
+    bad = poisoned_steps(poisoned[1], 120)
+    assert tiny.train(tmp_path / "run", *flags) == 1
+    capsys.readouterr()
+    assert tiny.train(tmp_path / "run", *flags, "--on-nonfinite", "skip") == 0
+    out = capsys.readouterr().out
+    assert all(f"step {step}: the loss is nan" in out for step in bad)
+    assert f"{len(bad)} updates" in out
+    entries = tiny.entries(tmp_path / "run")
+    assert [entry["step"] for entry in entries if entry["loss"] is None] == bad
+    assert [entry["skipped"] for entry in entries] == [sum(step <= i for step in bad) for i in range(120)]
+    assert entries[-1]["loss"] < entries[0]["loss"]
+
+
+def test_the_second_ctrl_c_does_not_wait_and_the_handlers_come_back():
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        assert stop.name == ""
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.name == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,85 @@
+import dataclasses
+import json
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+from flax import nnx
+
+from jgraph.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes, read_metrics
+from jgraph.presets import preset
+from models.gpt import GPT
+
+
+@pytest.mark.parametrize("sizes", [{"mlp": "swiglu"}, {"head": "untied"}, {"num_kv_heads": 2}])
+def test_flops_are_six_per_matrix_weight_and_token_plus_causal_attention(sizes):
+    config = preset("cpu-tiny")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
+    model = nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0)))
+    params = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    weights = sum(leaf.size for leaf in params if leaf.ndim > 1)
+    if config.model.head == "untied":  # then the embedding is a matrix that only looks up
+        weights -= config.model.vocab_size * config.model.d_model
+    tokens = config.batch_size * config.seq_len
+    attention = 6 * config.model.num_layers * config.model.d_model * config.seq_len * tokens
+    assert flops_per_step(config) == 6 * weights * tokens + attention
+
+
+def test_gpt_124m_is_counted_as_by_hand():
+    per_token = 6 * (12 * 12 * 768**2 + 768 * 50304) + 6 * 12 * 768 * 1024
+    assert flops_per_step(preset("gpt-124m")) == per_token * 16 * 1024
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_is_the_datasheet_s_or_none(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+def test_peak_memory_is_the_device_s_count_or_the_process_s_size():
+    gpu = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 123})
+    assert peak_memory_bytes(gpu) == 123
+    assert 2**20 < peak_memory_bytes(jax.local_devices(backend="cpu")[0]) < 2**40
+
+
+def test_entries_are_readable_at_once_and_what_is_not_finite_is_null(tmp_path):
+    log = MetricsLog(tmp_path / "m.jsonl", first_step=0)
+    log.add({"step": 0, "loss": float("nan"), "mfu": None, "skipped": 0})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 0, "loss": None, "mfu": None, "skipped": 0}
+    log.close()
+
+
+def test_a_resumed_log_drops_what_comes_after_the_checkpoint_and_half_a_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')
+    log = MetricsLog(path, first_step=3)
+    log.add({"step": 3, "again": True})
+    log.close()
+    assert read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_missing_file_has_no_entries(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_the_clock_counts_only_what_is_between_start_and_stop(monkeypatch):
+    now = iter([0.0, 1.0, 10.0, 12.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = StepClock(seconds=100.0)
+    for steps in (2, 1):
+        clock.start()
+        clock.start()
+        clock.stop(steps)
+    assert clock.seconds == 103.0
+    assert clock.lap() == 1.0
