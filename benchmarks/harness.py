@@ -4,6 +4,7 @@ A card at its power limit runs its first second faster than all others, so the w
 """
 
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ class Timing:
 
     ms: float
     repeats_ms: list[float]
+    steps: int
     power_watts: float | None
     sm_clock_mhz: float | None
 
@@ -34,6 +36,7 @@ def time_steps(
     wait: Callable[[], object],
     *,
     steps: int,
+    seconds: float,
     repeats: int,
     warmup_seconds: float,
 ) -> Timing:
@@ -42,15 +45,18 @@ def time_steps(
     Args:
         run: hands over one step.
         wait: returns when everything handed over is done.
-        steps: in a repeat; the clock is read before and after, never between.
+        steps: fewest in a repeat; the clock is read before and after, never between.
+        seconds: a repeat has as many steps more as it takes to last this long: its start and end must not count.
         repeats: at least 5, of which the median is taken.
         warmup_seconds: run before the first repeat.
     """
-    until = time.perf_counter() + warmup_seconds
-    while time.perf_counter() < until:
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() < start + warmup_seconds:
         for _ in range(steps):
             run()
         wait()
+        done += steps
+    steps = max(steps, math.ceil(seconds * done / (time.perf_counter() - start)))
     repeats_ms = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -65,7 +71,7 @@ def time_steps(
                 run()
             wait()
     watts, mhz = reading.result() or (None, None)
-    return Timing(statistics.median(repeats_ms), repeats_ms, watts, mhz)
+    return Timing(statistics.median(repeats_ms), repeats_ms, steps, watts, mhz)
 
 
 def read_card() -> tuple[float, float] | None:

@@ -40,7 +40,9 @@ class Options:
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""
     steps: int = 20
-    """Steps in a repeat."""
+    """Fewest steps in a repeat."""
+    seconds: float = 0.5
+    """Shortest time of a repeat; it has more steps where they are short."""
     repeats: int = 5
     """Repeats, of which the median is taken."""
     warmup_seconds: float = 3.0
@@ -73,7 +75,7 @@ def main() -> int:
 def in_own_process(name: str, variant: str, options: Options) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.single_gpu", "--mode", "variant", "--presets", name, "--variant", variant]
     command += ["--steps", str(options.steps), "--repeats", str(options.repeats)]
-    command += ["--warmup-seconds", str(options.warmup_seconds)]
+    command += ["--seconds", str(options.seconds), "--warmup-seconds", str(options.warmup_seconds)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     if done.returncode:
         return {"variant": variant, "error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
@@ -89,7 +91,14 @@ def time_variant(name: str, variant: str, options: Options) -> dict[str, Any]:
         run, wait, finish = jgraph_step(replace(config, graph="off" if variant.endswith("off") else "auto"))
     else:
         run, wait, finish = torch_step(config, variant)
-    timing: Timing = time_steps(run, wait, steps=options.steps, repeats=options.repeats, warmup_seconds=options.warmup_seconds)
+    timing: Timing = time_steps(
+        run,
+        wait,
+        steps=options.steps,
+        seconds=options.seconds,
+        repeats=options.repeats,
+        warmup_seconds=options.warmup_seconds,
+    )
     facts = finish()
     flops_per_second = flops_per_step(config) / timing.ms * 1e3
     peak = peak_flops(facts["device"])

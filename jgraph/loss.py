@@ -23,9 +23,10 @@ _AUTO_CHUNK_ELEMENTS = 2**29
 _LARGEST_MARGIN = 70.0
 
 
-def auto_chunk(num_tokens: int, vocab_size: int) -> int:
-    """Largest divisor of `num_tokens`, below it where it can be, whose logits have at most 2**29 elements."""
-    limit = min(max(1, _AUTO_CHUNK_ELEMENTS // vocab_size), max(1, num_tokens // 2))
+def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
+    """Largest divisor of `num_tokens` whose logits have at most 2**29 elements; of half of them where logits are float32."""
+    most = max(1, num_tokens // 2) if dtype == jnp.float32 else num_tokens
+    limit = min(max(1, _AUTO_CHUNK_ELEMENTS // vocab_size), most)
     return next(chunk for chunk in range(limit, 0, -1) if num_tokens % chunk == 0)
 
 
@@ -51,7 +52,7 @@ def cross_entropy(x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int 
             "x must be labels' shape plus the head's first axis, of the head's dtype"
         )
     num_tokens = labels_BT.size
-    chunk = chunk or auto_chunk(num_tokens, vocab_size)
+    chunk = chunk or auto_chunk(num_tokens, vocab_size, x_BTD.dtype)
     if chunk < 1 or num_tokens % chunk:
         raise ShapeError(f"loss chunk is {chunk}: must divide the {num_tokens} tokens of a microbatch; see --model.loss-chunk")
     return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk)

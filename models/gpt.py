@@ -8,15 +8,18 @@ rotary embedding; Ainslie et al., "GQA" (arXiv:2305.13245).
 # H query heads, G key/value heads, K head size
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
 import jgraph
 from jgraph.config import ModelConfig
+
+Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -76,7 +79,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, rotary_T1K: tuple[Array, Array]) -> Array:
+    def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_T1K)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -90,7 +93,7 @@ class Attention(nnx.Module):
         self.qkv = _linear(config, config.d_model, heads * config.head_size, rngs)
         self.out = _linear(config, config.d_model, config.d_model, rngs, residual=True)
 
-    def __call__(self, x_BTD: Array, rotary_T1K: tuple[Array, Array]) -> Array:
+    def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
         config = self.config
         B, T, D = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
@@ -131,14 +134,19 @@ def attention_kernel(config: ModelConfig) -> Literal["cudnn", "xla"]:
     return "cudnn"
 
 
-def rotary(length: int, head_size: int, theta: float) -> tuple[Array, Array]:
-    """Float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs."""
-    angles_TK = jnp.arange(length)[:, None] * theta ** (-jnp.arange(0, head_size, 2) / head_size)
-    cos_TK, sin_TK = jnp.cos(angles_TK), jnp.sin(angles_TK)
-    return jnp.concatenate([cos_TK, cos_TK], -1)[:, None], jnp.concatenate([-sin_TK, sin_TK], -1)[:, None]
+def rotary(length: int, head_size: int, theta: float) -> Rotary:
+    """Float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
+
+    Constants of the program, made here in float64: computed in it, they would be computed at every step.
+    """
+    angles_TK = np.arange(length)[:, None] * theta ** (-np.arange(0, head_size, 2) / head_size)
+    cos_TK, sin_TK = np.cos(angles_TK), np.sin(angles_TK)
+    tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
+    cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
+    return cos_T1K, sin_T1K
 
 
-def rotate(x_BTHK: Array, rotary_T1K: tuple[Array, Array]) -> Array:
+def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
     """Rotates the pairs (i, i + K/2) of each head, in float32, back in the input's dtype."""
     cos_T1K, sin_T1K = rotary_T1K
     x32 = x_BTHK.astype(jnp.float32)
