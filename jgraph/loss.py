@@ -67,6 +67,8 @@ def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int) -> Arra
 def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int):
     losses, dx, dhead = [], [], []
     for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
+        if dx:  # one chunk after the other: XLA of jax 0.10 would fuse their gradients into one kernel and hold them all
+            x_CD, dx[-1] = jax.lax.optimization_barrier((x_CD, dx[-1]))
         logits_CV = x_CD @ head_DV
         margins_CV = _margins(logits_CV, labels_C)
         losses_C = _losses(margins_CV)

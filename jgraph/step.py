@@ -114,7 +114,11 @@ def train_step(
         updates, opt_state = transform.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            # The dtype of the new leaf, even where `where` would widen it to the old one's: a transform that changes a dtype
+            # must fail the check of the aliases, not pass unseen.
+            lambda new, old: jnp.where(finite, new, old).astype(new.dtype),
+            (params, opt_state),
+            (state.params, state.opt_state),
         )
         skipped = state.skipped + jnp.where(finite, 0, 1)
         state = TrainState(step=state.step + 1, skipped=skipped, params=params, opt_state=opt_state)

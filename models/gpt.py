@@ -35,7 +35,7 @@ class GPT(nnx.Module):
         init = nnx.initializers.normal(_INIT_SCALE)
         self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
         if config.scan_layers:
-            self.blocks = nnx.vmap(lambda rngs: Block(config, rngs=rngs), in_axes=0)(rngs.fork(split=config.num_layers))
+            self.blocks = nnx.vmap(lambda rngs: Block(config, rngs=rngs), in_axes=0)(rngs.split(config.num_layers))
         else:
             self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = _norm(config, rngs)

@@ -268,12 +268,13 @@ def test_leaves_of_a_new_state_do_not_share_a_buffer(batch):
     assert len(set(pointers)) == len(pointers)
 
 
-def test_an_optimizer_that_returns_its_state_in_another_dtype_is_named(batch):
+@pytest.mark.parametrize(("kept", "returned"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_an_optimizer_that_returns_its_state_in_another_dtype_is_named(batch, kept, returned):
     def init(params):
-        return {"trace": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.bfloat16), params), "calls": jnp.zeros((), jnp.int32)}
+        return {"trace": jax.tree.map(lambda p: jnp.zeros(p.shape, kept), params), "calls": jnp.zeros((), jnp.int32)}
 
     def update(updates, state, params=None):
-        trace = jax.tree.map(lambda t, g: 0.9 * t.astype(jnp.float32) + g, state["trace"], updates)
+        trace = jax.tree.map(lambda t, g: (0.9 * t + g).astype(returned), state["trace"], updates)
         return updates, {"trace": trace, "calls": state["calls"] + 1}
 
     with warnings.catch_warnings():

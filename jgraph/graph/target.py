@@ -218,7 +218,8 @@ def main() -> None:
             {"install": _install_command, "show": _show_command}, prog="python -m jgraph.graph.target"
         )
     except JgraphError as e:
-        sys.exit(f"error: {e}")
+        print(f"jgraph.graph.target: error: {e}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ def test_the_command_line_answers_in_one_line(tmp_path):
         text=True,
         check=False,
     )
-    assert run.returncode == 1
-    assert run.stderr.startswith("error: no CUDA plugin")
+    assert run.returncode == 2
+    assert run.stderr.startswith("jgraph.graph.target: error: no CUDA plugin")
     assert run.stderr.count("\n") == 1
 
 

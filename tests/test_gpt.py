@@ -1,0 +1,196 @@
+"""The model alone: shapes, dtypes, what it may look at, how its variants relate. `tests/parity/` says whether it is right."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph.config import ModelConfig
+from jgraph.errors import ConfigError
+from models.gpt import GPT, attention_kernel
+
+CONFIG = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=61, mlp="swiglu", head="untied",
+    compute_dtype="float32",
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 17)).astype(np.int32)
+
+
+def split(config, seed=0):
+    """(graphdef, parameters as a tree of arrays)."""
+    graphdef, params = nnx.split(GPT(config, rngs=nnx.Rngs(seed)), nnx.Param)
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def loss_and_grads(graphdef, params):
+    return jax.jit(jax.value_and_grad(lambda p: nnx.merge(graphdef, p).loss(TOKENS)))(params)
+
+
+def replace(**changes):
+    return dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_logits_and_loss_are_float32_whatever_computes_them(compute_dtype):
+    model = GPT(replace(compute_dtype=compute_dtype), rngs=nnx.Rngs(0))
+    logits, loss = nnx.eval_shape(lambda model: (model.logits(TOKENS), model.loss(TOKENS)), model)
+    assert (logits.shape, logits.dtype) == ((2, 17, 61), jnp.float32)
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+def test_hidden_states_are_in_the_compute_dtype():
+    model = GPT(replace(compute_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    assert nnx.eval_shape(lambda model: model.hidden(TOKENS), model).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("changes", [{}, {"mlp": "gelu", "head": "tied"}], ids=["swiglu", "gelu"])
+def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(changes):
+    graphdef, params = split(replace(compute_dtype="bfloat16", **changes))
+    _, grads = jax.eval_shape(lambda p: loss_and_grads(graphdef, p), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype(jnp.float32)}
+
+
+def test_bfloat16_compute_gives_nearly_the_loss_of_float32():
+    graphdef, params = split(CONFIG)
+    in_bfloat16, _ = split(replace(compute_dtype="bfloat16"))
+    # A bfloat16 is rounded by up to 1/256, and the loss is a mean over 32 tokens of numbers near log(61) = 4.1.
+    expected = float(nnx.merge(graphdef, params).loss(TOKENS))
+    assert nnx.merge(in_bfloat16, params).loss(TOKENS) == pytest.approx(expected, rel=1 / 256)
+
+
+def test_a_new_model_predicts_nearly_uniformly():
+    assert GPT(CONFIG, rngs=nnx.Rngs(0)).loss(TOKENS) == pytest.approx(np.log(61), rel=0.02)
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
+    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    logp_BTV = jax.nn.log_softmax(model.logits(TOKENS[:, :-1]))
+    expected = float(-jnp.take_along_axis(logp_BTV, TOKENS[:, 1:, None], axis=-1).mean())
+    assert model.loss(TOKENS) == pytest.approx(expected, rel=1e-6)
+
+
+# --- Scanned layers ---
+
+
+@pytest.fixture(scope="module")
+def scanned_and_unrolled():
+    """(loss, gradients) of both, from the same weights, the blocks' gradients stacked."""
+
+    def stacked(tree):
+        return tree | {
+            "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tree["blocks"][i] for i in sorted(tree["blocks"])))
+        }
+
+    unrolled, params = split(CONFIG)
+    scanned, shapes = split(replace(scan_layers=True))
+    assert jax.tree.map(jnp.shape, stacked(params)) == jax.tree.map(jnp.shape, shapes)
+    loss, grads = loss_and_grads(unrolled, params)
+    return loss_and_grads(scanned, stacked(params)), (loss, stacked(grads))
+
+
+def test_scanned_layers_have_the_loss_of_unrolled_ones(scanned_and_unrolled):
+    (scanned, _), (unrolled, _) = scanned_and_unrolled
+    assert scanned == pytest.approx(float(unrolled), rel=1e-6)
+
+
+def test_scanned_layers_have_the_gradients_of_unrolled_ones(scanned_and_unrolled):
+    (_, scanned), (_, unrolled) = scanned_and_unrolled
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max()), scanned, unrolled)
+
+
+def test_scanned_layers_start_with_different_weights():
+    _, params = split(replace(scan_layers=True))
+    first, second = params["blocks"]["mlp"]["up"]["kernel"]
+    assert not np.allclose(first, second)
+
+
+# --- Attention ---
+
+
+@pytest.mark.parametrize("position", [1, 8, 16])
+def test_a_token_does_not_change_the_logits_before_it(position):
+    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    changed = TOKENS.copy()
+    changed[:, position] = (changed[:, position] + 1) % 61
+    before, after = model.logits(TOKENS), model.logits(changed)
+    np.testing.assert_array_equal(before[:, :position], after[:, :position])
+    assert (before[:, position:] != after[:, position:]).any(axis=(0, 2)).all(), "and changes all from there on"
+
+
+def test_grouped_queries_are_multi_head_attention_with_repeated_keys_and_values():
+    grouped, params = split(CONFIG)
+    full, _ = split(replace(num_kv_heads=4))
+
+    def repeat_kv(path, leaf):
+        if "qkv" not in jax.tree_util.keystr(path):
+            return leaf
+        query, key, value = jnp.split(leaf.reshape(32, 8, 8), [4, 6], axis=1)
+        return jnp.concatenate([query, key.repeat(2, axis=1), value.repeat(2, axis=1)], axis=1).reshape(32, -1)
+
+    repeated = jax.tree_util.tree_map_with_path(repeat_kv, params)
+    expected, actual = nnx.merge(full, repeated).logits(TOKENS), nnx.merge(grouped, params).logits(TOKENS)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_distance_between_tokens_counts():
+    """Rotary embeddings: what precedes a masked-out past does not matter, so a text of one token looks the same everywhere."""
+    logits = GPT(CONFIG, rngs=nnx.Rngs(0)).logits(np.full((1, 12), 7, np.int32))
+    np.testing.assert_allclose(logits, jnp.broadcast_to(logits[:, :1], logits.shape), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_attention_on_a_cpu_is_xlas_by_itself(compute_dtype):
+    assert attention_kernel(replace(compute_dtype=compute_dtype)) == "xla"
+
+
+def test_attention_on_a_gpu_is_cudnns_by_itself(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert attention_kernel(replace(compute_dtype="bfloat16")) == "cudnn"
+
+
+def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert attention_kernel(CONFIG) == "xla"
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+def test_attention_that_was_asked_for_is_what_one_gets(kernel):
+    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16")) == kernel
+
+
+def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = replace(d_model=40, num_heads=4, compute_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"head size 10 is a multiple of 8 .* or choose --model.attention xla"):
+        attention_kernel(config)
+
+
+# --- Sizes ---
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [("gpt-124m", 124e6), ("gpt-350m", 354e6), ("gpt-1b3", 1.3e9), ("gpt-7b", 6.6e9)],
+)
+def test_a_preset_has_the_number_of_parameters_that_names_it(preset, published):
+    config = jgraph.preset(preset).model
+    params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[1]
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == pytest.approx(published, rel=0.015)
+
+
+def test_a_tied_head_has_no_matrix_of_its_own():
+    untied, tied = split(CONFIG)[1], split(replace(head="tied"))[1]
+    assert untied.keys() - tied.keys() == {"head_DV"}
+
+
+def test_the_same_seed_draws_the_same_weights():
+    jax.tree.map(np.testing.assert_array_equal, split(CONFIG)[1], split(CONFIG)[1])
+
+
+def test_another_seed_draws_other_weights():
+    first, second = split(CONFIG)[1], split(CONFIG, seed=1)[1]
+    assert not np.array_equal(first["embedding_VD"], second["embedding_VD"])
