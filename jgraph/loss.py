@@ -2,7 +2,8 @@
 
 The loss is a mean, so the gradient of a chunk's logits is known as soon as the chunk's losses are: softmax minus one-hot,
 over the number of tokens. Doing the two products of the backward pass there and then keeps no logits for it and recomputes
-none; what is saved is the gradient itself (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989).
+none; what is saved is the gradient itself (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989). One
+exception: XLA of jax 0.10 fuses the chunks' last kernels into one, and so holds the logits' gradients of the whole batch.
 """
 
 # N tokens (B*T), D model, V vocabulary, C tokens of a chunk
@@ -67,8 +68,6 @@ def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int) -> Arra
 def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int):
     losses, dx, dhead = [], [], []
     for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
-        if dx:  # one chunk after the other: XLA of jax 0.10 would fuse their gradients into one kernel and hold them all
-            x_CD, dx[-1] = jax.lax.optimization_barrier((x_CD, dx[-1]))
         logits_CV = x_CD @ head_DV
         margins_CV = _margins(logits_CV, labels_C)
         losses_C = _losses(margins_CV)
