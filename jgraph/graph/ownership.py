@@ -1,7 +1,7 @@
 """Donation, proven: which argument's buffer each output of a compiled program takes.
 
 jax drops a donation whose shape, dtype or layout does not fit, often without a warning, and pairs equal shapes in the order
-they come, so two outputs returned in the other order swap buffers. Only the compiled program says what happened.
+they come, so the buffer of a leaf that stopped fitting goes to the next that fits. The compiled program says what happened.
 """
 
 import re
