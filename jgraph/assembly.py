@@ -60,19 +60,8 @@ class Assembly:
         """Names of the parameter groups in the order of `StepMetrics.grad_square_sums`."""
         return sorted(group.name for group in self.packing.groups)
 
-    def compile_step(self, num_rows: int) -> tuple[jax.stages.Compiled, CaptureReport | None]:
-        """Compiles the step and proves that it updates the state in place.
-
-        Args:
-            num_rows: rows of the batch that this process feeds.
-
-        Returns:
-            `(state, tokens_BS) -> (state, StepMetrics)` with the state donated, and what of it is captured.
-
-        Raises:
-            CompilerOptionError: XLA refuses an option.
-            DonationError: a leaf of the state is copied.
-        """
+    def step(self) -> jax.stages.Wrapped:
+        """The jitted `(state, tokens_BS) -> (state, StepMetrics)`, with the state donated."""
         config = self.config
         step = train_step(
             self.loss,
@@ -80,12 +69,29 @@ class Assembly:
             num_microbatches=config.num_microbatches,
             clip_norm=config.optimizer.clip_norm,
         )
-        state = self.state_shapes()
-        tokens_BS = jax.ShapeDtypeStruct((num_rows, config.seq_len + 1), jnp.int32)
-        options = compiler_options(config.graph, config.xla_options, platform=jax.default_backend())
+        return jax.jit(step, donate_argnums=0, keep_unused=True)
+
+    def step_shapes(self, num_rows: int) -> tuple[TrainState, jax.ShapeDtypeStruct]:
+        """Arguments of `step` as shapes; `num_rows` is the part of the batch that this process feeds."""
+        return self.state_shapes(), jax.ShapeDtypeStruct((num_rows, self.config.seq_len + 1), jnp.int32)
+
+    def compile_step(self, num_rows: int) -> tuple[jax.stages.Compiled, CaptureReport | None]:
+        """Compiles the step and proves that it updates the state in place.
+
+        Args:
+            num_rows: rows of the batch that this process feeds.
+
+        Returns:
+            The compiled `step`, and what of it is captured.
+
+        Raises:
+            CompilerOptionError: XLA refuses an option.
+            DonationError: a leaf of the state is copied.
+        """
+        state, tokens_BS = self.step_shapes(num_rows)
+        options = compiler_options(self.config.graph, self.config.xla_options, platform=jax.default_backend())
         with option_errors():
-            lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, tokens_BS)
-            compiled, report = compile_and_report(lowered, options)
+            compiled, report = compile_and_report(self.step().lower(state, tokens_BS), options)
         check_identity(compiled, state)
         return compiled, report
 

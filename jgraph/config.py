@@ -59,7 +59,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     loss_chunk: int = 0
-    """Tokens whose logits are held at once; 0 picks a chunk that keeps float32 temporaries small."""
+    """Tokens whose logits are held at once; must divide a microbatch's; 0 takes the most that stay under 2**29 logits."""
 
     def __post_init__(self):
         _require_positive(
@@ -115,7 +115,7 @@ class OptimizerConfig:
     learning_rate: float = 3e-4
     """Peak learning rate."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up; the first already moves."""
     final_learning_rate: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
     beta1: float = 0.9

@@ -62,6 +62,12 @@ def digest(document: bytes) -> bytes:
     return hashlib.sha256(document).digest()
 
 
+def check_heldout_fraction(heldout_fraction: float) -> None:
+    """Raises ConfigError unless the fraction is in (0, 1)."""
+    if not 0 < heldout_fraction < 1:
+        raise ConfigError(f"--heldout-fraction is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
+
+
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
     """How many of the documents, sorted by hash, are held out: those whose hash is in the lowest `heldout_fraction`.
 
@@ -78,8 +84,7 @@ def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FR
         ConfigError: the fraction is not in (0, 1).
         DataError: there are no two different documents.
     """
-    if not 0 < heldout_fraction < 1:
-        raise ConfigError(f"--heldout-fraction is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
+    check_heldout_fraction(heldout_fraction)
     equals_of_first = bisect_right(digests, digests[0]) if digests else 0
     if equals_of_first == len(digests):
         raise DataError(

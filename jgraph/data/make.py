@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, count_heldout, cut, digest
+from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, check_heldout_fraction, count_heldout, cut, digest
 from jgraph.data.tokenfile import token_dtype, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
 from jgraph.errors import ConfigError, DataError
@@ -53,8 +53,7 @@ def make_token_files(
     """
     if shard_tokens <= 0:
         raise ConfigError(f"--shard-tokens is {shard_tokens}: must be positive", field="shard_tokens")
-    if not 0 < heldout_fraction < 1:
-        raise ConfigError(f"--heldout-fraction is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
+    check_heldout_fraction(heldout_fraction)  # before hours of tokenizing, not after
     _check_paths(texts, tokenizer, out)
     encoder = Encoder(tokenizer)
     out = out.absolute()

@@ -5,16 +5,11 @@ With XLA's attention, since cuDNN's cannot be compiled without a GPU.
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import jgraph
+from jgraph.assembly import Assembly
 from jgraph.graph import check_identity, compiler_options, target
-from jgraph.packing import Packing
-from jgraph.step import init_state, optimizer, train_step
-from models.gpt import GPT
 
 pytestmark = pytest.mark.target
 
@@ -25,25 +20,12 @@ def config_of(preset, **changes):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla", **changes))
 
 
-def compile_step(config, graph="auto", num_microbatches=1, extra=()):
-    """(compiled step, capture report, shapes of the state), wired as the trainer does."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0))), nnx.Param)
-    params = nnx.to_pure_dict(params)
-    packing = Packing.of(params)
-    transform = optimizer(config.optimizer, config.steps, decay_mask=packing.decay_mask())
-    step = train_step(
-        lambda packed, tokens_BS: nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS),
-        transform,
-        num_microbatches=num_microbatches,
-        clip_norm=config.optimizer.clip_norm,
-    )
-    state = jax.eval_shape(lambda params: init_state(packing.pack(params), transform), params)
-    compiled, report = target.compile_for(
-        jax.jit(step, donate_argnums=0, keep_unused=True),
-        state,
-        jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32),
-        compiler_options=compiler_options(graph, extra, platform="gpu"),
-    )
+def compile_step(config, graph="auto", num_microbatches=1):
+    """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
+    assembly = Assembly.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
+    options = compiler_options(graph, config.xla_options, platform="gpu")
+    state, tokens_BS = assembly.step_shapes(config.batch_size)
+    compiled, report = target.compile_for(assembly.step(), state, tokens_BS, compiler_options=options)
     return compiled, report, state
 
 
