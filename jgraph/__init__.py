@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 from jgraph.config import ModelConfig as ModelConfig
 from jgraph.config import OptimizerConfig as OptimizerConfig
 from jgraph.config import TrainConfig as TrainConfig
+from jgraph.errors import OrderError as OrderError
 from jgraph.presets import preset as preset
 
 if TYPE_CHECKING:
     from jgraph.loss import cross_entropy as cross_entropy
+    from jgraph.schedule.order import Order as Order
 
 # What needs jax is imported when it is first asked for, so that --help and a wrong flag do not wait for jax.
-_LAZY = {"cross_entropy": "jgraph.loss"}
+_LAZY = {"cross_entropy": "jgraph.loss", "Order": "jgraph.schedule.order"}
 
 
 def __getattr__(name: str) -> object:

@@ -45,6 +45,20 @@ class DonationError(JgraphError):
         self.leaves = leaves
 
 
+class OrderError(JgraphError):
+    """A pipeline order cannot run, or the parameters make none.
+
+    Attributes:
+        position: index of the entry at fault in its rank's order; None where no single entry is.
+        rank: the rank whose order it is; None for an order on its own.
+    """
+
+    def __init__(self, message: str, *, position: int | None = None, rank: int | None = None):
+        super().__init__(message)
+        self.position = position
+        self.rank = rank
+
+
 class CheckpointError(JgraphError):
     """A checkpoint cannot be written, read, or does not belong to this run."""
 

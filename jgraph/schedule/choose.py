@@ -1,0 +1,115 @@
+"""The fastest schedule that fits, and why the others lost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jgraph.errors import OrderError
+from jgraph.schedule.generate import NAMES, generate
+from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.simulate import Communication, Costs, Execution, simulate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule that was looked at.
+
+    Attributes:
+        name, chunks: what `generate` was given.
+        verdict: why it won or lost, in a few words.
+        makespan: of a step, in the unit of the costs; None where there is no such schedule.
+        bubble: idle share, 0 to 1.
+        peak_bytes: of the rank that needs most.
+    """
+
+    name: str
+    chunks: int
+    verdict: str
+    makespan: float | None = None
+    bubble: float | None = None
+    peak_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule to take, and all candidates: the winner first, then by makespan, then those that cannot be."""
+
+    schedule: Schedule
+    candidates: tuple[Candidate, ...]
+
+
+def best(
+    *,
+    pp: int,
+    microbatches: int,
+    costs: Costs,
+    sizes: Mapping[str, float] | None = None,
+    memory_limit: float | None = None,
+    names: Sequence[str] = NAMES,
+    chunks: Sequence[int] = (1, 2),
+    latency: float = 0.0,
+    communication: Communication = "overlapped",
+    execution: Execution = "dataflow",
+) -> Choice:
+    """Simulates every schedule and takes the fastest that fits; of equally fast ones, the one that needs least memory.
+
+    Args:
+        pp, microbatches: as in `generate`.
+        costs: of all layers of a rank; a chunk's are this by the number of chunks.
+        sizes: bytes per pool (`slots.POOLS`) of all layers of a rank; what is between layers (activation, gradient) is not
+            divided.
+        memory_limit: bytes for the pools of a rank; None for no limit.
+        names, chunks: what to try.
+        latency, communication, execution: as in `simulate`.
+
+    Raises:
+        OrderError: nothing fits; the message says what comes nearest and by how much it is over.
+    """
+    sizes = dict(sizes or {})
+    limit = float("inf") if memory_limit is None else memory_limit
+    found: list[tuple[float, float, Schedule, Candidate]] = []
+    refused = []
+    for name in names:
+        for count in chunks:
+            try:
+                schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
+            except OrderError as error:
+                refused.append(Candidate(name, count, str(error)))
+                continue
+            actual = len(schedule.placement[0])
+            if actual != count:
+                continue
+            run = simulate(schedule, costs.per_chunk(actual), latency=latency, communication=communication, execution=execution)
+            share = {pool: size if pool in ("activation", "gradient") else size / actual for pool, size in sizes.items()}
+            peak = float(run.peak(share).max())
+            # Rounded, so that sums in another order do not decide between equals.
+            found.append(
+                (float(f"{run.makespan:.9g}"), peak, schedule, Candidate(name, count, "", run.makespan, run.bubble, peak))
+            )
+    found.sort(key=lambda row: row[:2])
+    fits = [row for row in found if row[1] <= limit]
+    if not fits:
+        if not found:
+            raise OrderError(
+                f"no schedule is possible: {refused[0].verdict}" if refused else "names and chunks leave no schedule"
+            )
+        _, least, _, nearest = min(found, key=lambda row: row[1])
+        raise OrderError(
+            f"no schedule fits into {limit:,.0f} bytes a rank; the nearest is {nearest.name} with {nearest.chunks} chunks, "
+            f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit"
+        )
+    winner = fits[0]
+    candidates = []
+    for row in sorted(found, key=lambda row: (row is not winner, *row[:2])):
+        candidate = row[3]
+        if row is winner:
+            verdict = "fastest that fits"
+        elif row not in fits:
+            verdict = f"needs {row[1] - limit:,.0f} bytes more than the limit"
+        elif row[0] > winner[0]:
+            verdict = f"{row[0] / winner[0] - 1:.1%} slower"
+        else:
+            verdict = f"as fast, needs {row[1] - winner[1]:,.0f} bytes more" if row[1] > winner[1] else "as fast"
+        candidates.append(
+            Candidate(candidate.name, candidate.chunks, verdict, candidate.makespan, candidate.bubble, candidate.peak_bytes)
+        )
+    return Choice(winner[2], (*candidates, *refused))

@@ -1,0 +1,132 @@
+"""Schedules as files: CSV as PyTorch writes it, one row a rank and one cell a tick; JSON with signed numbers."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jgraph.errors import OrderError
+from jgraph.schedule.action import KINDS, Action, cell, parse_cell
+from jgraph.schedule.order import Order
+from jgraph.schedule.schedule import Schedule
+
+
+def to_csv(schedule: Schedule) -> str:
+    """A row per rank, a cell per tick: `5F3`, or nothing where the rank is idle."""
+    rows = [[""] * schedule.num_ticks for _ in schedule.orders]
+    for row, order, stages, ticks in zip(rows, schedule.orders, schedule.stages, schedule.ticks, strict=True):
+        columns = (ticks.tolist(), order.kinds.tolist(), stages.tolist(), order.microbatches.tolist())
+        for tick, kind, stage, microbatch in zip(*columns, strict=True):
+            row[tick] = cell(kind, stage, microbatch)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def from_csv(text: str) -> Schedule:
+    """The schedule of such a table. A cell's column is its tick if every cell comes after what it needs, as where the writer
+    left idle cells empty; otherwise the columns only say the sequence, as in the compact tables that PyTorch writes.
+
+    Raises:
+        OrderError: with the rank and the position, counted over the cells that are not empty.
+    """
+    ranks: list[list[tuple[int, int, int, int]]] = []
+    for r, row in enumerate(csv.reader(io.StringIO(text))):
+        ranks.append([])
+        for tick, value in enumerate(row):
+            if value.strip():
+                try:
+                    ranks[r].append((tick, *parse_cell(value)))
+                except OrderError as error:
+                    raise OrderError(f"rank {r}, cell {tick}: {error}", position=len(ranks[r]), rank=r) from None
+        if not ranks[r]:
+            raise OrderError(f"rank {r} has no action; every rank is one row of the table", rank=r)
+    if not ranks:
+        raise OrderError("the table is empty; it needs one row per rank")
+    placement = tuple(tuple(sorted({stage for _, _, stage, _ in row})) for row in ranks)
+    orders = []
+    for r, (row, stages) in enumerate(zip(ranks, placement, strict=True)):
+        chunk_of = {stage: c for c, stage in enumerate(stages)}
+        try:
+            orders.append(Order.of(Action(KINDS[kind], chunk_of[stage], m) for _, kind, stage, m in row))
+        except OrderError as error:
+            raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
+    ticks = tuple(np.array([tick for tick, *_ in row]) for row in ranks)
+    try:
+        return Schedule(tuple(orders), placement, ticks)
+    except OrderError:
+        return Schedule(tuple(orders), placement)
+
+
+def to_json(schedule: Schedule) -> str:
+    """Signed numbers of each rank, with placement and ticks. A chunk that splits only some backwards is written with all
+    split."""
+    numbers = [order.to_list() for order in schedule.orders]
+    # Splitting lengthens an order, so its ticks no longer fit; then they are left out, and read as the earliest.
+    ticks = [t.tolist() for t in schedule.ticks]
+    keep = all(len(row) == len(entries) for row, entries in zip(ticks, numbers, strict=True))
+    body = {"name": schedule.name, "placement": schedule.placement, "orders": numbers} | ({"ticks": ticks} if keep else {})
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()) + "\n}\n"
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule of an object with `orders`, and, where wanted, `placement`, `ticks` and `name`; or of a bare list of orders.
+
+    Raises:
+        OrderError: the text says no schedule that can run.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OrderError(f"this is not JSON: {error}") from None
+    if isinstance(body, list):
+        body = {"orders": body}
+    if not isinstance(body, dict) or not isinstance(body.get("orders"), list):
+        raise OrderError('a schedule is {"orders": [[1, -1], ...]}, one list of signed numbers per rank')
+    unknown = sorted(set(body) - {"name", "placement", "orders", "ticks"})
+    if unknown:
+        raise OrderError(f"a schedule has no field {unknown[0]!r}; it has orders, placement, ticks and name")
+    orders = []
+    for r, numbers in enumerate(body["orders"]):
+        try:
+            orders.append(Order.parse(numbers))
+        except OrderError as error:
+            raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
+    rows = {}
+    for name in ("placement", "ticks"):
+        value = body.get(name) or []
+        if not isinstance(value, list) or not all(
+            isinstance(row, list) and all(type(item) is int and 0 <= item < 2**31 for item in row) for row in value
+        ):
+            raise OrderError(f"{name} must be one list of whole numbers >= 0 per rank")
+        rows[name] = value
+    placement = tuple(tuple(row) for row in rows["placement"])
+    ticks = tuple(np.array(row, np.int64) for row in rows["ticks"])
+    return Schedule(tuple(orders), placement, ticks, str(body.get("name", "custom")))
+
+
+def write(schedule: Schedule, path: Path) -> None:
+    """As CSV or JSON, by the suffix of the path."""
+    path.write_text({".csv": to_csv, ".json": to_json}[_suffix(path)](schedule), encoding="utf-8")
+
+
+def read(path: Path) -> Schedule:
+    """From CSV or JSON, by the suffix of the path. Raises OrderError, also where the file cannot be read."""
+    suffix = _suffix(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OrderError(f"cannot read the schedule {path}: {error}") from None
+    try:
+        return {".csv": from_csv, ".json": from_json}[suffix](text)
+    except OrderError as error:
+        raise OrderError(f"{path}: {error}", position=error.position, rank=error.rank) from None
+
+
+def _suffix(path: Path) -> str:
+    suffix = path.suffix.lower()
+    if suffix not in (".csv", ".json"):
+        raise OrderError(f"{path} is neither .csv nor .json; a schedule file is one of them")
+    return suffix

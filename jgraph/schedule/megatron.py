@@ -1,0 +1,116 @@
+"""Megatron-LM's order of one rank, entry for entry, as it hands it to Transformer Engine's `make_graphed_callables`.
+
+Facts: Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`; checked against what they print
+(tests/schedule/goldens/orders.json).
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from jgraph.errors import OrderError
+from jgraph.schedule.generate import alternate, forward_sequence
+from jgraph.schedule.order import Order
+
+
+def megatron_order(
+    pp_size: int,
+    pp_rank: int,
+    num_microbatches: int,
+    *,
+    vpp: int | None = None,
+    microbatch_group_size: int | None = None,
+    num_layers_per_chunk: Sequence[int] | None = None,
+    overlap_moe_ep: bool = False,
+    delay_wgrad: bool = False,
+) -> Order:
+    """The order of rank `pp_rank`.
+
+    Args:
+        pp_size: ranks on the pipeline axis. A single one without overlap gets one microbatch: it has nothing to interleave.
+        pp_rank: 0 to pp_size - 1.
+        num_microbatches: per step.
+        vpp: chunks per rank (virtual pipeline size); None for no virtual pipeline.
+        microbatch_group_size: microbatches that go through a chunk before the next chunk's turn; None for `pp_size`.
+        num_layers_per_chunk: layers of each chunk, 0 allowed; None for one each. In the order itself only with
+            `overlap_moe_ep`.
+        overlap_moe_ep: expert-parallel communication of a forward overlaps with a backward: every layer is a chunk of its own,
+            and forward and backward layers alternate.
+        delay_wgrad: wgrads are entries of their own; needs `overlap_moe_ep`, as upstream does.
+
+    Raises:
+        OrderError: the parameters make no order.
+    """
+    chunks = 1 if vpp is None else vpp
+    group = pp_size if microbatch_group_size is None else microbatch_group_size
+    layers = (1,) * chunks if num_layers_per_chunk is None else tuple(num_layers_per_chunk)
+    for name, value, least in (
+        ("pp_size", pp_size, 1),
+        ("num_microbatches", num_microbatches, 1),
+        ("vpp", chunks, 1),
+        ("microbatch_group_size", group, 1),
+        ("pp_rank", pp_rank, 0),
+        *(("num_layers_per_chunk", n, 0) for n in layers),
+    ):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise OrderError(f"{name} is {value!r}; it must be a whole number >= {least}")
+    if pp_rank >= pp_size:
+        raise OrderError(f"pp_rank is {pp_rank}; with pp_size={pp_size} it must be 0 to {pp_size - 1}")
+    if pp_size == 1 and chunks > 1:
+        raise OrderError(f"vpp={vpp} with pp_size=1; a single rank has one chunk: leave vpp out")
+    if len(layers) != chunks:
+        raise OrderError(f"num_layers_per_chunk has {len(layers)} values for {chunks} chunks; give one per chunk")
+    if delay_wgrad and not overlap_moe_ep:
+        raise OrderError("delay_wgrad=True needs overlap_moe_ep=True; Megatron-LM's order splits the backward only there")
+    if overlap_moe_ep and not any(layers):
+        raise OrderError(f"num_layers_per_chunk is {layers}; with overlap_moe_ep a rank needs at least one layer")
+
+    if pp_size == 1 and not overlap_moe_ep:
+        num_microbatches = 1
+    total = num_microbatches * chunks
+    if pp_size == 1:
+        warmup = 0
+    elif vpp is None:
+        warmup = pp_size - pp_rank - 1
+    else:
+        warmup = 2 * (pp_size - pp_rank - 1) + (chunks - 1) * group
+    warmup = min(warmup, total)
+    forwards = forward_sequence(pp_size, num_microbatches, chunks, group)[0]
+    order = Order(*alternate(forwards, chunks - 1 - forwards, warmup), tuple(layers) if all(layers) else ())
+    if not overlap_moe_ep:
+        return order
+    return Order.parse(_by_layer(order.to_list(), layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
+
+
+def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:
+    """Every layer a chunk of its own. The order is `warmup` forwards, then pairs of forward and backward, then backwards; but
+    the first backward is a pair's only after the first forward of the steady part, so that the pairs are (backward, next
+    forward)."""
+    first = np.concatenate([[0], np.cumsum(layers)]).tolist()
+
+    def of(entry: int | float) -> list[int]:
+        chunk = int(abs(entry)) - 1
+        own = list(range(first[chunk] + 1, first[chunk + 1] + 1))
+        return own if entry > 0 else own[::-1]
+
+    steady = [entry for entry in order if entry > 0]
+    backwards = [entry for entry in order if entry < 0]
+    ahead = min(warmup + 1, len(steady))
+    entries: list[int | float] = [layer for entry in steady[:ahead] for layer in of(entry)]
+    for forward, backward in zip(steady[ahead:], backwards, strict=False):
+        down = of(backward)
+        for i, (up, layer) in enumerate(zip_longest(of(forward), down)):
+            if up is not None:
+                entries.append(up)
+            if layer is not None:
+                entries.append(-layer)
+                # The pair's last wgrad waits until the pair's forwards are through.
+                if delay_wgrad and i < len(down) - 1:
+                    entries.append(-layer - 0.5)
+        if delay_wgrad and down:
+            entries.append(-down[-1] - 0.5)
+    for backward in backwards[len(steady) - ahead :]:
+        for layer in of(backward):
+            entries += [-layer, -layer - 0.5] if delay_wgrad else [-layer]
+    return entries

@@ -1,0 +1,333 @@
+"""An Order: everything one rank does in a step, in sequence. Made only if it can run.
+
+The microbatch of an entry is not said but counted: the k-th forward of a chunk is microbatch k, and so are its k-th dgrad and
+wgrad (first in, first out).
+"""
+
+import math
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self, overload
+
+import numpy as np
+
+from jgraph.errors import OrderError
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action
+
+
+@dataclass(frozen=True, eq=False)
+class Order(Sequence[Action]):
+    """What one rank does, one action after another.
+
+    Attributes:
+        kinds: int8 [N], places in `KINDS`.
+        chunks: int32 [N], 0-based; every chunk of the rank appears.
+        num_layers_per_chunk: of each chunk; () says one each. Exactly one where a chunk's wgrad is delayed: an entry says the
+            chunk, so it could not say which layer's wgrad it means.
+        microbatches: int32 [N], counted from the entries.
+
+    Raises:
+        OrderError: the order cannot run; `position` is the first entry at fault.
+    """
+
+    kinds: np.ndarray
+    chunks: np.ndarray
+    num_layers_per_chunk: tuple[int, ...] = ()
+    microbatches: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        kinds, chunks = np.asarray(self.kinds, np.int8), np.asarray(self.chunks, np.int32)
+        layers = self.num_layers_per_chunk or (1,) * (int(chunks.max(initial=-1)) + 1)
+        microbatches = _check(kinds, chunks, layers)
+        for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
+            if array.flags.writeable:
+                array = array.copy() if array is getattr(self, name, None) else array
+                array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        object.__setattr__(self, "num_layers_per_chunk", layers)
+
+    @classmethod
+    def parse(
+        cls,
+        numbers: Iterable[object],
+        num_layers_per_chunk: int | Sequence[int] | None = None,
+        delay_wgrad: bool | Sequence[bool] | None = None,
+    ) -> Self:
+        """An order from Transformer Engine's signed numbers.
+
+        Args:
+            numbers: `c` forward, `-c` dgrad, `-c-0.5` wgrad of chunk c, counted from 1. Whole entries are integers.
+            num_layers_per_chunk: one number for all chunks or one per chunk; None for one layer each.
+            delay_wgrad: whether wgrads are entries of their own, for all chunks or per chunk; None reads it off the entries.
+
+        Raises:
+            OrderError: with `position`, the index of the first entry at fault.
+        """
+        entries = _entries(numbers)
+        parsed = [_parse_entry(i, entry, len(entries)) for i, entry in enumerate(entries)]
+        kinds = np.array([kind for kind, _ in parsed], np.int8)
+        chunks = np.array([chunk for _, chunk in parsed], np.int32)
+        _check_chunks(chunks)
+        num_chunks = int(chunks.max()) + 1
+        delayed = _per_chunk("delay_wgrad", delay_wgrad, num_chunks, bool)
+        for c in range(num_chunks):
+            wgrads, dgrads = (np.flatnonzero((chunks == c) & (kinds == kind)) for kind in (WGRAD, DGRAD))
+            if len(wgrads) if delayed is None else delayed[c]:
+                if not len(wgrads) and len(dgrads):
+                    position = int(dgrads[0])
+                    raise OrderError(
+                        f"entry {position} is {-(c + 1)}, but no wgrad of chunk {c + 1} comes, and delay_wgrad says that they "
+                        f"are delayed; add one {-(c + 1.5):g} for each {-(c + 1)}, or pass delay_wgrad=False",
+                        position=position,
+                    )
+            elif len(wgrads):
+                position = int(wgrads[0])
+                raise OrderError(
+                    f"entry {position} is {-(c + 1.5):g}, a wgrad of chunk {c + 1}, but delay_wgrad says that they are not "
+                    f"delayed; remove it, or pass delay_wgrad=True",
+                    position=position,
+                )
+            else:
+                kinds[dgrads] = BACKWARD
+        layers = _per_chunk("num_layers_per_chunk", num_layers_per_chunk, num_chunks, int)
+        return cls(kinds, chunks, layers or ())
+
+    @classmethod
+    def of(cls, actions: Iterable[Action]) -> Self:
+        """An order from its actions, whose microbatches must count up as they would be counted."""
+        actions = list(actions)
+        if not actions:
+            raise OrderError("the order is empty; it needs at least one forward and one backward")
+        order = cls(np.array([KINDS.index(a.kind) for a in actions], np.int8), np.array([a.chunk for a in actions], np.int32))
+        for i, (said, counted) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
+            if said.microbatch != counted:
+                raise OrderError(
+                    f"entry {i} is the {said}; microbatches go first in, first out, so this must be microbatch {counted}",
+                    position=i,
+                )
+        return order
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Action]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Action(KINDS[self.kinds[index]], int(self.chunks[index]), int(self.microbatches[index]))
+
+    def __iter__(self) -> Iterator[Action]:
+        columns = (self.kinds.tolist(), self.chunks.tolist(), self.microbatches.tolist())
+        return (Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Order)
+            and np.array_equal(self.kinds, other.kinds)
+            and np.array_equal(self.chunks, other.chunks)
+            and self.num_layers_per_chunk == other.num_layers_per_chunk
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.num_layers_per_chunk)
+
+    @property
+    def num_microbatches(self) -> int:
+        return int(self.microbatches.max()) + 1
+
+    @property
+    def delay_wgrad(self) -> tuple[bool, ...]:
+        """For each chunk, whether any of its wgrads is an action of its own."""
+        return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
+
+    def split(self) -> "Order":
+        """The same order with every backward written as a dgrad and, at once after it, a wgrad."""
+        return self._split(np.ones(self.num_chunks, bool))
+
+    def to_list(self) -> list[int | float]:
+        """Signed numbers. They say of a chunk, not of an entry, that wgrads are delayed: where some are, a `B` becomes `I,
+        W`."""
+        order = self._split(np.array(self.delay_wgrad))
+        chunks = (order.chunks + 1).tolist()
+        return [
+            chunk if kind == FORWARD else -chunk - 0.5 if kind == WGRAD else -chunk
+            for kind, chunk in zip(order.kinds.tolist(), chunks, strict=True)
+        ]
+
+    def _split(self, which: np.ndarray) -> "Order":
+        fused = (self.kinds == BACKWARD) & which[self.chunks]
+        if not fused.any():
+            return self
+        kinds = np.repeat(np.where(fused, DGRAD, self.kinds), 1 + fused)
+        kinds[np.flatnonzero(fused) + np.arange(1, fused.sum() + 1)] = WGRAD
+        return Order(kinds, np.repeat(self.chunks, 1 + fused), self.num_layers_per_chunk)
+
+
+def _entries(numbers: Iterable[object]) -> list[object]:
+    if isinstance(numbers, (str, bytes, dict)) or not isinstance(numbers, Iterable):
+        raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
+    entries = list(np.asarray(numbers).tolist() if isinstance(numbers, np.ndarray) else numbers)
+    if not entries:
+        raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
+    return entries
+
+
+def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
+    """One signed number -> (kind, 0-based chunk)."""
+    if isinstance(entry, numbers.Integral) and not isinstance(entry, (bool, np.bool_)):
+        value = int(entry)
+        if value != 0 and abs(value) <= length:
+            return (FORWARD if value > 0 else DGRAD), abs(value) - 1
+        what = "0" if value == 0 else f"{_show(value)}, but {length} entries cannot hold that many chunks"
+        remedy = "chunks count from 1, without gaps"
+    elif isinstance(entry, (float, np.floating)):
+        value = float(entry)
+        if -length - 1 < value < -1 and (-value) % 1 == 0.5:
+            return WGRAD, int(-value) - 1
+        what = _show(value)
+        if value != 0 and math.isfinite(value) and value == int(value):
+            remedy = f"forwards and dgrads are integers: {_show(int(value))}"
+        else:
+            remedy = "only a wgrad has a fraction, and it is -c-0.5, e.g. -1.5 for chunk 1"
+    else:
+        what, remedy = _show(entry), "an entry is a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
+    raise OrderError(f"entry {position} is {what}; {remedy}", position=position)
+
+
+def _show(value: object) -> str:
+    """A value for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a user's object may raise anything, and ours must be the error that is seen
+        text = "something that cannot be printed"
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+
+
+def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | None:
+    """`value` for each chunk, from one for all or one per chunk."""
+    if value is None:
+        return None
+    allowed = (bool, np.bool_) if kind is bool else (numbers.Integral,)
+    values: list[Any] = [value] * num_chunks
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
+        values = list(value)
+    for item in values:
+        if not isinstance(item, allowed) or (kind is int and (isinstance(item, bool) or int(item) < 1)):
+            raise OrderError(f"{name} is {_show(value)}; give one {kind.__name__}{' >= 1' * (kind is int)}, or one per chunk")
+    if len(values) != num_chunks:
+        raise OrderError(f"{name} has {len(values)} values, but the order has {num_chunks} chunks; give one per chunk")
+    return tuple(kind(item) for item in values)
+
+
+def _check_chunks(chunks: np.ndarray) -> None:
+    """Chunks count from 1 without gaps."""
+    seen = np.bincount(chunks) > 0
+    if not seen.all():
+        missing = int(np.argmin(seen))
+        position = int(np.flatnonzero(chunks > missing)[0])
+        raise OrderError(
+            f"entry {position} is of chunk {chunks[position] + 1}, but no entry is of chunk {missing + 1}; "
+            f"number the chunks from 1, without gaps",
+            position=position,
+        )
+
+
+def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
+    """Everything an order must be; returns the microbatches. One pass per chunk, no Python loop over entries."""
+    if not len(kinds):
+        raise OrderError("the order is empty; it needs at least one forward and one backward")
+    _check_chunks(chunks)
+    assert len(kinds) == len(chunks)
+    assert len(layers) == chunks.max() + 1
+    by_chunk = np.argsort(chunks, kind="stable")
+    bounds = np.searchsorted(chunks[by_chunk], np.arange(len(layers) + 1))
+    microbatches = np.empty(len(kinds), np.int32)
+    positions = [by_chunk[start:stop] for start, stop in pairwise(bounds)]
+    counts = []
+    for c, at in enumerate(positions):
+        counts.append(_check_chunk(c, kinds[at], at, microbatches, layers[c]))
+    if len(set(counts)) > 1:
+        c = int(np.argmax(counts))
+        fewest = min(counts)
+        position = int(positions[c][np.flatnonzero(kinds[positions[c]] == FORWARD)[fewest]])
+        raise OrderError(
+            f"entry {position} is the forward of chunk {c + 1}, microbatch {fewest}, but chunk {counts.index(fewest) + 1} has "
+            f"only {fewest} microbatches; every chunk sees the same ones",
+            position=position,
+        )
+    _check_between_chunks(kinds, positions)
+    return microbatches
+
+
+def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.ndarray, layers: int) -> int:
+    """One chunk by itself: forward before dgrad before wgrad, first in first out, as many of each. Returns how many.
+
+    `kinds` are those of the chunk's entries and `at` their positions. Fills in `microbatches`.
+    """
+    forward, dgrad, wgrad = (
+        np.cumsum(mask) for mask in (kinds == FORWARD, (kinds == DGRAD) | (kinds == BACKWARD), kinds >= WGRAD)
+    )
+    k = np.choose(kinds, (forward, dgrad, wgrad, dgrad)) - 1
+    microbatches[at] = k
+
+    def fail(i: int, problem: str):
+        name = KINDS[kinds[i]] if kinds[i] != BACKWARD else "dgrad"
+        raise OrderError(f"entry {at[i]} is the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}", position=int(at[i]))
+
+    def later(mask: np.ndarray, i: int, count: int) -> str:
+        """Where the thing that must come first is, if it comes at all."""
+        found = np.flatnonzero(mask)
+        return f"move it after entry {at[found[count]]}" if count < len(found) else f"only {len(found)} come in all"
+
+    bad = np.flatnonzero((dgrad > forward) | (wgrad > dgrad) | ((kinds == BACKWARD) & (wgrad != dgrad)))
+    if len(bad):
+        i = int(bad[0])
+        if dgrad[i] > forward[i]:
+            fail(i, f"before its forward; {later(kinds == FORWARD, i, int(k[i]))}")
+        if wgrad[i] > dgrad[i]:
+            fail(i, f"before its dgrad; {later((kinds == DGRAD) | (kinds == BACKWARD), i, int(k[i]))}")
+        fail(
+            i,
+            f"with its wgrad, while the wgrad of microbatch {wgrad[i] - 1} is pending; wgrads go first in, first out: split it",
+        )
+    total = int(forward[-1])
+    if dgrad[-1] < total:
+        fail(int(np.flatnonzero(kinds == FORWARD)[dgrad[-1]]), f"and its dgrad never comes; add {-(c + 1)} for it")
+    if wgrad[-1] < total:
+        i = int(np.flatnonzero((kinds == DGRAD) | (kinds == BACKWARD))[wgrad[-1]])
+        fail(i, f"and its wgrad never comes; add {-(c + 1.5):g} for it")
+    if layers > 1 and (kinds == WGRAD).any():
+        i = int(np.argmax(kinds == WGRAD))
+        fail(i, f"which has {layers} layers; where wgrad is delayed, make every layer a chunk of its own")
+    return total
+
+
+def _check_between_chunks(kinds: np.ndarray, positions: list[np.ndarray]) -> None:
+    """A rank's later chunk works on what its earlier one made: forwards go up the chunks, dgrads come down."""
+    forwards = [at[kinds[at] == FORWARD] for at in positions]
+    dgrads = [at[(kinds[at] == DGRAD) | (kinds[at] == BACKWARD)] for at in positions]
+    faults = []
+    for c in range(1, len(positions)):
+        for name, first, second, before, after in (
+            ("forward", forwards[c - 1], forwards[c], c - 1, c),
+            ("dgrad", dgrads[c], dgrads[c - 1], c, c - 1),
+        ):
+            m = int(np.argmax(second < first))
+            if second[m] < first[m]:
+                faults.append((int(second[m]), int(first[m]), name, after, before, m))
+    if faults:
+        position, other, name, after, before, m = min(faults)
+        raise OrderError(
+            f"entry {position} is the {name} of chunk {after + 1}, microbatch {m}, before that of chunk {before + 1}, which it "
+            f"needs; move it after entry {other}",
+            position=position,
+        )

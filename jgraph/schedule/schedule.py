@@ -1,0 +1,254 @@
+"""A Schedule: one Order per rank, where every stage is, and when each action may start. Made only if it can run.
+
+Time is counted in ticks: every action takes one, a rank does at most one a tick, and what an action makes can be used from the
+next tick on. A schedule without ticks of its own gets the earliest ones, which exist exactly if it does not deadlock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from jgraph.errors import OrderError
+from jgraph.schedule.action import FORWARD, WGRAD
+from jgraph.schedule.order import Order
+
+Placement = tuple[tuple[int, ...], ...]
+
+
+def loop(pp: int, chunks: int) -> Placement:
+    """Stages go round the ranks: chunk c of rank r is stage c * pp + r."""
+    return tuple(tuple(c * pp + r for c in range(chunks)) for r in range(pp))
+
+
+def vee(pp: int) -> Placement:
+    """Two chunks a rank, down and up again: rank r has stages r and 2 * pp - 1 - r, so the last stage is on the first rank."""
+    return tuple((r, 2 * pp - 1 - r) for r in range(pp))
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule(Sequence[Order]):
+    """What every rank does.
+
+    Attributes:
+        orders: of each rank.
+        placement: stages of each rank, ascending; place in the row is the chunk. () puts them round the ranks (`loop`).
+        ticks: of each rank's actions, int [N]; () for the earliest possible.
+        name: for messages and pictures.
+
+    Raises:
+        OrderError: a dependency is never met; `rank` and `position` say where.
+    """
+
+    orders: tuple[Order, ...]
+    placement: Placement = ()
+    ticks: tuple[np.ndarray, ...] = ()
+    name: str = "custom"
+    num_stages: int = field(init=False)
+
+    def __post_init__(self):
+        if not self.orders:
+            raise OrderError("a schedule needs at least one rank's order")
+        placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "num_stages", sum(map(len, placement)))
+        _check_counts(self)
+        if not self.ticks:
+            starts, _ = play(self, np.ones((4, self.num_stages), np.int64), latency=0)
+            object.__setattr__(self, "ticks", starts)
+        else:
+            object.__setattr__(self, "ticks", tuple(np.asarray(t) for t in self.ticks))
+            _check_ticks(self)
+
+    def __len__(self) -> int:
+        return len(self.orders)
+
+    def __getitem__(self, index):
+        return self.orders[index]
+
+    def split(self) -> "Schedule":
+        """The same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
+        return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.orders[0].num_microbatches
+
+    @property
+    def num_ticks(self) -> int:
+        return int(max(t[-1] for t in self.ticks)) + 1
+
+    @cached_property
+    def rank_of_stage(self) -> np.ndarray:
+        """int [S]."""
+        ranks = np.empty(self.num_stages, np.int64)
+        for r, stages in enumerate(self.placement):
+            ranks[list(stages)] = r
+        return ranks
+
+    @cached_property
+    def stages(self) -> tuple[np.ndarray, ...]:
+        """The stage of every action, per rank; int [N]."""
+        return tuple(np.array(row)[order.chunks] for row, order in zip(self.placement, self.orders, strict=True))
+
+    def when(self, times: Sequence[np.ndarray], kinds: tuple[int, ...], missing: float = -1) -> np.ndarray:
+        """`times` (per rank, per action) of the actions of these kinds, as a table [S, M]; `missing` where there is none."""
+        table = np.full((self.num_stages, self.num_microbatches), missing, np.asarray(times[0]).dtype)
+        for order, stages, time in zip(self.orders, self.stages, times, strict=True):
+            mask = np.isin(order.kinds, kinds)
+            table[stages[mask], order.microbatches[mask]] = time[mask]
+        return table
+
+    def needs(self) -> tuple[np.ndarray, ...]:
+        """For every action, per rank, the flat index (see `makes`) of what it needs from another stage; -1 for nothing."""
+        count, last = self.num_microbatches, self.num_stages - 1
+        rows = []
+        for order, stages in zip(self.orders, self.stages, strict=True):
+            forward = order.kinds == FORWARD
+            index = np.where(forward, stages - 1, self.num_stages + stages + 1) * count + order.microbatches
+            nothing = (order.kinds == WGRAD) | (forward & (stages == 0)) | (~forward & (stages == last))
+            rows.append(np.where(nothing, -1, index))
+        return tuple(rows)
+
+    def makes(self) -> tuple[np.ndarray, ...]:
+        """For every action, per rank, the flat index of what it makes for another stage: s * M + m for the activation of stage
+        s, (S + s) * M + m for its gradient; wgrads share the one past the end."""
+        count = self.num_microbatches
+        return tuple(
+            np.where(
+                order.kinds == WGRAD,
+                2 * self.num_stages * count,
+                np.where(order.kinds == FORWARD, stages, self.num_stages + stages) * count + order.microbatches,
+            )
+            for order, stages in zip(self.orders, self.stages, strict=True)
+        )
+
+
+def play(schedule: Schedule, costs: np.ndarray, latency: float) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """When every action starts and ends if each starts as soon as its rank is free and what it needs has arrived.
+
+    Args:
+        costs: [4, S], what an action of a kind takes on a stage, > 0.
+        latency: between the end of an action and the use of its result on another rank, >= 0.
+
+    Returns:
+        (starts, ends), each a tuple of [N] arrays, one per rank, of the dtype of `costs`.
+
+    Raises:
+        OrderError: the ranks wait for each other.
+    """
+    needs = [row.tolist() for row in schedule.needs()]
+    makes = [row.tolist() for row in schedule.makes()]
+    took = [costs[o.kinds, s].tolist() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
+    home = np.repeat(schedule.rank_of_stage, schedule.num_microbatches).tolist() * 2 + [-1]
+    arrived: list = [None] * len(home)
+    waiting: dict[int, int] = {}
+    starts: list[list] = [[] for _ in needs]
+    ends: list[list] = [[] for _ in needs]
+    ready = list(range(len(needs)))
+    while ready:
+        r = ready.pop()
+        row_starts, row_ends = starts[r], ends[r]
+        clock = row_ends[-1] if row_ends else 0
+        for i in range(len(row_ends), len(needs[r])):
+            need = needs[r][i]
+            if need >= 0:
+                time = arrived[need]
+                if time is None:
+                    waiting[need] = r
+                    break
+                if home[need] != r:
+                    time += latency
+                clock = max(clock, time)
+            row_starts.append(clock)
+            clock += took[r][i]
+            row_ends.append(clock)
+            made = makes[r][i]
+            arrived[made] = clock
+            if made in waiting:
+                ready.append(waiting.pop(made))
+    if waiting:
+        raise _deadlock(schedule, {r: (len(ends[r]), need) for need, r in waiting.items()})
+    return tuple(np.array(t, costs.dtype) for t in starts), tuple(np.array(t, costs.dtype) for t in ends)
+
+
+def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderError:
+    """Names the ranks that wait for each other, following who waits for whom until a rank comes twice."""
+    home = np.repeat(schedule.rank_of_stage, schedule.num_microbatches).tolist() * 2
+    chain, r = [], next(iter(stuck))
+    while r not in chain:
+        chain.append(r)
+        r = home[stuck[r][1]]
+    cycle = chain[chain.index(r) :]
+    r = min(cycle)
+    waits = []
+    for q in cycle[cycle.index(r) :] + cycle[: cycle.index(r)]:
+        position, need = stuck[q]
+        flat, m = divmod(need, schedule.num_microbatches)
+        what = f"forward of stage {flat}" if flat < schedule.num_stages else f"dgrad of stage {flat - schedule.num_stages}"
+        waits.append(
+            f"rank {q} at entry {position} ({schedule[q][position]}) waits for rank {home[need]}'s {what}, microbatch {m}"
+        )
+    return OrderError(
+        f"the schedule deadlocks: {'; '.join(waits[:3])}{' ...' * (len(waits) > 3)}; move what is waited for forward",
+        position=stuck[r][0],
+        rank=r,
+    )
+
+
+def _check_counts(schedule: Schedule) -> None:
+    orders, placement = schedule.orders, schedule.placement
+    if len(placement) != len(orders):
+        raise OrderError(
+            f"the placement has {len(placement)} ranks, but there are {len(orders)} orders; give one row per order"
+        )
+    for r, (order, stages) in enumerate(zip(orders, placement, strict=True)):
+        if order.num_chunks != len(stages):
+            raise OrderError(
+                f"rank {r} has an order of {order.num_chunks} chunks, but {len(stages)} stages are placed there; "
+                f"every stage of a rank is one chunk of its order",
+                rank=r,
+            )
+        if list(stages) != sorted(stages):
+            raise OrderError(f"rank {r} has stages {stages}; list them in ascending order, chunk by chunk", rank=r)
+        if order.num_microbatches != orders[0].num_microbatches:
+            raise OrderError(
+                f"rank {r} has {order.num_microbatches} microbatches, rank 0 has {orders[0].num_microbatches}; "
+                f"every rank sees the same ones",
+                rank=r,
+            )
+    everywhere = sorted(s for stages in placement for s in stages)
+    if everywhere != list(range(len(everywhere))):
+        raise OrderError(f"the ranks have stages {everywhere}; each of 0 to {len(everywhere) - 1} must be on exactly one")
+
+
+def _check_ticks(schedule: Schedule) -> None:
+    """Ticks that were given: ascending on a rank, and nothing used before the tick after the one that made it."""
+    made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
+    for r, (order, ticks, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
+        if len(ticks) != len(order):
+            raise OrderError(f"rank {r} has {len(order)} actions, but {len(ticks)} ticks; give one per action", rank=r)
+        if not np.issubdtype(ticks.dtype, np.integer) or ticks[0] < 0 or (np.diff(ticks) <= 0).any():
+            position = int(np.argmax(np.diff(ticks, prepend=-1) <= 0))
+            raise OrderError(
+                f"rank {r}, entry {position} has tick {ticks[position]}; ticks are whole numbers from 0 and go up",
+                position=position,
+                rank=r,
+            )
+        made[makes] = ticks
+    made[-1] = -1
+    for r, (ticks, needs) in enumerate(zip(schedule.ticks, schedule.needs(), strict=True)):
+        early = np.flatnonzero(made[needs] >= ticks)
+        if len(early):
+            position = int(early[0])
+            raise OrderError(
+                f"rank {r}, entry {position} ({schedule[r][position]}) is at tick {ticks[position]}, but what it needs is made "
+                f"at tick {made[needs[position]]}; it can start in the tick after that",
+                position=position,
+                rank=r,
+            )

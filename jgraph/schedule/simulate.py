@@ -1,0 +1,203 @@
+"""Simulation: from costs per action to the time of a step, who is idle when, and the memory each rank needs over time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from jgraph.errors import OrderError
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD
+from jgraph.schedule.schedule import Schedule, play
+from jgraph.schedule.slots import POOLS, live_ranges
+
+Execution = Literal["dataflow", "neighbours", "lockstep"]
+Communication = Literal["overlapped", "blocking"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one action takes, in any unit of time: one number for every stage, or one per stage.
+
+    Attributes:
+        forward, dgrad, wgrad: > 0.
+        backward: of a backward that is not split; None for dgrad + wgrad.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    dgrad: float | Sequence[float] = 1.0
+    wgrad: float | Sequence[float] = 1.0
+    backward: float | Sequence[float] | None = None
+
+    def table(self, num_stages: int) -> np.ndarray:
+        """[4, S], by kind and stage. Raises OrderError."""
+        backward = np.add(self.dgrad, self.wgrad) if self.backward is None else self.backward
+        rows = []
+        for kind, value in zip(KINDS, (self.forward, self.dgrad, self.wgrad, backward), strict=True):
+            row = np.asarray(value, float)
+            if row.shape not in ((), (num_stages,)) or not np.isfinite(row).all() or (row <= 0).any():
+                raise OrderError(
+                    f"the cost of a {kind} is {value}; give one number > 0, or one for each of {num_stages} stages"
+                )
+            rows.append(np.broadcast_to(row, num_stages))
+        return np.stack(rows)
+
+    def per_chunk(self, chunks: int) -> "Costs":
+        """The costs of a chunk, where these are those of all layers of a rank."""
+        forward, dgrad, wgrad = (np.divide(value, chunks).tolist() for value in (self.forward, self.dgrad, self.wgrad))
+        backward = None if self.backward is None else np.divide(self.backward, chunks).tolist()
+        return Costs(forward, dgrad, wgrad, backward)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """When every action ran.
+
+    Attributes:
+        schedule: what was simulated.
+        starts, ends: of each rank's actions, [N], from 0.
+        busy: time each rank computes, [P].
+        latency: of a transfer that is overlapped.
+    """
+
+    schedule: Schedule
+    starts: tuple[np.ndarray, ...]
+    ends: tuple[np.ndarray, ...]
+    busy: np.ndarray
+    latency: float
+
+    @property
+    def makespan(self) -> float:
+        """From the start of the step to the end of its last action."""
+        return float(max(end[-1] for end in self.ends))
+
+    @property
+    def idle(self) -> np.ndarray:
+        """Time each rank does not compute, [P]."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all ranks' time, 0 to 1."""
+        return float(self.idle.mean() / self.makespan)
+
+    def memory(self, sizes: Mapping[str, float]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Bytes in use over time, for each rank: times and what is in use from then on.
+
+        Args:
+            sizes: bytes of one array in each pool that there is (see `slots.POOLS`).
+        """
+        unknown = sorted(set(sizes) - set(POOLS))
+        if unknown:
+            raise OrderError(f"there is no pool {unknown[0]!r}; the pools are {', '.join(POOLS)}")
+        times, changes = [], []
+        for pool, (born, died) in self._ranges.items():
+            times += [born, died]
+            changes += [np.full(born.shape, float(sizes.get(pool, 0))), np.full(died.shape, -float(sizes.get(pool, 0)))]
+        times, changes = np.stack(times), np.stack(changes)
+        curves = []
+        for stages in self.schedule.placement:
+            t, change = times[:, list(stages)].ravel(), changes[:, list(stages)].ravel()
+            t, change = t[np.isfinite(t)], change[np.isfinite(t)]
+            # What ends at a time makes room for what begins then.
+            at = np.lexsort((change, t))
+            t, level = t[at], np.cumsum(change[at])
+            curves.append((t, level))
+        return curves
+
+    def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
+        """The most bytes in use at once, [P]."""
+        return np.array([level.max(initial=0) for _, level in self.memory(sizes)])
+
+    @cached_property
+    def _ranges(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """`live_ranges` in time instead of ticks; NaN where there is none."""
+        schedule, nan = self.schedule, np.nan
+        f0, d0 = (schedule.when(self.starts, kinds, nan) for kinds in ((FORWARD,), (DGRAD, BACKWARD)))
+        f1, d1, w1 = (schedule.when(self.ends, kinds, nan) for kinds in ((FORWARD,), (DGRAD, BACKWARD), (WGRAD, BACKWARD)))
+        # Between stage s and the next: nothing where both are on one rank.
+        travel = np.append(np.diff(schedule.rank_of_stage) != 0, False)[:, None] * self.latency
+        times = {
+            "forward_dgrad": (f0, d1),
+            "forward_wgrad": (f0, w1),
+            "stash": (d0, w1),
+            "activation": (np.roll(f1 + travel, 1, axis=0), f1),
+            "gradient": (np.roll(d1, -1, axis=0) + travel, d1),
+        }
+        exists = {pool: born >= 0 for pool, (born, _) in live_ranges(schedule).items()}
+        return {
+            pool: (np.where(exists[pool], born, nan), np.where(exists[pool], died, nan)) for pool, (born, died) in times.items()
+        }
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    latency: float = 0.0,
+    communication: Communication = "overlapped",
+    execution: Execution = "dataflow",
+) -> Simulation:
+    """Plays a schedule.
+
+    Args:
+        schedule: what runs in which sequence; its ticks matter only where the execution goes by ticks.
+        costs: per action of a stage; None for 1 each, 2 for a backward that is not split.
+        latency: of a transfer to another rank, in the unit of the costs.
+        communication: `overlapped`: the sender goes on at once. `blocking`: it waits until the transfer is through.
+        execution: `dataflow`: an action starts when its rank is free and what it needs is there. `neighbours`: tick by tick, a
+            rank enters the next tick when the ranks that it exchanges with have finished this one, as with a permute every
+            tick. `lockstep`: when all ranks have.
+
+    Raises:
+        OrderError: a cost or the latency is no time.
+    """
+    if not np.isfinite(latency) or latency < 0:
+        raise OrderError(f"latency is {latency}; it must be a time >= 0")
+    plain = (costs or Costs()).table(schedule.num_stages)
+    table = plain.copy()
+    home = schedule.rank_of_stage
+    if communication == "blocking":
+        table[FORWARD, :-1] += latency * (home[:-1] != home[1:])
+        table[[DGRAD, BACKWARD], 1:] += latency * (home[1:] != home[:-1])
+        latency = 0.0
+    if execution == "dataflow":
+        starts, ends = play(schedule, table, latency)
+    else:
+        starts, ends = _by_ticks(schedule, table, latency, _together(schedule, execution))
+    busy = [plain[o.kinds, s].sum() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
+    return Simulation(schedule, starts, ends, np.array(busy), latency)
+
+
+def _together(schedule: Schedule, execution: Execution) -> np.ndarray:
+    """[P, P]: whether a rank waits for another at the end of a tick."""
+    if execution == "lockstep":
+        return np.ones((schedule.num_ranks,) * 2, bool)
+    pairs = np.eye(schedule.num_ranks, dtype=bool)
+    home = schedule.rank_of_stage
+    pairs[home[:-1], home[1:]] = pairs[home[1:], home[:-1]] = True
+    return pairs
+
+
+def _by_ticks(schedule: Schedule, table: np.ndarray, latency: float, together: np.ndarray):
+    """As `play`, tick by tick, where a rank enters a tick only when all it is `together` with have left the one before."""
+    ticks, ranks = schedule.num_ticks, schedule.num_ranks
+    nothing = 2 * schedule.num_stages * schedule.num_microbatches
+    cost, needs, makes = np.zeros((ticks, ranks)), np.full((ticks, ranks), -1), np.full((ticks, ranks), nothing)
+    for r, (order, stages, at) in enumerate(zip(schedule.orders, schedule.stages, schedule.ticks, strict=True)):
+        cost[at, r] = table[order.kinds, stages]
+        needs[at, r], makes[at, r] = schedule.needs()[r], schedule.makes()[r]
+    home = np.append(np.tile(np.repeat(schedule.rank_of_stage, schedule.num_microbatches), 2), -1)
+    far = np.where((needs >= 0) & (home[needs] != np.arange(ranks)), latency, 0.0)
+    arrived, clock = np.zeros(nothing + 1), np.zeros(ranks)
+    starts, ends = np.zeros((ticks, ranks)), np.zeros((ticks, ranks))
+    for t in range(ticks):
+        # What is not there is needs == -1, the last place, which holds the end of some wgrad: put it back to 0 each time.
+        arrived[nothing] = 0.0
+        starts[t] = np.maximum(clock, arrived[needs[t]] + far[t])
+        ends[t] = starts[t] + cost[t]
+        arrived[makes[t]] = ends[t]
+        clock = np.where(together, ends[t], 0.0).max(axis=1)
+    own = range(ranks)
+    return tuple(starts[schedule.ticks[r], r] for r in own), tuple(ends[schedule.ticks[r], r] for r in own)
