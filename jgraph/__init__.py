@@ -10,11 +10,18 @@ from jgraph.errors import OrderError as OrderError
 from jgraph.presets import preset as preset
 
 if TYPE_CHECKING:
+    from jgraph.backward import dot_general as dot_general
+    from jgraph.backward import split_backward as split_backward
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.schedule.order import Order as Order
 
 # What needs jax is imported when it is first asked for, so that --help and a wrong flag do not wait for jax.
-_LAZY = {"cross_entropy": "jgraph.loss", "Order": "jgraph.schedule.order"}
+_LAZY = {
+    "Order": "jgraph.schedule.order",
+    "cross_entropy": "jgraph.loss",
+    "dot_general": "jgraph.backward",
+    "split_backward": "jgraph.backward",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -59,6 +59,18 @@ class OrderError(JgraphError):
         self.rank = rank
 
 
+class SplitError(JgraphError):
+    """A stage's backward cannot be split as asked, or its parts do not belong together.
+
+    Attributes:
+        path: of the parameter or input at fault, e.g. `embed/embedding`; empty where it is none.
+    """
+
+    def __init__(self, message: str, *, path: str = ""):
+        super().__init__(message)
+        self.path = path
+
+
 class CheckpointError(JgraphError):
     """A checkpoint cannot be written, read, or does not belong to this run."""
 

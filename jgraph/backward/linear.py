@@ -1,0 +1,127 @@
+"""One product of data and weight, whose backward rule multiplies once instead of twice.
+
+A product y = x * w has two gradients, dx = dy * w and dw = x * dy. Here the backward rule computes dx and hands out dy instead
+of
+dw: dy leaves as the cotangent of a *tap*, an extra argument of dy's shape that the product ignores. So one vjp with respect to
+(x, taps) is dgrad, and what comes out of the taps is what wgrad needs. The tap brings x too: it is then plain to see what x is
+made of, and whether wgrad can have it without dgrad.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jgraph.backward import replay
+
+# By primitive: the operands that may be the weight. What is neither weight nor data is kept as it is (group sizes).
+PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (1,), "ragged_dot_general": (1,)}
+
+
+HOOK = "jgraph_dot_general"
+"""What the jitted function inside `dot_general` is called in a trace."""
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """`jax.lax.dot_general`, recognised by `split_backward(..., products="hooked")`; what Flax layers take as `dot_general=`.
+
+    Args and result as those of `jax.lax.dot_general`. Without `products="hooked"` every product is found, hooked or not.
+    """
+
+    def jgraph_dot_general(lhs, rhs):
+        return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
+
+    return jax.jit(jgraph_dot_general)(lhs, rhs)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A product with a delayed weight.
+
+    Attributes:
+        eqn: the product.
+        weight: which operand is the weight; the data is the other of the first two.
+        lead: lengths of the scans around it, outermost first.
+    """
+
+    eqn: core.JaxprEqn
+    weight: int
+    lead: tuple[int, ...]
+
+    @property
+    def data(self) -> int:
+        return 1 - self.weight
+
+    def run(self, x: Any, w: Any, extra: Sequence[Any]) -> jax.Array:
+        operands = (x, w) if self.weight == 1 else (w, x)
+        return replay.apply(self.eqn, (*operands, *extra))[0]
+
+    @property
+    def x_aval(self) -> Any:
+        return self.eqn.invars[self.data].aval
+
+    @property
+    def w_aval(self) -> Any:
+        return self.eqn.invars[self.weight].aval
+
+    def tap(self) -> tuple[jax.Array, jax.Array]:
+        """Zeros to differentiate by, of x's shape and of dy's."""
+        return replay.zeros(self.x_aval, *self.lead), replay.zeros(self.eqn.outvars[0].aval, *self.lead)
+
+
+def product(site: Site, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
+    """The product, with dx for x and (x, dy) for the tap; the weight gets no gradient here."""
+
+    @jax.custom_vjp
+    def run(x, w, extra, tap):
+        return site.run(x, w, extra)
+
+    def forward(x, w, extra, tap):
+        return site.run(x, w, extra), (x, w, extra)
+
+    def backward(kept, dy):
+        x, w, extra = kept
+        (dx,) = jax.linear_transpose(lambda x: site.run(x, w, extra), replay.zeros(site.x_aval))(dy)
+        return dx, None, None, (x, dy)
+
+    run.defvjp(forward, backward)
+    return run(x, w, extra, tap)
+
+
+def weight_gradient(site: Site, x: Any, extra: Sequence[Any], dy: Any, dtype: Any) -> jax.Array:
+    """dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded in between."""
+    if site.eqn.primitive.name == "dot_general" and np.dtype(dtype) != site.w_aval.dtype:
+        return _dot_gradient(site, x, dy, dtype)
+    (dw,) = jax.linear_transpose(lambda w: site.run(x, w, extra), replay.zeros(site.w_aval))(dy)
+    return dw.astype(dtype)
+
+
+def _dot_gradient(site: Site, x: Any, dy: Any, dtype: Any) -> jax.Array:
+    """The transpose of `dot_general` with respect to the weight, written out so that it can be asked for another dtype."""
+    contract, batch = site.eqn.params["dimension_numbers"]
+    x_contract, w_contract = contract[site.data], contract[site.weight]
+    x_batch, w_batch = batch[site.data], batch[site.weight]
+    x_free = [d for d in range(x.ndim) if d not in (*x_contract, *x_batch)]
+    w_free = [d for d in range(len(site.w_aval.shape)) if d not in (*w_contract, *w_batch)]
+    # dy has the batch dimensions first, then the free ones of the left operand, then those of the right.
+    first, second = (x_free, w_free) if site.weight == 1 else (w_free, x_free)
+    places = np.split(np.arange(len(x_batch) + len(first) + len(second)), np.cumsum([len(x_batch), len(first)]))
+    dy_x = (places[1] if site.weight == 1 else places[2]).tolist()
+    dims = ((tuple(x_free), tuple(dy_x)), (tuple(x_batch), tuple(range(len(x_batch)))))
+    dw = lax.dot_general(x, dy, dims, precision=site.eqn.params["precision"], preferred_element_type=dtype)
+    # Out come batch, then x's contracted dimensions in ascending order, then w's free ones.
+    by_x = sorted(range(len(x_contract)), key=lambda i: x_contract[i])
+    order = [*w_batch, *(w_contract[i] for i in by_x), *w_free]
+    return jnp.transpose(dw, np.argsort(order).tolist())

@@ -1,0 +1,144 @@
+"""Reading a traced function and running it again, equation by equation: the part that knows what a jaxpr looks like.
+
+Only `jax.extend.core` and the parameters of four primitives are used (jit, checkpoint, scan, and the products in `linear.py`).
+Nothing is built by hand: an equation runs again as the one-equation program it is.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+JITS = ("jit", "pjit")
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+SCAN = "scan"
+
+
+def body(eqn: core.JaxprEqn) -> core.Jaxpr:
+    """The jaxpr inside a jit, checkpoint or scan equation."""
+    inner = eqn.params["jaxpr"]
+    return getattr(inner, "jaxpr", inner)
+
+
+def body_consts(eqn: core.JaxprEqn) -> list[Any]:
+    return list(getattr(eqn.params["jaxpr"], "consts", ()))
+
+
+def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants and how many are the carry; what follows is scanned over.
+
+    jax 0.10 says it in two numbers, jax 0.11 in a tree of the operands.
+    """
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Runs one equation on other values; None for the outputs that nothing reads."""
+    given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
+    results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+    program = core.Jaxpr((), list(given), results, [eqn], eqn.effects)
+    out = iter(core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*given.values()))
+    return [None if isinstance(v, core.DropVar) else next(out) for v in eqn.outvars]
+
+
+def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+
+def reader(env: dict[Any, Any]) -> Callable[[Any], Any]:
+    return lambda atom: atom.val if is_literal(atom) else env[atom]
+
+
+def write(env: dict[Any, Any], outvars: Iterable[Any], values: Iterable[Any]) -> None:
+    env.update((v, x) for v, x in zip(outvars, values, strict=True) if not isinstance(v, core.DropVar))
+
+
+def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on the inputs that are marked; never False for one that does."""
+    marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
+
+    def is_marked(atom: Any) -> bool:
+        return not is_literal(atom) and atom in marked
+
+    for eqn in jaxpr.eqns:
+        flags = [is_marked(v) for v in eqn.invars]
+        if not any(flags):
+            continue
+        if eqn.primitive.name in JITS + CHECKPOINTS:
+            out = depends(body(eqn), flags)
+        elif eqn.primitive.name == SCAN:
+            consts, carry = scan_counts(eqn)
+            while True:
+                out = depends(body(eqn), flags)
+                grown = [a or b for a, b in zip(flags[consts : consts + carry], out, strict=False)]
+                if grown == flags[consts : consts + carry]:
+                    break
+                flags[consts : consts + carry] = grown
+        else:
+            out = [True] * len(eqn.outvars)
+        marked.update(v for v, flag in zip(eqn.outvars, out, strict=True) if flag)
+    return [is_marked(v) for v in jaxpr.outvars]
+
+
+def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
+    """Whether one of these primitives is anywhere in it."""
+    return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
+
+
+def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[str]]:
+    """Which inputs the wanted outputs are made from, and by which primitives; never False for one that is needed."""
+    live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
+    used: set[str] = set()
+    for eqn in reversed(jaxpr.eqns):
+        flags = [v in live for v in eqn.outvars]
+        if not any(flags):
+            continue
+        if eqn.primitive.name in JITS + CHECKPOINTS:
+            given, names = needs(body(eqn), flags)
+        elif eqn.primitive.name == SCAN:
+            consts, carry = scan_counts(eqn)
+            while True:
+                given, names = needs(body(eqn), flags)
+                grown = [a or b for a, b in zip(flags[:carry], given[consts : consts + carry], strict=True)]
+                if grown == flags[:carry]:
+                    break
+                flags[:carry] = grown
+        else:
+            given, names = [True] * len(eqn.invars), {eqn.primitive.name}
+        used |= names
+        live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
+    return [v in live for v in jaxpr.invars], used
+
+
+def zeros(aval: Any, *lead: int) -> jax.Array:
+    """Zeros of an abstract value, `lead` dimensions in front; varying over the same mesh axes inside `shard_map`."""
+    shape = (*lead, *aval.shape)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        blank = jax.random.wrap_key_data(
+            jnp.zeros((*shape, *jax.random.key_data(jax.random.key(0, impl=_impl(aval.dtype))).shape), jnp.uint32),
+            impl=_impl(aval.dtype),
+        )
+    else:
+        blank = jnp.zeros(shape, aval.dtype)
+    axes = tuple(varying_axes(aval))
+    return lax.pcast(blank, axes, to="varying") if axes else blank
+
+
+def _impl(dtype: Any) -> str:
+    """Name of the random number generator of a key's dtype, e.g. `fry` -> threefry2x32."""
+    return {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}[str(dtype)]
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value differs inside `shard_map`."""
+    return getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", frozenset())
