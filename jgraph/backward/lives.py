@@ -155,9 +155,9 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
     return y, jax.tree.leaves(extras), leaves, tree
 
 
-def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: keep what is more than a pass over memory to make again."""
-    return primitive.name not in _CHEAP
+    return not replay.primitives(primitive.name, params) <= _CHEAP
 
 
 # fmt: off

@@ -15,6 +15,7 @@ from jax.extend import core
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 SCAN = "scan"
+RULES = ("custom_jvp_call", "custom_vjp_call", *JITS)
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
@@ -95,6 +96,14 @@ def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
 
+def primitives(name: str, params: dict[str, Any]) -> set[str]:
+    """What a primitive is made of: itself, or what a function with a gradient of its own calls."""
+    if name not in RULES:
+        return {name}
+    inner = [eqn for jaxpr in core.jaxprs_in_params(params) for eqn in jaxpr.eqns]
+    return set().union(*(primitives(eqn.primitive.name, eqn.params) for eqn in inner))
+
+
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[str]]:
     """Which inputs the wanted outputs are made from, and by which primitives; never False for one that is needed."""
     live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
@@ -114,7 +123,7 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[st
                     break
                 flags[:carry] = grown
         else:
-            given, names = [True] * len(eqn.invars), {eqn.primitive.name}
+            given, names = [True] * len(eqn.invars), primitives(eqn.primitive.name, eqn.params)
         used |= names
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
     return [v in live for v in jaxpr.invars], used
