@@ -10,8 +10,10 @@ from itertools import zip_longest
 import numpy as np
 
 from jgraph.errors import OrderError
+from jgraph.schedule.action import FORWARD
 from jgraph.schedule.generate import alternate, forward_sequence
 from jgraph.schedule.order import Order
+from jgraph.schedule.schedule import Schedule
 
 
 def megatron_order(
@@ -68,25 +70,37 @@ def megatron_order(
 
     if pp_size == 1 and not overlap_moe_ep:
         num_microbatches = 1
-    total = num_microbatches * chunks
-    if pp_size == 1:
-        warmup = 0
-    elif vpp is None:
-        warmup = pp_size - pp_rank - 1
-    else:
-        warmup = 2 * (pp_size - pp_rank - 1) + (chunks - 1) * group
-    warmup = min(warmup, total)
-    forwards = forward_sequence(pp_size, num_microbatches, chunks, group)[0]
-    order = Order(*alternate(forwards, chunks - 1 - forwards, warmup), tuple(layers) if all(layers) else ())
+
+    def chunk_order(rank: int) -> Order:
+        ahead = pp_size - rank - 1
+        warmup = ahead if vpp is None or pp_size == 1 else 2 * ahead + (chunks - 1) * group
+        forwards = forward_sequence(pp_size, num_microbatches, chunks, group)[0]
+        return Order(*alternate(forwards, chunks - 1 - forwards, min(warmup, len(forwards))))
+
+    order = chunk_order(pp_rank)
+    if vpp is not None and (group < pp_size or 0 < num_microbatches % group < pp_size):
+        # Groups shorter than the ring are where ranks can wait for each other; some run all the same.
+        try:
+            Schedule(tuple(map(chunk_order, range(pp_size))))
+        except OrderError as error:
+            raise OrderError(
+                f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; take groups of "
+                f"at least pp_size, and so many microbatches that the last group is not shorter either",
+                position=error.position,
+                rank=error.rank,
+            ) from None
     if not overlap_moe_ep:
-        return order
+        return Order(order.kinds, order.chunks, layers) if all(layers) else order
+    warmup = int(np.argmax(order.kinds != FORWARD)) - 1
     return Order.parse(_by_layer(order.to_list(), layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
 
 
 def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:
-    """Every layer a chunk of its own. The order is `warmup` forwards, then pairs of forward and backward, then backwards; but
-    the first backward is a pair's only after the first forward of the steady part, so that the pairs are (backward, next
-    forward)."""
+    """Every layer a chunk of its own.
+
+    After `warmup` forwards and one more, each backward is paired with the forward that follows it, layer by layer; the
+    backwards that are left stand alone.
+    """
     first = np.concatenate([[0], np.cumsum(layers)]).tolist()
 
     def of(entry: int | float) -> list[int]:

@@ -38,13 +38,11 @@ class Order(Sequence[Action]):
     microbatches: np.ndarray = field(init=False)
 
     def __post_init__(self):
-        kinds, chunks = np.asarray(self.kinds, np.int8), np.asarray(self.chunks, np.int32)
+        kinds, chunks = np.array(self.kinds, np.int8), np.array(self.chunks, np.int32)
         layers = self.num_layers_per_chunk or (1,) * (int(chunks.max(initial=-1)) + 1)
         microbatches = _check(kinds, chunks, layers)
         for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
-            if array.flags.writeable:
-                array = array.copy() if array is getattr(self, name, None) else array
-                array.flags.writeable = False
+            array.flags.writeable = False
             object.__setattr__(self, name, array)
         object.__setattr__(self, "num_layers_per_chunk", layers)
 
@@ -71,26 +69,7 @@ class Order(Sequence[Action]):
         chunks = np.array([chunk for _, chunk in parsed], np.int32)
         _check_chunks(chunks)
         num_chunks = int(chunks.max()) + 1
-        delayed = _per_chunk("delay_wgrad", delay_wgrad, num_chunks, bool)
-        for c in range(num_chunks):
-            wgrads, dgrads = (np.flatnonzero((chunks == c) & (kinds == kind)) for kind in (WGRAD, DGRAD))
-            if len(wgrads) if delayed is None else delayed[c]:
-                if not len(wgrads) and len(dgrads):
-                    position = int(dgrads[0])
-                    raise OrderError(
-                        f"entry {position} is {-(c + 1)}, but no wgrad of chunk {c + 1} comes, and delay_wgrad says that they "
-                        f"are delayed; add one {-(c + 1.5):g} for each {-(c + 1)}, or pass delay_wgrad=False",
-                        position=position,
-                    )
-            elif len(wgrads):
-                position = int(wgrads[0])
-                raise OrderError(
-                    f"entry {position} is {-(c + 1.5):g}, a wgrad of chunk {c + 1}, but delay_wgrad says that they are not "
-                    f"delayed; remove it, or pass delay_wgrad=True",
-                    position=position,
-                )
-            else:
-                kinds[dgrads] = BACKWARD
+        kinds = _read_backwards(kinds, chunks, _per_chunk("delay_wgrad", delay_wgrad, num_chunks, bool))
         layers = _per_chunk("num_layers_per_chunk", num_layers_per_chunk, num_chunks, int)
         return cls(kinds, chunks, layers or ())
 
@@ -228,6 +207,24 @@ def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | No
     return tuple(kind(item) for item in values)
 
 
+def _read_backwards(kinds: np.ndarray, chunks: np.ndarray, delayed: tuple[bool, ...] | None) -> np.ndarray:
+    """A `-c` is the dgrad alone where chunk c's wgrads are delayed, and the whole backward elsewhere."""
+    has_wgrad = np.bincount(chunks[kinds == WGRAD], minlength=chunks.max() + 1) > 0
+    wanted = has_wgrad if delayed is None else np.array(delayed)
+    wrong = np.flatnonzero(np.where(kinds == DGRAD, (wanted & ~has_wgrad)[chunks], (kinds == WGRAD) & ~wanted[chunks]))
+    if len(wrong):
+        position = int(wrong[0])
+        c = int(chunks[position]) + 1
+        if kinds[position] == DGRAD:
+            problem = f"{-c}, but no wgrad of chunk {c} comes, and delay_wgrad says that they are delayed"
+            remedy = f"add one {-c - 0.5:g} for each {-c}, or pass delay_wgrad=False"
+        else:
+            problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, but delay_wgrad says that they are not delayed"
+            remedy = "remove it, or pass delay_wgrad=True"
+        raise OrderError(f"entry {position} is {problem}; {remedy}", position=position)
+    return np.where((kinds == DGRAD) & ~wanted[chunks], BACKWARD, kinds)
+
+
 def _check_chunks(chunks: np.ndarray) -> None:
     """Chunks count from 1 without gaps."""
     seen = np.bincount(chunks) > 0
@@ -252,9 +249,14 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np
     bounds = np.searchsorted(chunks[by_chunk], np.arange(len(layers) + 1))
     microbatches = np.empty(len(kinds), np.int32)
     positions = [by_chunk[start:stop] for start, stop in pairwise(bounds)]
-    counts = []
+    counts, faults = [], []
     for c, at in enumerate(positions):
-        counts.append(_check_chunk(c, kinds[at], at, microbatches, layers[c]))
+        try:
+            counts.append(_check_chunk(c, kinds[at], at, microbatches, layers[c]))
+        except OrderError as error:
+            faults.append(error)
+    if faults:
+        raise min(faults, key=lambda error: error.position or 0)
     if len(set(counts)) > 1:
         c = int(np.argmax(counts))
         fewest = min(counts)
@@ -283,7 +285,7 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
         name = KINDS[kinds[i]] if kinds[i] != BACKWARD else "dgrad"
         raise OrderError(f"entry {at[i]} is the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}", position=int(at[i]))
 
-    def later(mask: np.ndarray, i: int, count: int) -> str:
+    def later(mask: np.ndarray, count: int) -> str:
         """Where the thing that must come first is, if it comes at all."""
         found = np.flatnonzero(mask)
         return f"move it after entry {at[found[count]]}" if count < len(found) else f"only {len(found)} come in all"
@@ -292,9 +294,9 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
     if len(bad):
         i = int(bad[0])
         if dgrad[i] > forward[i]:
-            fail(i, f"before its forward; {later(kinds == FORWARD, i, int(k[i]))}")
+            fail(i, f"before its forward; {later(kinds == FORWARD, int(k[i]))}")
         if wgrad[i] > dgrad[i]:
-            fail(i, f"before its dgrad; {later((kinds == DGRAD) | (kinds == BACKWARD), i, int(k[i]))}")
+            fail(i, f"before its dgrad; {later((kinds == DGRAD) | (kinds == BACKWARD), int(k[i]))}")
         fail(
             i,
             f"with its wgrad, while the wgrad of microbatch {wgrad[i] - 1} is pending; wgrads go first in, first out: split it",

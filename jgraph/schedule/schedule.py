@@ -195,7 +195,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
             f"rank {q} at entry {position} ({schedule[q][position]}) waits for rank {home[need]}'s {what}, microbatch {m}"
         )
     return OrderError(
-        f"the schedule deadlocks: {'; '.join(waits[:3])}{' ...' * (len(waits) > 3)}; move what is waited for forward",
+        f"the schedule deadlocks: {'; '.join(waits[:3])}{' ...' * (len(waits) > 3)}; place what is waited for earlier",
         position=stuck[r][0],
         rank=r,
     )
