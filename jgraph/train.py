@@ -8,21 +8,18 @@ Everything is written to the run directory: config.json, metrics.jsonl (one JSON
 The same command again goes on from the last checkpoint.
 """
 
-import contextlib
-import io
 import itertools
-import re
 import sys
 from collections.abc import Sequence
 
 import tyro
 
+from jgraph.cli import one_line
 from jgraph.config import TrainConfig
-from jgraph.errors import ConfigError, JgraphError, NonFiniteError
+from jgraph.errors import JgraphError, NonFiniteError
 from jgraph.presets import PRESETS, preset
 
 _PROG = "jgraph.train"
-_RULE = r"[─-]{3,}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,26 +57,15 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
     """The configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
     args = list(args)
     base = preset(_preset_name(args))
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            return tyro.cli(
-                TrainConfig,
-                default=base,
-                args=args,
-                prog=f"python -m {_PROG}",
-                description=(__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset),
-            )
-    except SystemExit as e:
-        if e.code in (0, None):
-            return None
-        # tyro turns what a dataclass raises about its fields into a box around the same words.
-        cause: BaseException | None = e
-        while cause is not None:
-            if isinstance(cause, JgraphError):
-                raise cause from None
-            cause = cause.__context__
-        raise ConfigError(_unboxed(messages.getvalue()), field="") from None
+    return one_line(
+        lambda: tyro.cli(
+            TrainConfig,
+            default=base,
+            args=args,
+            prog=f"python -m {_PROG}",
+            description=(__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset),
+        )
+    )
 
 
 def _preset_name(args: list[str]) -> str:
@@ -91,25 +77,6 @@ def _preset_name(args: list[str]) -> str:
         elif flag.startswith("--preset="):
             name = flag.removeprefix("--preset=")
     return name
-
-
-def _unboxed(text: str) -> str:
-    """One line of tyro's box: its first paragraph, and what it suggests or says about the flag.
-
-    tyro's parse errors have no public structure. What the box holds is prose between rules, so this needs to know only how
-    boxes are drawn, in Unicode or ASCII: a title, rules between paragraphs, of which the last points to --help.
-    """
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
-    if not re.search(_RULE, text):
-        return " ".join(text.split())
-    _title, *rows = (line.strip(" │╰╯") for line in text.splitlines())
-    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(_RULE, "\n".join(rows))]
-    told = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
-    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", told[0])
-    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(told[1:]))
-    if told[1:] and told[1].startswith("Argument helptext") and flags:
-        return f"{line}; takes {flags[0]}"
-    return f"{line}; did you mean {' or '.join(flags)}?" if flags else line
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def megatron_order(
             Schedule(tuple(map(chunk_order, range(pp_size))))
         except OrderError as error:
             raise OrderError(
-                f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; take groups of "
-                f"at least pp_size, and so many microbatches that the last group is not shorter either",
+                f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; take groups "
+                f"of at least pp_size, and so many microbatches that the last group is not shorter either",
                 position=error.position,
                 rank=error.rank,
             ) from None

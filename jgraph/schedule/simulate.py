@@ -103,7 +103,8 @@ class Simulation:
             # What ends at a time makes room for what begins then.
             at = np.lexsort((change, t))
             t, level = t[at], np.cumsum(change[at])
-            curves.append((t, level))
+            settled = np.append(t[1:] != t[:-1], True)[: len(t)]
+            curves.append((t[settled], level[settled]))
         return curves
 
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
