@@ -48,3 +48,9 @@ def parse_cell(text: str) -> tuple[int, int, int]:
         )
     stage, letter, microbatch = match.groups()
     return LETTERS.index(letter), int(stage), int(microbatch)
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises OrderError for a choice that is not there."""
+    if value not in allowed:
+        raise OrderError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -6,7 +6,7 @@ wgrad (first in, first out).
 
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self, overload
@@ -152,9 +152,10 @@ class Order(Sequence[Action]):
 
 
 def _entries(numbers: Iterable[object]) -> list[object]:
-    if isinstance(numbers, (str, bytes, dict)) or not isinstance(numbers, Iterable):
+    unordered = isinstance(numbers, (str, bytes, Mapping, Set))
+    if unordered or not isinstance(numbers, Iterable) or (isinstance(numbers, np.ndarray) and not numbers.ndim):
         raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
-    entries = list(np.asarray(numbers).tolist() if isinstance(numbers, np.ndarray) else numbers)
+    entries = list(numbers)
     if not entries:
         raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
     return entries
@@ -242,8 +243,15 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np
     """Everything an order must be; returns the microbatches. One pass per chunk, no Python loop over entries."""
     if not len(kinds):
         raise OrderError("the order is empty; it needs at least one forward and one backward")
+    wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0)) if kinds.shape == chunks.shape else [0]
+    if len(wrong):
+        position = int(wrong[0])
+        raise OrderError(
+            f"entry {position} has kind {kinds[position]} and chunk {chunks[position]}; kinds are {FORWARD} to {BACKWARD}, "
+            f"chunks count from 0, and there is one of each per entry",
+            position=position,
+        )
     _check_chunks(chunks)
-    assert len(kinds) == len(chunks)
     assert len(layers) == chunks.max() + 1
     by_chunk = np.argsort(chunks, kind="stable")
     bounds = np.searchsorted(chunks[by_chunk], np.arange(len(layers) + 1))

@@ -230,6 +230,10 @@ def _check_counts(schedule: Schedule) -> None:
 def _check_ticks(schedule: Schedule) -> None:
     """Ticks that were given: ascending on a rank, and nothing used before the tick after the one that made it."""
     made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
+    if len(schedule.ticks) != schedule.num_ranks:
+        raise OrderError(
+            f"there are ticks for {len(schedule.ticks)} ranks, but {schedule.num_ranks} orders; give one row per order"
+        )
     for r, (order, ticks, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
         if len(ticks) != len(order):
             raise OrderError(f"rank {r} has {len(order)} actions, but {len(ticks)} ticks; give one per action", rank=r)

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, check_choice
 from jgraph.schedule.schedule import Schedule, play
 from jgraph.schedule.slots import POOLS, live_ranges
 
@@ -32,13 +32,18 @@ class Costs:
 
     def table(self, num_stages: int) -> np.ndarray:
         """[4, S], by kind and stage. Raises OrderError."""
-        backward = np.add(self.dgrad, self.wgrad) if self.backward is None else self.backward
         rows = []
-        for kind, value in zip(KINDS, (self.forward, self.dgrad, self.wgrad, backward), strict=True):
-            row = np.asarray(value, float)
+        for kind, value in zip(KINDS, (self.forward, self.dgrad, self.wgrad, self.backward), strict=True):
+            if value is None and kind == "backward":
+                rows.append(rows[DGRAD] + rows[WGRAD])
+                continue
+            try:
+                row = np.asarray(value, float)
+            except (TypeError, ValueError):
+                row = np.full((), np.nan)
             if row.shape not in ((), (num_stages,)) or not np.isfinite(row).all() or (row <= 0).any():
                 raise OrderError(
-                    f"the cost of a {kind} is {value}; give one number > 0, or one for each of {num_stages} stages"
+                    f"the cost of a {kind} is {value!r}; give one number > 0, or one for each of {num_stages} stages"
                 )
             rows.append(np.broadcast_to(row, num_stages))
         return np.stack(rows)
@@ -154,8 +159,10 @@ def simulate(
     Raises:
         OrderError: a cost or the latency is no time.
     """
-    if not np.isfinite(latency) or latency < 0:
-        raise OrderError(f"latency is {latency}; it must be a time >= 0")
+    check_choice("communication", communication, get_args(Communication))
+    check_choice("execution", execution, get_args(Execution))
+    if not isinstance(latency, (int, float)) or not np.isfinite(latency) or latency < 0:
+        raise OrderError(f"latency is {latency!r}; it must be a time >= 0")
     plain = (costs or Costs()).table(schedule.num_stages)
     table = plain.copy()
     home = schedule.rank_of_stage

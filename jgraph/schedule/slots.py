@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD, check_choice
 from jgraph.schedule.schedule import Schedule
 
 POOLS = ("forward_dgrad", "forward_wgrad", "stash", "activation", "gradient")
@@ -82,6 +82,8 @@ def assign(
     Raises:
         OrderError: with `release="dgrad"`, something would be overwritten while a pending wgrad still needs it.
     """
+    check_choice("sharing", sharing, ("rank", "all"))
+    check_choice("release", release, ("wgrad", "dgrad"))
     ranges = live_ranges(schedule)
     if release == "dgrad":
         _check_release_at_dgrad(schedule, ranges)
@@ -131,15 +133,18 @@ def _colour_together(born: np.ndarray, died: np.ndarray, rank: np.ndarray) -> tu
     """One numbering for all ranks: what is made in the same tick is one interval, until the last rank is done with it."""
     if not len(born):
         return np.zeros(0, np.int64), 0
-    # Two arrivals of one rank in one tick (from both neighbours of a V) are two intervals: the first and the second.
+    # What reaches a rank in one tick from several sides is told apart by counting: the first arrivals of all ranks are one
+    # interval, the second another.
     at = np.lexsort((rank, born))
-    same = np.r_[False, (np.diff(born[at]) == 0) & (np.diff(rank[at]) == 0)]
-    nth = np.zeros(len(born), np.int64)
-    nth[at] = same
-    keys, group = np.unique(born * 2 + nth, return_inverse=True)
+    follows = np.r_[False, (np.diff(born[at]) == 0) & (np.diff(rank[at]) == 0)]
+    place = np.arange(len(born))
+    nth = np.empty(len(born), np.int64)
+    nth[at] = place - np.maximum.accumulate(np.where(follows, 0, place))
+    most = int(nth.max()) + 1
+    keys, group = np.unique(born * most + nth, return_inverse=True)
     last = np.full(len(keys), -1)
     np.maximum.at(last, group, died)
-    slots, count = colour(keys // 2, last)
+    slots, count = colour(keys // most, last)
     return slots[group], count
 
 

@@ -1,0 +1,238 @@
+"""A second opinion on schedules, slow and obvious. It shares no algorithm with the library: one dict of what is where, one of
+what is done, and it looks at both at every use.
+
+Within a tick everything that was sent in the tick before arrives first; then every rank reads and writes. So a place that is
+given to an arrival in the tick of its last use counts as a clash, as it would in a program.
+"""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+
+from jgraph.schedule import Schedule, Slots, assign
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
+
+# P ranks, S stages, M microbatches
+
+OWN_POOLS = ("forward_dgrad", "forward_wgrad", "stash")
+
+
+class Foul(AssertionError):  # noqa: N818 - it is what a referee calls
+    """The schedule or its slots broke a rule; the message says which, where and when."""
+
+
+def counted(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
+    """Per rank (tick, kind, stage, microbatch) of its actions, microbatches counted here: first in, first out per kind."""
+    rows = []
+    for r, order in enumerate(schedule.orders):
+        seen: Counter[tuple[int, int]] = Counter()
+        row = []
+        for i, (kind, chunk) in enumerate(zip(order.kinds.tolist(), order.chunks.tolist(), strict=True)):
+            parts = (DGRAD, WGRAD) if kind == BACKWARD else (kind,)
+            microbatches = {seen[part, chunk] for part in parts}
+            for part in parts:
+                seen[part, chunk] += 1
+            if len(microbatches) > 1:
+                raise Foul(f"rank {r}, entry {i}: a fused backward is about two microbatches, {sorted(microbatches)}")
+            (m,) = microbatches
+            if m != order.microbatches[i]:
+                raise Foul(f"rank {r}, entry {i}: counted microbatch {m}, the order says {order.microbatches[i]}")
+            row.append((int(schedule.ticks[r][i]), kind, schedule.placement[r][chunk], m))
+        rows.append(row)
+    return rows
+
+
+def referee(schedule: Schedule, sharing: str = "rank", slots: Slots | None = None) -> int:
+    """Plays the schedule with its slots, tick by tick. Returns how many uses were checked; raises Foul."""
+    slots = assign(schedule, sharing=sharing) if slots is None else slots
+    numbers = {pool: table.tolist() for pool, table in slots.numbers.items()}
+    counts = {pool: row.tolist() for pool, row in slots.counts.items()}
+    home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}
+    last, M = len(home) - 1, schedule.num_microbatches
+    by_tick: dict[int, list[tuple[int, int, int, int]]] = {}
+    for r, row in enumerate(counted(schedule)):
+        before = -1
+        for tick, kind, stage, m in row:
+            if tick <= before:
+                raise Foul(f"rank {r} goes from tick {before} to tick {tick}")
+            before = tick
+            by_tick.setdefault(tick, []).append((r, kind, stage, m))
+
+    held: dict[tuple[str, int, int], tuple[int, int]] = {}
+    done: dict[tuple[int, int, int], int] = {}
+    uses = 0
+
+    def where(pool: str, r: int, stage: int, m: int) -> tuple[str, int, int]:
+        slot = numbers[pool][stage][m]
+        if not 0 <= slot < counts[pool][r]:
+            raise Foul(f"{pool} of stage {stage}, microbatch {m} has slot {slot} of {counts[pool][r]} on rank {r}")
+        return pool, r, slot
+
+    def use(pool: str, r: int, stage: int, m: int) -> None:
+        nonlocal uses
+        uses += 1
+        found = held.get(where(pool, r, stage, m))
+        if found != (stage, m):
+            raise Foul(f"tick {tick}, rank {r}: {pool} of stage {stage}, microbatch {m} holds {found}")
+
+    def need(part: int, stage: int, m: int) -> None:
+        if not done.get((part, stage, m), tick) < tick:
+            raise Foul(f"tick {tick}: stage {stage}, microbatch {m} is not through kind {part} in an earlier tick")
+
+    sent: list[tuple[str, int, int]] = []
+    for tick in range(max(by_tick) + 1):
+        for pool, stage, m in sent:
+            held[where(pool, home[stage], stage, m)] = stage, m
+        sent = []
+        born: dict[str, set[int]] = {}
+        for r, kind, stage, m in by_tick.get(tick, []):
+            writes = []
+            if kind == FORWARD:
+                if stage > 0:
+                    need(FORWARD, stage - 1, m)
+                    use("activation", r, stage, m)
+                writes = ["forward_dgrad", "forward_wgrad"]
+                if stage < last:
+                    sent.append(("activation", stage + 1, m))
+            if kind in (DGRAD, BACKWARD):
+                need(FORWARD, stage, m)
+                use("forward_dgrad", r, stage, m)
+                if stage < last:
+                    need(DGRAD, stage + 1, m)
+                    use("gradient", r, stage, m)
+                if stage > 0:
+                    sent.append(("gradient", stage - 1, m))
+            if kind == DGRAD:
+                writes = ["stash"]
+            if kind == WGRAD:
+                need(DGRAD, stage, m)
+                use("stash", r, stage, m)
+            if kind in (WGRAD, BACKWARD):
+                use("forward_wgrad", r, stage, m)
+            for pool in writes:
+                place = where(pool, r, stage, m)
+                held[place] = stage, m
+                born.setdefault(pool, set()).add(place[2])
+            for part in (DGRAD, WGRAD) if kind == BACKWARD else (kind,):
+                if (part, stage, m) in done:
+                    raise Foul(f"tick {tick}: kind {part} of stage {stage}, microbatch {m} is done twice")
+                done[part, stage, m] = tick
+        if sharing == "all":
+            for pool, places in born.items():
+                if len(places) > 1:
+                    raise Foul(f"tick {tick}: {pool} is made in slots {sorted(places)} on different ranks")
+    everything = {(part, s, m) for part in (FORWARD, DGRAD, WGRAD) for s in range(last + 1) for m in range(M)}
+    if set(done) != everything:
+        raise Foul(f"not done: {sorted(everything - set(done))[:3]}; done for no reason: {sorted(set(done) - everything)[:3]}")
+    return uses
+
+
+def said(numbers: list[int | float]) -> list[tuple[int, int]] | None:
+    """Signed numbers as (kind, chunk); None where they say nothing. A chunk that has no wgrads has whole backwards."""
+    row = []
+    for entry in numbers:
+        chunk = int(abs(entry)) - 1
+        if chunk < 0 or (entry != int(entry) and entry > 0):
+            return None
+        if entry > 0:
+            row.append((FORWARD, chunk))
+        elif entry != int(entry):
+            row.append((WGRAD, chunk))
+        else:
+            row.append((DGRAD if entry - 0.5 in numbers else BACKWARD, chunk))
+    return row
+
+
+def can_be_played(rows: list[list[tuple[int, int]] | None], placement: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether (kind, chunk), one list per rank, are a whole step: every rank does its next action as soon as that is possible,
+    until all are through or nothing moves. Microbatches go first in, first out."""
+    home = {stage: r for r, stages in enumerate(placement) for stage in stages}
+    last = len(home) - 1
+    for row, stages in zip(rows, placement, strict=True):
+        if row is None or {chunk for _, chunk in row} != set(range(len(stages))):
+            return False
+    done: Counter[tuple[int, int]] = Counter()  # how many microbatches are through a kind of a stage
+    at = [0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for r, row in enumerate(rows):
+            while at[r] < len(row):
+                kind, chunk = row[at[r]]
+                s = placement[r][chunk]
+                forwards, dgrads, wgrads = (done[part, s] for part in (FORWARD, DGRAD, WGRAD))
+                if kind == FORWARD:
+                    may = s == 0 or done[FORWARD, s - 1] > forwards
+                elif kind == WGRAD:
+                    may = wgrads < dgrads
+                else:
+                    may = dgrads < forwards and (s == last or done[DGRAD, s + 1] > dgrads)
+                    may = may and (kind == DGRAD or wgrads == dgrads)
+                if not may:
+                    break
+                for part in (DGRAD, WGRAD) if kind == BACKWARD else (kind,):
+                    done[part, s] += 1
+                at[r] += 1
+                moved = True
+    through = {done[part, s] for part in (FORWARD, DGRAD, WGRAD) for s in home}
+    return at == [len(row) for row in rows] and len(through) == 1
+
+
+def ticks_can_be_kept(schedule: Schedule, ticks: list[np.ndarray]) -> bool:
+    """Whether these ticks go up on every rank and everything is made in an earlier tick than it is used."""
+    made: dict[tuple[int, int, int], int] = {}
+    rows = counted(schedule)
+    for row, own in zip(rows, ticks, strict=True):
+        if own[0] < 0 or any(a >= b for a, b in pairwise(own.tolist())):
+            return False
+        for (_, kind, stage, m), tick in zip(row, own.tolist(), strict=True):
+            made[DGRAD if kind == BACKWARD else kind, stage, m] = tick
+    for row, own in zip(rows, ticks, strict=True):
+        for (_, kind, stage, m), tick in zip(row, own.tolist(), strict=True):
+            if kind == FORWARD and stage > 0 and made[FORWARD, stage - 1, m] >= tick:
+                return False
+            if kind in (DGRAD, BACKWARD) and stage < schedule.num_stages - 1 and made[DGRAD, stage + 1, m] >= tick:
+                return False
+    return True
+
+
+def referee_times(schedule: Schedule, costs_table: np.ndarray, latency: float) -> tuple[list[list[float]], list[list[float]]]:
+    """(starts, ends) per rank if every action starts as soon as its rank is free and what it needs has arrived.
+
+    Goes over the ranks again and again, one action each, until nothing moves.
+
+    Args:
+        costs_table: [4, S], by kind and stage.
+        latency: of a transfer to another rank.
+    """
+    rows = counted(schedule)
+    home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}
+    finished: dict[tuple[int, int, int], float] = {}
+    starts: list[list[float]] = [[] for _ in rows]
+    ends: list[list[float]] = [[] for _ in rows]
+    moved = True
+    while moved:
+        moved = False
+        for r, row in enumerate(rows):
+            if len(ends[r]) == len(row):
+                continue
+            _, kind, stage, m = row[len(ends[r])]
+            part = DGRAD if kind == BACKWARD else kind
+            source = None
+            if kind == FORWARD and stage > 0:
+                source = FORWARD, stage - 1, m
+            if part == DGRAD and stage < len(home) - 1:
+                source = DGRAD, stage + 1, m
+            if source is not None and source not in finished:
+                continue
+            start = ends[r][-1] if ends[r] else 0.0
+            if source is not None:
+                start = max(start, finished[source] + (latency if home[source[1]] != r else 0.0))
+            finished[part, stage, m] = start + float(costs_table[kind, stage])
+            starts[r].append(start)
+            ends[r].append(finished[part, stage, m])
+            moved = True
+    if [len(row) for row in rows] != [len(row) for row in ends]:
+        raise Foul("the ranks wait for each other")
+    return starts, ends
