@@ -47,7 +47,8 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Runs one equation on other values; None for the outputs that nothing reads."""
     given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-    program = core.Jaxpr((), list(given), results, [eqn], eqn.effects)
+    debug_info = core.DebugInfo("replay", eqn.primitive.name, ("",) * len(given), ("",) * len(results))
+    program = core.Jaxpr((), list(given), results, [eqn], eqn.effects, debug_info)
     out = iter(core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*given.values()))
     return [None if isinstance(v, core.DropVar) else next(out) for v in eqn.outvars]
 

@@ -1,0 +1,131 @@
+"""What can be chosen, and what is said where it cannot be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph.errors import SplitError
+from tests.backward.stages import STAGES, gradients_by_vjp, hidden, mlp, mlp_params, normal, of_module
+
+DIMS = (((2,), (0,)), ((), ()))
+
+
+def names(tree):
+    return sorted(name for name, leaf in tree.items() if leaf is not None)
+
+
+def run(split, params, x, *extra):
+    y, residuals = split.forward(params, x, *extra)
+    dx, early, stash = split.dgrad(params, residuals, y)
+    return residuals, stash, early, split.wgrad(params, residuals, stash), dx
+
+
+def test_patterns_choose_what_is_delayed():
+    for delay, late in ((None, ["down", "up"]), (("up",), ["up"]), ("*", None), ((), [])):
+        split = jgraph.split_backward(mlp, delay=delay)
+        if late is None:
+            with pytest.raises(SplitError):
+                split.forward(mlp_params(), hidden())
+            continue
+        _, _, early, gradients, _ = run(split, mlp_params(), hidden())
+        assert names(gradients) == late
+        assert names(early) == sorted({"bias", "down", "up"} - set(late))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "by"),
+    [
+        ("mlp", "bias", "add"),
+        ("tied embedding", "table", "gather"),
+        ("cond", "w", "cond"),
+        ("gpt block", "mlp_norm/scale/value", "mul"),
+    ],
+)
+def test_what_cannot_wait_is_refused_by_name_with_the_way_it_takes(name, path, by):
+    stage = STAGES[name]()
+    split = jgraph.split_backward(stage.run, delay=(path,))
+    with pytest.raises(SplitError, match=f"parameter {path} reaches the output through {by}.* leave it out") as caught:
+        split.forward(stage.params, stage.x, *stage.extra)
+    assert caught.value.path == path
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(SplitError, match=r"delay='kernel' matches no parameter; there are bias, down, up"):
+        jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
+
+
+def test_only_hooked_products_are_delayed_if_so_chosen():
+    def stage(p, x):
+        return jgraph.dot_general(jax.nn.gelu(x @ p["up"]), p["down"], DIMS)
+
+    params = {name: mlp_params()[name] for name in ("up", "down")}
+    assert jgraph.split_backward(stage, products="hooked").spec(params, hidden()).delayed == ("down",)
+    assert jgraph.split_backward(stage).spec(params, hidden()).delayed == ("down", "up")
+
+
+def test_flax_layers_take_the_hook():
+    stage = of_module(nnx.Linear(32, 8, dot_general=jgraph.dot_general, rngs=nnx.Rngs(0)))
+    split = jgraph.split_backward(stage.run, products="hooked")
+    assert split.spec(stage.params, stage.x).delayed == ("kernel/value",)
+    _, _, early, late, dx = run(split, stage.params, stage.x)
+    reference, dx_reference = gradients_by_vjp(stage, stage.run(stage.params, stage.x))
+    ours = jax.tree.leaves((split.merge(early, late), dx))
+    for a, b in zip(ours, jax.tree.leaves((reference, dx_reference)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+def test_the_hook_is_lax_dot_general():
+    x, w = hidden(), normal(2, 32, 8)
+    ours = jgraph.dot_general(x, w, DIMS, precision="highest", preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(ours, jax.lax.dot_general(x, w, DIMS, precision="highest"))
+
+
+def test_integer_inputs_are_refused_by_path():
+    split = jgraph.split_backward(lambda p, x: x["h"] @ p["w"])
+    with pytest.raises(SplitError, match=r"x/tokens is int32; only floating inputs .* pass it as an extra argument") as caught:
+        split.forward({"w": normal(1, 32, 8)}, {"h": hidden(), "tokens": jnp.zeros(3, jnp.int32)})
+    assert caught.value.path == "tokens"
+
+
+def test_dy_must_look_like_y():
+    split = jgraph.split_backward(mlp)
+    y, residuals = split.forward(mlp_params(), hidden())
+    with pytest.raises(SplitError, match="dy has the structure"):
+        split.dgrad(mlp_params(), residuals, (y, y))
+    with pytest.raises(SplitError, match=r"dy has a leaf of shape \(2, 15, 32\) where y has \(2, 16, 32\)"):
+        split.dgrad(mlp_params(), residuals, y[:, :15])
+
+
+def test_parts_of_different_splits_do_not_mix():
+    one, other = jgraph.split_backward(mlp), jgraph.split_backward(mlp)
+    residuals, stash, *_ = run(one, mlp_params(), hidden())
+    with pytest.raises(SplitError, match="residuals come from another split_backward"):
+        other.wgrad(mlp_params(), residuals, stash)
+    theirs = run(other, mlp_params(), hidden())[1]
+    with pytest.raises(SplitError, match="stash come from another split_backward"):
+        one.wgrad(mlp_params(), residuals, theirs)
+
+
+def test_parts_of_different_shapes_do_not_mix():
+    split = jgraph.split_backward(mlp)
+    residuals, *_ = run(split, mlp_params(), hidden())
+    stash = run(split, mlp_params(), hidden()[:1])[1]
+    with pytest.raises(SplitError, match="stash belongs to other residuals"):
+        split.wgrad(mlp_params(), residuals, stash)
+
+
+def test_a_stash_that_was_given_away_is_told():
+    split = jgraph.split_backward(mlp)
+    residuals, stash, *_ = run(split, mlp_params(), hidden())
+    for leaf in stash.arrays:
+        leaf.delete()
+    with pytest.raises(SplitError, match="stash were donated to an earlier call"):
+        split.wgrad(mlp_params(), residuals, stash)
+
+
+def test_the_public_names_are_there():
+    assert jgraph.split_backward.__module__ == "jgraph.backward.stage"
+    assert jgraph.dot_general.__module__ == "jgraph.backward.linear"
