@@ -1,0 +1,51 @@
+"""What XLA makes of the parts on an H200, seen without one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgraph
+from jgraph.graph.target import compile_for
+from tests.backward.stages import mlp
+
+pytestmark = pytest.mark.target
+
+N, D, F = 512, 1024, 4096
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def stage(p, x):
+    return mlp(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p), x)
+
+
+PARAMS = {"up": shape(D, F), "down": shape(F, D), "bias": shape(D)}
+SPLIT = jgraph.split_backward(stage)
+SPEC = SPLIT.spec(PARAMS, shape(1, N, D, dtype=jnp.bfloat16))
+
+
+def test_wgrad_adds_onto_main_grad_inside_the_product(h200):
+    run = jax.jit(SPLIT.accumulate, donate_argnums=0)
+    # Triton's products do the same in their epilogue, where the text does not show it.
+    options = {"xla_gpu_enable_triton_gemm": False}
+    compiled, _ = compile_for(run, PARAMS, PARAMS, SPEC.residuals, SPEC.stash, compiler_options=options)
+    products = re.findall(r"f32\[\d+,\d+\].*custom_call_target=\"__cublas[^\"]*\".*", compiled.as_text())
+    assert len(products) == 2
+    for product in products:
+        assert '"beta":1' in product
+        assert "output_to_operand_aliasing" in product
+
+
+def test_each_part_is_captured_whole(h200):
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    for run, *args in (
+        (jax.jit(SPLIT.forward), PARAMS, shape(1, N, D, dtype=jnp.bfloat16)),
+        (jax.jit(SPLIT.dgrad), PARAMS, SPEC.residuals, SPEC.y),
+        (jax.jit(SPLIT.accumulate, donate_argnums=0), PARAMS, PARAMS, SPEC.residuals, SPEC.stash),
+    ):
+        _, report = compile_for(run, *args, compiler_options=options)
+        assert report.captured == report.total
