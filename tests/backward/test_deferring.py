@@ -106,3 +106,18 @@ def test_main_grad_stays_float32_and_in_place(dtype):
     assert [leaf.dtype for leaf in jax.tree.leaves(compiled.out_info)] == [jnp.float32] * 3
     # Leaf by leaf; the bias, which is not delayed, passes through.
     assert {out: arg for out, arg in alias_map(compiled).items() if out < 3} == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_weight_that_is_changed_after_its_cast_gets_its_gradient_through_both():
+    def run(p, x):
+        return x @ (p["w"].astype(jnp.bfloat16) * jnp.bfloat16(0.75))
+
+    params, x = {"w": normal(2, 32, 8)}, hidden().astype(jnp.bfloat16)
+    split = jgraph.split_backward(run)
+    y, residuals = split.forward(params, x)
+    _, _, stash = split.dgrad(params, residuals, y)
+    reference = gradients_by_vjp(Stage(run, params, x), y)[0]["w"]
+    total = split.accumulate({"w": jnp.ones((32, 8))}, params, residuals, stash)["w"] - 1
+    for ours in (split.wgrad(params, residuals, stash)["w"], total):
+        assert ours.dtype == jnp.float32
+        assert float(jnp.abs(ours - reference).max()) <= 2**-7 * float(jnp.abs(reference).max())
