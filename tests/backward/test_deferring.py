@@ -121,3 +121,14 @@ def test_a_weight_that_is_changed_after_its_cast_gets_its_gradient_through_both(
     for ours in (split.wgrad(params, residuals, stash)["w"], total):
         assert ours.dtype == jnp.float32
         assert float(jnp.abs(ours - reference).max()) <= 2**-7 * float(jnp.abs(reference).max())
+
+
+def test_bfloat16_parameters_do_not_round_what_goes_into_main_grad():
+    params, x = {"w": normal(2, 32, 8).astype(jnp.bfloat16)}, hidden().astype(jnp.bfloat16)
+    split = jgraph.split_backward(lambda p, x: x @ p["w"])
+    y, residuals = split.forward(params, x)
+    _, _, stash = split.dgrad(params, residuals, y)
+    total = split.accumulate({"w": jnp.zeros((32, 8))}, params, residuals, stash)["w"]
+    exact = jnp.einsum("btd,btf->df", x, y, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(total, exact, rtol=0, atol=1e-6 * float(jnp.abs(exact).max()))
+    assert split.wgrad(params, residuals, stash)["w"].dtype == jnp.bfloat16
