@@ -215,11 +215,10 @@ class Split:
                     path=name,
                 )
         closed, y = jax.make_jaxpr(self._stage, return_shape=True)(params, x, *extra)
-        traced = [const for const in closed.consts if isinstance(const, Tracer)]
         if plan is None:
             trees = (*map(jax.tree.structure, (params, x, extra)), jax.tree.structure(y))
             plan = self._plans[key] = lives.make_plan(self, self._options, closed, trees, _paths(params))
-        return plan, traced
+        return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
 
 
 def _path_name(path: Any) -> str:
