@@ -43,8 +43,9 @@ def parse_cell(text: str) -> tuple[int, int, int]:
     """`5F3` -> (kind, stage, microbatch). Raises OrderError."""
     match = _CELL.fullmatch(text.strip())
     if match is None:
+        shown = text if len(text) <= 40 else text[:37] + "..."
         raise OrderError(
-            f"{text!r} is no action; an action is stage, letter, microbatch, e.g. 5F3, with a letter of F, I, W, B"
+            f"{shown!r} is no action; an action is stage, letter, microbatch, e.g. 5F3, with a letter of F, I, W, B"
         )
     stage, letter, microbatch = match.groups()
     return LETTERS.index(letter), int(stage), int(microbatch)

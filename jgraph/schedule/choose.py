@@ -7,6 +7,7 @@ from jgraph.errors import OrderError
 from jgraph.schedule.generate import NAMES, generate
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Communication, Costs, Execution, simulate
+from jgraph.schedule.slots import check_sizes
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,20 @@ def best(
     """
     sizes = dict(sizes or {})
     limit = float("inf") if memory_limit is None else memory_limit
+    if not isinstance(limit, (int, float)) or not limit >= 0:
+        raise OrderError(f"memory_limit is {memory_limit!r}; it must be bytes >= 0, or None for no limit")
+    if isinstance(chunks, int) or isinstance(names, str):
+        raise OrderError(f"names is {names!r}, chunks is {chunks!r}; give sequences of what to try")
+    check_sizes(sizes)
     found: list[tuple[float, float, Schedule, Candidate]] = []
     refused = []
-    for name in names:
-        for count in chunks:
+    for name in dict.fromkeys(names):
+        for count in dict.fromkeys(chunks):
             try:
                 schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
             except OrderError as error:
-                refused.append(Candidate(name, count, str(error)))
+                if all((c.name, c.verdict) != (name, str(error)) for c in refused):
+                    refused.append(Candidate(name, count, str(error)))
                 continue
             actual = len(schedule.placement[0])
             if actual != count:

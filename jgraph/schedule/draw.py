@@ -1,34 +1,49 @@
 """Pictures of a simulated schedule: a timeline for the terminal, and an SVG with the memory curve beneath it.
 
-Colours are Okabe and Ito's (jfly.uni-koeln.de/color, 2008), told apart by colour-blind readers; all carry black text.
+Colours are Okabe and Ito's (jfly.uni-koeln.de/color, 2008), told apart by colour-blind readers; all, and their tints for later
+chunks, carry black text. Ranks are rows, rank 0 on top; time runs to the right, to scale.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.color import Color
 from rich.style import Style
 from rich.text import Text
 
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, LETTERS, WGRAD
 from jgraph.schedule.simulate import Simulation
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 COLOURS = {FORWARD: "#56B4E9", DGRAD: "#E69F00", WGRAD: "#009E73", BACKWARD: "#D55E00"}
-NAMES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "dgrad and wgrad"}
+TEXT = "#000000"
+NAMES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "dgrad and wgrad at once"}
+IDLE, GAP, GOES_ON = "·", " … ", "-"
 
-_MOST_ROWS = 16
+_MOST_ROWS, _MOST_LINES = 16, 40
+# Text is what makes an SVG slow to lay out: 10 ms per hundred numbers.
 _MOST_NUMBERS = 2500
+# Beyond, the bars are pixels: as paths they take 215 bytes each, and no viewer opens the file.
+_MOST_PATHS = 20_000
+_LEAST_INCHES, _MOST_INCHES = 8.0, 18.0
+_RC: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "jgraph", "hatch.linewidth": 0.5, "font.size": 9.0}
+_HATCH = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "/////", "linewidth": 0.0}
 
 
-def tint(kind: int, chunk: int) -> str:
-    """Colour of an action: later chunks are lighter."""
-    share = min(0.6, 0.45 * chunk) if chunk else 0.0
-    red, green, blue = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in (red, green, blue))
+def tint(kind: int, chunk: int, chunks: int) -> str:
+    """Colour of an action, `#RRGGBB`: the later the chunk, the lighter."""
+    share = 0.55 * chunk / max(chunks - 1, 1)
+    parts = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in parts)
 
 
 def rows_shown(count: int) -> list[int | None]:
-    """Ranks to draw, all or the first and last with None for those between."""
+    """Ranks to show: all, or the first and the last with None for those between."""
     if count <= _MOST_ROWS:
         return list(range(count))
     half = _MOST_ROWS // 2 - 1
@@ -36,137 +51,259 @@ def rows_shown(count: int) -> list[int | None]:
 
 
 def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
-    """One line a rank, time to scale: cells with microbatch numbers where they fit, dots where the rank is idle.
+    """One line a rank and one of times: cells with their microbatch where it fits, dots where the rank is idle.
 
-    Where the shortest action would be narrower than two columns, only the first and the last part are shown.
+    Where the shortest action would get less than two columns, the picture goes on below, with numbers. Where that takes too
+    many lines, only its first and its last part are shown; of too many ranks all of the time, but none of the numbers.
 
     Args:
         run: what to draw.
         width: columns, at least 40.
-        colour: cells in colours; without, cells start with their letter (small for chunk 2 and up).
+        colour: cells in colours. Without, they begin with their letter, a small one for later chunks; where a cut one goes on,
+            with a dash.
     """
-    label = len(f"rank {run.schedule.num_ranks - 1}") + 1
-    columns = max(width, 40) - label
-    shortest = min(float((end - start).min()) for start, end in zip(run.starts, run.ends, strict=True))
-    total = columns
-    if run.makespan / shortest * 2 > columns:
-        # What is shown is then wide enough for the numbers.
-        total = int(np.ceil(run.makespan / shortest * (len(str(run.schedule.num_microbatches - 1)) + 2)))
-    scale = total / run.makespan
-    half = (columns - 3) // 2
-    windows = [(0, columns)] if total == columns else [(0, half), (total - half, total)]
+    ranks = run.schedule.num_ranks
+    label = len(f"rank {ranks - 1} ")
+    scale, bands, coarse = _fit(run, max(width, 40) - label)
     text = Text(no_wrap=True, end="")
-    for r in rows_shown(run.schedule.num_ranks):
-        text.append((f"rank {r}" if r is not None else "...").ljust(label))
-        for i, window in enumerate(windows):
-            if i:
-                text.append(" \u2026 ")
-            if r is not None:
-                _cells(text, run, r, scale, window, colour)
-        text.append("\n")
-    text.append(" " * label + _axis(run.makespan, scale, windows) + "\n")
+    for windows in bands:
+        for r in rows_shown(ranks):
+            if r is None:
+                gap = f"ranks {_MOST_ROWS // 2 - 1} to {ranks - _MOST_ROWS // 2} are not shown"
+                text.append(f"{'...':{label}}{gap}\n", style="dim")
+                continue
+            text.append(f"rank {r}".ljust(label))
+            cells = _coarse(run, r, windows[0][1]) if coarse else _exact(run, r, scale)
+            for i, window in enumerate(windows):
+                text.append(GAP if i else "", style="dim")
+                _cells(text, cells, window, _chunks(run) if colour else 0)
+            text.append("\n")
+        note = f"a column is {1 / scale:.3g}; kinds that share it take turns" if coarse else ""
+        text.append(" " * label + _axis(run.makespan, scale, windows, note) + "\n", style="dim")
     return text
 
 
-def _cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], colour: bool) -> None:
+def _fit(run: Simulation, columns: int) -> tuple[float, list[list[tuple[int, int]]], bool]:
+    """Columns per time; which columns of the whole picture are side by side, and those below; and whether these are too few."""
+    ranks = run.schedule.num_ranks
+    shortest = _shortest(run)
+    # Whole columns, so that equal actions look equal.
+    cell = int(columns * shortest / run.makespan)
+    if cell < 2 and ranks > _MOST_ROWS:
+        return columns / run.makespan, [[(0, columns)]], True
+    if cell < 2:
+        cell = len(str(run.schedule.num_microbatches - 1)) + 1
+    scale = cell / shortest
+    total = int(np.ceil(run.makespan * scale - 1e-6))
+    count = -(-total // (columns - columns % cell)) if total > columns else 1
+    if count == 1 or count * (ranks + 1) <= _MOST_LINES:
+        step = -(-total // count // cell) * cell
+        return scale, [[(at, min(at + step, total))] for at in range(0, total, step)], False
+    half = (columns - len(GAP)) // 2
+    half -= half % cell
+    return scale, [[(0, half), (total - half, total)]], False
+
+
+def _shortest(run: Simulation) -> float:
+    """Time of the shortest action, > 0."""
+    spans = np.concatenate([end - start for start, end in zip(run.starts, run.ends, strict=True)])
+    # An action of next to no time may vanish rather than stretch all others; after a far longer one it rounds to none at all.
+    return float(max(spans.min(), spans.max() / 16))
+
+
+_Cell = tuple[int, int, int, int, str]
+
+
+def _exact(run: Simulation, r: int, scale: float) -> list[_Cell]:
+    """First column and the one after the last, kind, chunk and microbatch of every action of a rank."""
     order = run.schedule[r]
-    begin, end = (np.rint(times * scale).astype(int).tolist() for times in (run.starts[r], run.ends[r]))
+    # Whole numbers of Python's, which have no end: a latency can be as long as it likes.
+    begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
+    return list(zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True))
+
+
+def _coarse(run: Simulation, r: int, columns: int) -> list[_Cell]:
+    """As `_exact`, but every column is one of the kinds that it holds, such that all get their share of a row."""
+    order, starts, ends = run.schedule[r], run.starts[r], run.ends[r]
+    edges = np.linspace(0, run.makespan, columns + 1)
+    kinds = np.unique(np.stack([order.kinds, order.chunks], axis=1), axis=0)
+    shares = []
+    for own in ((order.kinds == kind) & (order.chunks == chunk) for kind, chunk in kinds):
+        done = np.cumsum(ends[own] - starts[own])
+        times = np.stack([starts[own], ends[own]], axis=1).ravel()
+        shares.append(np.diff(np.interp(edges, times, np.append(0, np.repeat(done, 2)[:-1]))) / edges[1])
+    cells, owed = [], np.zeros(len(kinds) + 1)
+    # Idle comes first. Rounded, so that equal shares look equal.
+    for at, share in enumerate(np.round([1 - np.sum(shares, axis=0), *shares], 6).T):
+        owed += share
+        i = int(np.argmax(np.where(share > 0, owed.round(3), -np.inf)))
+        owed[i] -= 1
+        if i:
+            cells.append((at, at + 1, *kinds[i - 1].tolist(), ""))
+    return cells
+
+
+def _cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunks: int) -> None:
+    """What is in the window; in colours if `chunks`, which is how many tints there are, is not 0."""
     at = window[0]
-    rows = zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), order.microbatches.tolist(), strict=True)
-    for first, last, kind, chunk, microbatch in rows:
+    for first, last, kind, chunk, microbatch in cells:
         left, right = max(first, at), min(last, window[1])
         if right <= left:
             continue
-        text.append("\u00b7" * (left - at), style="dim")
-        if colour:
-            # A cell whose number does not fit is told from the next of its kind by a mark at its start.
-            number = str(microbatch) if len(str(microbatch)) < last - first else "\u258f"
-            style = Style(color=Color.parse("#000000"), bgcolor=Color.parse(tint(kind, chunk)))
+        text.append(IDLE * (left - at), style="dim")
+        # Of what is cut in two, the larger part has the number.
+        number = microbatch if 2 * (right - left) >= last - first + (first < left) else ""
+        if chunks:
+            text.append(_coloured(number, right - left), style=Style(color=TEXT, bgcolor=tint(kind, chunk, chunks)))
         else:
             letter = LETTERS[kind] if chunk == 0 else LETTERS[kind].lower()
-            number = f"{letter}{microbatch}" if len(str(microbatch)) + 1 < last - first else letter
-            style = Style()
-        filling = " " if colour else "-"
-        text.append(number.ljust(last - first, filling)[left - first : right - first], style=style)
+            text.append(_plain(letter if first == left else GOES_ON, number, right - left))
         at = right
-    text.append("\u00b7" * (window[1] - at), style="dim")
+    text.append(IDLE * (window[1] - at), style="dim")
 
 
-def _axis(makespan: float, scale: float, windows: list[tuple[int, int]]) -> str:
-    """The times at both ends of each part."""
+def _coloured(microbatch: str, width: int) -> str:
+    # Two neighbours of one colour need something between their numbers; without a number, a line at the start.
+    return microbatch.center(width) if len(microbatch) < width else "▏".ljust(width)
+
+
+def _plain(letter: str, microbatch: str, width: int) -> str:
+    return (letter + microbatch if len(microbatch) < width else letter).ljust(width)
+
+
+def _axis(makespan: float, scale: float, windows: list[tuple[int, int]], note: str) -> str:
+    """The times at both ends of each part, as far as there is room."""
     parts = []
     for first, last in windows:
         start, stop = f"{first / scale:.4g}", f"{min(last / scale, makespan):.4g}"
-        parts.append(start + stop.rjust(last - first - len(start)))
-    return "   ".join(parts)
+        room = last - first - len(start) - len(stop)
+        note = note if len(note) <= room else ""
+        parts.append(start + note.center(room) + stop if room > 0 else start[: last - first].ljust(last - first))
+    return (" " * len(GAP)).join(parts)
 
 
 def legend(run: Simulation, *, colour: bool) -> Text:
     """What the cells mean."""
     text = Text()
-    kinds = sorted({int(kind) for order in run.schedule for kind in np.unique(order.kinds)})
-    for kind in kinds:
-        style = Style(color=Color.parse("#000000"), bgcolor=Color.parse(COLOURS[kind])) if colour else Style()
-        text.append(f" {LETTERS[kind]} ", style=style).append(f" {NAMES[kind]}  ")
-    text.append("\u00b7 idle  the number is the microbatch")
-    if max(order.num_chunks for order in run.schedule) > 1:
-        text.append("; lighter: later chunks" if colour else "; small letters: later chunks")
+    for kind in _kinds(run):
+        style = Style(color=TEXT, bgcolor=COLOURS[kind]) if colour else ""
+        text.append(f" {LETTERS[kind]} " if colour else LETTERS[kind], style=style).append(f" {NAMES[kind]}   ")
+    text.append(IDLE * 3 if colour else IDLE, style="dim").append(" idle   number: microbatch")
+    chunks = _chunks(run)
+    if chunks > 1 and colour:
+        text.append("   chunks ")
+        for chunk in range(chunks) if chunks <= 8 else (0, chunks - 1):
+            text.append(f" {chunk + 1} ", style=Style(color=TEXT, bgcolor=tint(FORWARD, chunk, chunks)))
+    elif chunks > 1:
+        text.append(f"   small letter: chunk 2{f' to {chunks}' if chunks > 2 else ''}")
     return text
 
 
 def write_svg(run: Simulation, path: Path) -> None:
-    """Writes the picture; the same bytes for the same run."""
+    """Writes the picture; the same bytes for the same run. Raises OSError."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jgraph", "hatch.linewidth": 0.4}):
-        figure(run).savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    with matplotlib.rc_context(_RC):
+        figure(run).savefig(path, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
 
 
-def figure(run: Simulation):
-    """The picture as a matplotlib figure: ranks as rows, time to scale, and what is held over time beneath."""
+def figure(run: Simulation) -> Figure:
+    """The picture as a matplotlib figure: the timeline, and beneath it what is held over time."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     ranks = run.schedule.num_ranks
-    actions = sum(map(len, run.schedule))
-    size = (float(np.clip(actions / ranks * 0.22, 9, 60)), 0.34 * ranks + 3.2)
-    result = Figure(figsize=size, layout="constrained")
-    top, bottom = result.subplots(2, 1, sharex=True, height_ratios=[0.34 * ranks + 0.6, 1.8])
-    unit = size[0] * 0.9 / run.makespan
-    for r, (order, starts, ends) in enumerate(zip(run.schedule, run.starts, run.ends, strict=True)):
-        idle = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "////", "linewidth": 0}
-        top.broken_barh([(0, run.makespan)], (r - 0.42, 0.84), **idle)
-        for kind, chunk in {(int(k), int(c)) for k, c in zip(order.kinds, order.chunks, strict=True)}:
-            mask = (order.kinds == kind) & (order.chunks == chunk)
-            bars = list(zip(starts[mask], (ends - starts)[mask], strict=True))
-            top.broken_barh(bars, (r - 0.42, 0.84), facecolor=tint(kind, chunk), edgecolor="black", linewidth=0.4)
-        if actions <= _MOST_NUMBERS:
-            for start, end, m in zip(starts, ends, order.microbatches, strict=True):
-                if (end - start) * unit > 0.075 * len(str(m)):
-                    top.text((start + end) / 2, r, str(m), ha="center", va="center", fontsize=7)
-    top.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), yticklabels=[f"rank {r}" for r in range(ranks)])
-    top.set_title(f"{run.schedule.name}: time {run.makespan:.4g}, bubble {run.bubble:.1%}", loc="left", fontsize=10)
-    kinds = sorted({int(kind) for order in run.schedule for kind in np.unique(order.kinds)})
-    handles = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=f"{LETTERS[kind]} {NAMES[kind]}") for kind in kinds]
-    if max(order.num_chunks for order in run.schedule) > 1:
-        handles.append(Patch(facecolor=tint(kinds[0], 1), edgecolor="black", label="lighter: later chunks"))
-    handles.append(Patch(facecolor="white", edgecolor="#BBBBBB", hatch="////", label="idle"))
-    top.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), fontsize=8, frameon=False)
+    digits = len(str(run.schedule.num_microbatches - 1))
+    width = float(np.clip(run.makespan / _shortest(run) * (0.075 * digits + 0.07), _LEAST_INCHES, _MOST_INCHES))
+    row = float(np.clip(6 / ranks, 0.14, 0.34))
+    result = Figure(figsize=(width, row * ranks + 2.9), layout="constrained")
+    top, bottom = result.subplots(2, 1, sharex=True, height_ratios=[row * ranks, 1.4])
+    inches = (width - 0.8) / run.makespan
+    for r in range(ranks):
+        top.broken_barh([(0, run.makespan)], (r - 0.42, 0.84), **_HATCH)
+    for r in range(ranks):
+        _bars(run, top, r, inches)
+    if sum(map(len, run.schedule)) <= _MOST_NUMBERS:
+        _numbers(run, top, inches, 7 if width < _MOST_INCHES else 6)
+    step = -(-ranks // 32)
+    top.set(ylim=(ranks - 0.5, -0.5), yticks=range(0, ranks, step), yticklabels=[f"rank {r}" for r in range(0, ranks, step)])
+    top.set_title(_title(run), loc="left", fontsize=10, pad=22)
+    _legend(run, top)
     _memory(run, bottom)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, run.makespan)
+    top.spines["left"].set_visible(False)
+    top.tick_params(length=0, labelbottom=False)
     return result
 
 
-def _memory(run: Simulation, axes) -> None:
-    """What forward left and wgrad still needs, in microbatches of a rank's layers; of many the first, last and fullest."""
+def _title(run: Simulation) -> str:
+    ranks, chunks, microbatches = run.schedule.num_ranks, _chunks(run), run.schedule.num_microbatches
+    return (
+        f"{run.schedule.name}: {ranks} rank{'s' * (ranks > 1)}{f' of {chunks} chunks' * (chunks > 1)}, "
+        f"{microbatches} microbatch{'es' * (microbatches > 1)}, makespan {run.makespan:.4g}, bubble {run.bubble:.1%}"
+    )
+
+
+def _bars(run: Simulation, axes: Axes, r: int, inches: float) -> None:
+    """The actions of a rank, one collection for each colour."""
+    order, starts, spans = run.schedule[r], run.starts[r], run.ends[r] - run.starts[r]
+    # Thin lines between thin bars, or the lines are all there is.
+    style = {"edgecolor": TEXT, "linewidth": min(0.5, 5 * inches * float(spans.min()))}
+    style["rasterized"] = sum(map(len, run.schedule)) > _MOST_PATHS
+    for kind, chunk in np.unique(np.stack([order.kinds, order.chunks], axis=1), axis=0).tolist():
+        own = (order.kinds == kind) & (order.chunks == chunk)
+        bars = np.stack([starts[own], spans[own]], axis=1).tolist()
+        axes.broken_barh(bars, (r - 0.42, 0.84), facecolor=tint(kind, chunk, _chunks(run)), **style)
+
+
+def _numbers(run: Simulation, axes: Axes, inches: float, size: int) -> None:
+    for r, order in enumerate(run.schedule):
+        for start, end, m in zip(run.starts[r].tolist(), run.ends[r].tolist(), order.microbatches.tolist(), strict=True):
+            if (end - start) * inches > 0.009 * size * len(str(m)) + 0.02:
+                number = axes.text((start + end) / 2, r, str(m), ha="center", va="center", fontsize=size, color=TEXT)
+                number.set_in_layout(False)
+
+
+def _legend(run: Simulation, axes: Axes) -> None:
+    from matplotlib.patches import Patch
+
+    kinds, chunks = _kinds(run), _chunks(run)
+    handles = [Patch(facecolor=COLOURS[kind], edgecolor=TEXT, linewidth=0.5, label=NAMES[kind]) for kind in kinds]
+    if chunks > 1:
+        label = "lighter: chunk 2" + f" to {chunks}" * (chunks > 2)
+        handles.append(Patch(facecolor=tint(kinds[0], chunks - 1, chunks), edgecolor=TEXT, linewidth=0.5, label=label))
+    handles.append(Patch(**_HATCH, label="idle"))
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0.2}
+    axes.legend(handles=handles, ncols=len(handles), fontsize=8, frameon=False, columnspacing=1.4, **place)
+
+
+def _memory(run: Simulation, axes: Axes) -> None:
+    """What forward left and wgrad still needs: of every rank, or of the first, the last and the fullest of many."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
     ranks = run.schedule.num_ranks
-    share = 1 / max(order.num_chunks for order in run.schedule)
-    curves = run.memory({"forward_wgrad": share})
+    curves = run.memory({"forward_wgrad": 1 / _chunks(run)})
     fullest = int(np.argmax([level.max(initial=0) for _, level in curves]))
-    for r in range(ranks) if ranks <= 8 else sorted({0, fullest, ranks - 1}):
+    shown = list(range(ranks)) if ranks <= 8 else sorted({0, fullest, ranks - 1})
+    for i, r in enumerate(shown):
         times, level = curves[r]
-        axes.step([*times, run.makespan], [*level, 0], where="post", label=f"rank {r}", linewidth=1)
-    axes.set(xlabel="time", ylabel="held\n(microbatches)", ylim=(0, 1.3 * max(level.max(initial=0) for _, level in curves)))
-    axes.legend(fontsize=7, ncols=4, frameon=False, loc="upper right")
+        # Of what changes at one time only the last counts; and thin lines lie on thick ones, so that equal curves are seen.
+        last = np.append(np.diff(times) > 0, True)
+        label = f"rank {r}" + " (fullest)" * (ranks > 8 and r == fullest)
+        share = i / max(len(shown) - 1, 1)
+        line = {"color": colormaps["magma"](0.75 * share), "linewidth": 3 - 2 * share}
+        axes.step([*times[last], run.makespan], [*level[last], 0], where="post", label=label, **line)
+    axes.set_title("held by a rank, in microbatches' residuals of all its layers", loc="left", fontsize=9)
+    axes.set(xlabel="time, in the unit of the costs", ylim=(0, None))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=1.2, borderaxespad=0.2)
+
+
+def _kinds(run: Simulation) -> list[int]:
+    return np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist()
+
+
+def _chunks(run: Simulation) -> int:
+    return max(order.num_chunks for order in run.schedule)

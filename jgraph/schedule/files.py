@@ -33,7 +33,11 @@ def from_csv(text: str) -> Schedule:
         OrderError: with the rank and the position, counted over the cells that are not empty.
     """
     ranks: list[list[tuple[int, int, int, int]]] = []
-    for r, row in enumerate(csv.reader(io.StringIO(text))):
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise OrderError(f"this is no table of comma-separated values: {error}") from None
+    for r, row in enumerate(rows):
         ranks.append([])
         for tick, value in enumerate(row):
             if value.strip():
@@ -96,7 +100,7 @@ def from_json(text: str) -> Schedule:
             raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
     rows = {}
     for name in ("placement", "ticks"):
-        value = body.get(name) or []
+        value = body.get(name, [])
         if not isinstance(value, list) or not all(
             isinstance(row, list) and all(type(item) is int and 0 <= item < 2**31 for item in row) for row in value
         ):
@@ -117,7 +121,7 @@ def read(path: Path) -> Schedule:
     suffix = _suffix(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise OrderError(f"cannot read the schedule {path}: {error}") from None
     try:
         return {".csv": from_csv, ".json": from_json}[suffix](text)

@@ -5,12 +5,11 @@ Facts: Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import FORWARD
 from jgraph.schedule.generate import alternate, forward_sequence
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
@@ -46,17 +45,21 @@ def megatron_order(
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
-    layers = (1,) * chunks if num_layers_per_chunk is None else tuple(num_layers_per_chunk)
     for name, value, least in (
         ("pp_size", pp_size, 1),
+        ("pp_rank", pp_rank, 0),
         ("num_microbatches", num_microbatches, 1),
         ("vpp", chunks, 1),
         ("microbatch_group_size", group, 1),
-        ("pp_rank", pp_rank, 0),
-        *(("num_layers_per_chunk", n, 0) for n in layers),
     ):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-            raise OrderError(f"{name} is {value!r}; it must be a whole number >= {least}")
+        _check_whole(name, value, least)
+    layers = (1,) * chunks
+    if num_layers_per_chunk is not None:
+        if not isinstance(num_layers_per_chunk, Sequence) or isinstance(num_layers_per_chunk, str):
+            raise OrderError(f"num_layers_per_chunk is {num_layers_per_chunk!r}; give one number per chunk")
+        layers = tuple(num_layers_per_chunk)
+        for number in layers:
+            _check_whole("num_layers_per_chunk", number, 0)
     if pp_rank >= pp_size:
         raise OrderError(f"pp_rank is {pp_rank}; with pp_size={pp_size} it must be 0 to {pp_size - 1}")
     if pp_size == 1 and chunks > 1:
@@ -71,17 +74,21 @@ def megatron_order(
     if pp_size == 1 and not overlap_moe_ep:
         num_microbatches = 1
 
-    def chunk_order(rank: int) -> Order:
+    def order_of(rank: int) -> Order:
         ahead = pp_size - rank - 1
         warmup = ahead if vpp is None or pp_size == 1 else 2 * ahead + (chunks - 1) * group
-        forwards = forward_sequence(pp_size, num_microbatches, chunks, group)[0]
-        return Order(*alternate(forwards, chunks - 1 - forwards, min(warmup, len(forwards))))
+        forwards = forward_sequence(pp_size, num_microbatches, chunks, min(group, num_microbatches))[0]
+        warmup = min(warmup, len(forwards))
+        kinds, entry_chunks = alternate(forwards, chunks - 1 - forwards, warmup)
+        if not overlap_moe_ep:
+            return Order(kinds, entry_chunks, layers if all(layers) else ())
+        by_chunk = Order(kinds, entry_chunks).to_list()
+        return Order.parse(_by_layer(by_chunk, layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
 
-    order = chunk_order(pp_rank)
     if vpp is not None and (group < pp_size or 0 < num_microbatches % group < pp_size):
         # Groups shorter than the ring are where ranks can wait for each other; some run all the same.
         try:
-            Schedule(tuple(map(chunk_order, range(pp_size))))
+            Schedule(tuple(map(order_of, range(pp_size))), _placement(pp_size, layers if overlap_moe_ep else (1,) * chunks))
         except OrderError as error:
             raise OrderError(
                 f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; take groups "
@@ -89,10 +96,22 @@ def megatron_order(
                 position=error.position,
                 rank=error.rank,
             ) from None
-    if not overlap_moe_ep:
-        return Order(order.kinds, order.chunks, layers) if all(layers) else order
-    warmup = int(np.argmax(order.kinds != FORWARD)) - 1
-    return Order.parse(_by_layer(order.to_list(), layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
+    return order_of(pp_rank)
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise OrderError(f"{name} is {value!r}; it must be a whole number >= {least}")
+
+
+def _placement(pp_size: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Stages of each rank if every layer is one and all ranks have as many: chunk by chunk round the ranks."""
+    rows: list[list[int]] = [[] for _ in range(pp_size)]
+    stage = count()
+    for number in layers:
+        for row in rows:
+            row += [next(stage) for _ in range(number)]
+    return tuple(map(tuple, rows))
 
 
 def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:

@@ -38,8 +38,11 @@ class Order(Sequence[Action]):
     microbatches: np.ndarray = field(init=False)
 
     def __post_init__(self):
-        kinds, chunks = np.array(self.kinds, np.int8), np.array(self.chunks, np.int32)
-        layers = self.num_layers_per_chunk or (1,) * (int(chunks.max(initial=-1)) + 1)
+        kinds, chunks = np.asarray(self.kinds), np.asarray(self.chunks)
+        _check_arrays(kinds, chunks)
+        kinds, chunks = np.array(kinds, np.int8), np.array(chunks, np.int32)
+        num_chunks = int(chunks.max()) + 1
+        layers = _per_chunk("num_layers_per_chunk", self.num_layers_per_chunk or 1, num_chunks, int) or ()
         microbatches = _check(kinds, chunks, layers)
         for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
             array.flags.writeable = False
@@ -76,7 +79,12 @@ class Order(Sequence[Action]):
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Self:
         """An order from its actions, whose microbatches must count up as they would be counted."""
-        actions = list(actions)
+        actions = list(actions) if isinstance(actions, Iterable) else [actions]
+        for i, action in enumerate(actions):
+            if not isinstance(action, Action) or action.kind not in KINDS:
+                raise OrderError(
+                    f"entry {i} is {_show(action)}; an order is made of Actions, each one of {', '.join(KINDS)}", position=i
+                )
         if not actions:
             raise OrderError("the order is empty; it needs at least one forward and one backward")
         order = cls(np.array([KINDS.index(a.kind) for a in actions], np.int8), np.array([a.chunk for a in actions], np.int32))
@@ -199,9 +207,9 @@ def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | No
     allowed = (bool, np.bool_) if kind is bool else (numbers.Integral,)
     values: list[Any] = [value] * num_chunks
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
-        values = list(value)
+        values = [value.item()] * num_chunks if isinstance(value, np.ndarray) and not value.ndim else list(value)
     for item in values:
-        if not isinstance(item, allowed) or (kind is int and (isinstance(item, bool) or int(item) < 1)):
+        if not isinstance(item, allowed) or (kind is int and (isinstance(item, bool) or not 1 <= int(item) < 2**31)):
             raise OrderError(f"{name} is {_show(value)}; give one {kind.__name__}{' >= 1' * (kind is int)}, or one per chunk")
     if len(values) != num_chunks:
         raise OrderError(f"{name} has {len(values)} values, but the order has {num_chunks} chunks; give one per chunk")
@@ -226,6 +234,26 @@ def _read_backwards(kinds: np.ndarray, chunks: np.ndarray, delayed: tuple[bool, 
     return np.where((kinds == DGRAD) & ~wanted[chunks], BACKWARD, kinds)
 
 
+def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
+    """Two equally long rows of whole numbers that say actions."""
+    if not kinds.size:
+        raise OrderError("the order is empty; it needs at least one forward and one backward")
+    whole = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
+    if not whole or kinds.ndim != 1 or kinds.shape != chunks.shape:
+        raise OrderError(
+            f"kinds are {kinds.dtype}{list(kinds.shape)}, chunks {chunks.dtype}{list(chunks.shape)}; both must be one row of "
+            f"whole numbers, one of each per entry"
+        )
+    wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0) | (chunks >= len(chunks)))
+    if len(wrong):
+        position = int(wrong[0])
+        raise OrderError(
+            f"entry {position} has kind {kinds[position]} and chunk {chunks[position]}; kinds are {FORWARD} to {BACKWARD}, "
+            f"chunks count from 0, without gaps",
+            position=position,
+        )
+
+
 def _check_chunks(chunks: np.ndarray) -> None:
     """Chunks count from 1 without gaps."""
     seen = np.bincount(chunks) > 0
@@ -241,16 +269,6 @@ def _check_chunks(chunks: np.ndarray) -> None:
 
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
     """Everything an order must be; returns the microbatches. One pass per chunk, no Python loop over entries."""
-    if not len(kinds):
-        raise OrderError("the order is empty; it needs at least one forward and one backward")
-    wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0)) if kinds.shape == chunks.shape else [0]
-    if len(wrong):
-        position = int(wrong[0])
-        raise OrderError(
-            f"entry {position} has kind {kinds[position]} and chunk {chunks[position]}; kinds are {FORWARD} to {BACKWARD}, "
-            f"chunks count from 0, and there is one of each per entry",
-            position=position,
-        )
     _check_chunks(chunks)
     assert len(layers) == chunks.max() + 1
     by_chunk = np.argsort(chunks, kind="stable")

@@ -48,8 +48,12 @@ class Schedule(Sequence[Order]):
     num_stages: int = field(init=False)
 
     def __post_init__(self):
-        if not self.orders:
-            raise OrderError("a schedule needs at least one rank's order")
+        if not self.orders or not all(isinstance(order, Order) for order in self.orders):
+            raise OrderError(
+                "a schedule needs at least one rank's order, each an Order; Order.parse makes one of signed numbers"
+            )
+        if not isinstance(self.ticks, tuple):
+            raise OrderError("ticks must be a tuple of one row per rank")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "num_stages", sum(map(len, placement)))
@@ -58,8 +62,10 @@ class Schedule(Sequence[Order]):
             starts, _ = play(self, np.ones((4, self.num_stages), np.int64), latency=0)
             object.__setattr__(self, "ticks", starts)
         else:
-            object.__setattr__(self, "ticks", tuple(np.asarray(t) for t in self.ticks))
+            object.__setattr__(self, "ticks", _own_ticks(self))
             _check_ticks(self)
+        for row in self.ticks:
+            row.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.orders)
@@ -214,6 +220,8 @@ def _check_counts(schedule: Schedule) -> None:
                 f"every stage of a rank is one chunk of its order",
                 rank=r,
             )
+        if not all(isinstance(stage, (int, np.integer)) for stage in stages):
+            raise OrderError(f"rank {r} has stages {stages}; stages are whole numbers from 0", rank=r)
         if list(stages) != sorted(stages):
             raise OrderError(f"rank {r} has stages {stages}; list them in ascending order, chunk by chunk", rank=r)
         if order.num_microbatches != orders[0].num_microbatches:
@@ -227,6 +235,19 @@ def _check_counts(schedule: Schedule) -> None:
         raise OrderError(f"the ranks have stages {everywhere}; each of 0 to {len(everywhere) - 1} must be on exactly one")
 
 
+def _own_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
+    """Copies, in a type that differences fit into."""
+    rows = []
+    for r, row in enumerate(schedule.ticks):
+        given = np.asarray(row)
+        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.max(initial=0) > 2**62:
+            raise OrderError(
+                f"rank {r} has ticks {given.dtype}{list(given.shape)}; ticks are whole numbers from 0 and go up", rank=r
+            )
+        rows.append(given.astype(np.int64))
+    return tuple(rows)
+
+
 def _check_ticks(schedule: Schedule) -> None:
     """Ticks that were given: ascending on a rank, and nothing used before the tick after the one that made it."""
     made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
@@ -237,7 +258,7 @@ def _check_ticks(schedule: Schedule) -> None:
     for r, (order, ticks, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
         if len(ticks) != len(order):
             raise OrderError(f"rank {r} has {len(order)} actions, but {len(ticks)} ticks; give one per action", rank=r)
-        if not np.issubdtype(ticks.dtype, np.integer) or ticks[0] < 0 or (np.diff(ticks) <= 0).any():
+        if ticks[0] < 0 or (np.diff(ticks) <= 0).any():
             position = int(np.argmax(np.diff(ticks, prepend=-1) <= 0))
             raise OrderError(
                 f"rank {r}, entry {position} has tick {ticks[position]}; ticks are whole numbers from 0 and go up",

@@ -10,7 +10,7 @@ import numpy as np
 from jgraph.errors import OrderError
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, check_choice
 from jgraph.schedule.schedule import Schedule, play
-from jgraph.schedule.slots import POOLS, live_ranges
+from jgraph.schedule.slots import check_sizes, live_ranges
 
 Execution = Literal["dataflow", "neighbours", "lockstep"]
 Communication = Literal["overlapped", "blocking"]
@@ -33,26 +33,35 @@ class Costs:
     def table(self, num_stages: int) -> np.ndarray:
         """[4, S], by kind and stage. Raises OrderError."""
         rows = []
-        for kind, value in zip(KINDS, (self.forward, self.dgrad, self.wgrad, self.backward), strict=True):
+        for kind, value in self._by_kind():
             if value is None and kind == "backward":
                 rows.append(rows[DGRAD] + rows[WGRAD])
                 continue
-            try:
-                row = np.asarray(value, float)
-            except (TypeError, ValueError):
-                row = np.full((), np.nan)
-            if row.shape not in ((), (num_stages,)) or not np.isfinite(row).all() or (row <= 0).any():
-                raise OrderError(
-                    f"the cost of a {kind} is {value!r}; give one number > 0, or one for each of {num_stages} stages"
-                )
+            stages = f"for each of {num_stages} stages"
+            row = _times(kind, value, stages)
+            if row.shape not in ((), (num_stages,)):
+                raise OrderError(f"the cost of a {kind} is {value!r}; give one number > 0, or one {stages}")
             rows.append(np.broadcast_to(row, num_stages))
         return np.stack(rows)
 
     def per_chunk(self, chunks: int) -> "Costs":
         """The costs of a chunk, where these are those of all layers of a rank."""
-        forward, dgrad, wgrad = (np.divide(value, chunks).tolist() for value in (self.forward, self.dgrad, self.wgrad))
-        backward = None if self.backward is None else np.divide(self.backward, chunks).tolist()
-        return Costs(forward, dgrad, wgrad, backward)
+        parts = {kind: None if value is None else (_times(kind, value) / chunks).tolist() for kind, value in self._by_kind()}
+        return Costs(parts["forward"], parts["dgrad"], parts["wgrad"], parts["backward"])  # pyright: ignore[reportArgumentType]
+
+    def _by_kind(self):
+        return zip(KINDS, (self.forward, self.dgrad, self.wgrad, self.backward), strict=True)
+
+
+def _times(kind: str, value: object, stages: str = "per stage") -> np.ndarray:
+    """One number > 0, or a row of them. Raises OrderError."""
+    try:
+        row = np.asarray(value, float)
+    except (TypeError, ValueError):
+        row = np.full((), np.nan)
+    if isinstance(value, str) or row.ndim > 1 or not np.isfinite(row).all() or (row <= 0).any():
+        raise OrderError(f"the cost of a {kind} is {value!r}; give one number > 0, or one {stages}")
+    return row
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,7 @@ class Simulation:
         Args:
             sizes: bytes of one array in each pool that there is (see `slots.POOLS`).
         """
-        unknown = sorted(set(sizes) - set(POOLS))
-        if unknown:
-            raise OrderError(f"there is no pool {unknown[0]!r}; the pools are {', '.join(POOLS)}")
+        check_sizes(sizes)
         times, changes = [], []
         for pool, (born, died) in self._ranges.items():
             times += [born, died]

@@ -39,10 +39,17 @@ class Slots:
         Args:
             sizes: bytes of one place in each pool that there is, the stages of a rank having equal shapes.
         """
-        unknown = sorted(set(sizes) - set(POOLS))
-        if unknown:
-            raise OrderError(f"there is no pool {unknown[0]!r}; the pools are {', '.join(POOLS)}")
+        check_sizes(sizes)
         return sum((self.counts[pool] * size for pool, size in sizes.items()), np.zeros(len(self.counts["stash"])))
+
+
+def check_sizes(sizes: Mapping[str, float]) -> None:
+    """Raises OrderError for a pool that there is not, or a size that is none."""
+    for pool, size in sizes.items():
+        if pool not in POOLS:
+            raise OrderError(f"there is no pool {pool!r}; the pools are {', '.join(POOLS)}")
+        if not isinstance(size, (int, float)) or not 0 <= size < float("inf"):
+            raise OrderError(f"the size of an array in {pool} is {size!r}; it must be bytes >= 0")
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -84,6 +91,8 @@ def assign(
     """
     check_choice("sharing", sharing, ("rank", "all"))
     check_choice("release", release, ("wgrad", "dgrad"))
+    if (sharing, release) == ("all", "dgrad"):
+        raise OrderError("release='dgrad' is checked rank by rank; take sharing='rank' with it, or release='wgrad'")
     ranges = live_ranges(schedule)
     if release == "dgrad":
         _check_release_at_dgrad(schedule, ranges)

@@ -1,6 +1,9 @@
 """A second opinion on schedules, slow and obvious. It shares no algorithm with the library: one dict of what is where, one of
 what is done, and it looks at both at every use.
 
+What is where are values, not names: a forward's is a tuple with the activation inside that was in the slot, a dgrad's has what
+was kept for it and the gradient inside, and so on. So a wrong value anywhere is a wrong result.
+
 Within a tick everything that was sent in the tick before arrives first; then every rank reads and writes. So a place that is
 given to an arrival in the tick of its last use counts as a clash, as it would in a program.
 """
@@ -59,7 +62,7 @@ def referee(schedule: Schedule, sharing: str = "rank", slots: Slots | None = Non
             before = tick
             by_tick.setdefault(tick, []).append((r, kind, stage, m))
 
-    held: dict[tuple[str, int, int], tuple[int, int]] = {}
+    held: dict[tuple[str, int, int], tuple] = {}
     done: dict[tuple[int, int, int], int] = {}
     uses = 0
 
@@ -69,62 +72,84 @@ def referee(schedule: Schedule, sharing: str = "rank", slots: Slots | None = Non
             raise Foul(f"{pool} of stage {stage}, microbatch {m} has slot {slot} of {counts[pool][r]} on rank {r}")
         return pool, r, slot
 
-    def use(pool: str, r: int, stage: int, m: int) -> None:
+    def use(pool: str, r: int, stage: int, m: int) -> tuple:
         nonlocal uses
         uses += 1
-        found = held.get(where(pool, r, stage, m))
-        if found != (stage, m):
-            raise Foul(f"tick {tick}, rank {r}: {pool} of stage {stage}, microbatch {m} holds {found}")
+        found = held.get(where(pool, r, stage, m), (None, None))
+        if found[:2] != (stage, m):
+            raise Foul(f"tick {tick}, rank {r}: {pool} of stage {stage}, microbatch {m} holds {found[:2]}")
+        return found[2]
 
     def need(part: int, stage: int, m: int) -> None:
         if not done.get((part, stage, m), tick) < tick:
             raise Foul(f"tick {tick}: stage {stage}, microbatch {m} is not through kind {part} in an earlier tick")
 
-    sent: list[tuple[str, int, int]] = []
+    sent: list[tuple[str, int, int, tuple]] = []
+    results: dict[tuple[int, int], tuple] = {}
     for tick in range(max(by_tick) + 1):
-        for pool, stage, m in sent:
-            held[where(pool, home[stage], stage, m)] = stage, m
+        # By pool, on each rank the slots that are filled in this tick.
+        born: dict[str, dict[int, set[int]]] = {}
+        for pool, stage, m, value in sent:
+            place = where(pool, home[stage], stage, m)
+            held[place] = stage, m, value
+            born.setdefault(pool, {}).setdefault(home[stage], set()).add(place[2])
         sent = []
-        born: dict[str, set[int]] = {}
         for r, kind, stage, m in by_tick.get(tick, []):
-            writes = []
+            writes = {}
             if kind == FORWARD:
+                activation = None
                 if stage > 0:
                     need(FORWARD, stage - 1, m)
-                    use("activation", r, stage, m)
-                writes = ["forward_dgrad", "forward_wgrad"]
+                    activation = use("activation", r, stage, m)
+                value = "forward", stage, m, activation
+                writes = {"forward_dgrad": value, "forward_wgrad": value}
                 if stage < last:
-                    sent.append(("activation", stage + 1, m))
+                    sent.append(("activation", stage + 1, m, value))
             if kind in (DGRAD, BACKWARD):
+                gradient = None
                 need(FORWARD, stage, m)
-                use("forward_dgrad", r, stage, m)
+                kept = use("forward_dgrad", r, stage, m)
                 if stage < last:
                     need(DGRAD, stage + 1, m)
-                    use("gradient", r, stage, m)
+                    gradient = use("gradient", r, stage, m)
+                value = "dgrad", stage, m, kept, gradient
                 if stage > 0:
-                    sent.append(("gradient", stage - 1, m))
+                    sent.append(("gradient", stage - 1, m, value))
             if kind == DGRAD:
-                writes = ["stash"]
+                writes = {"stash": value}
             if kind == WGRAD:
                 need(DGRAD, stage, m)
-                use("stash", r, stage, m)
+                value = use("stash", r, stage, m)
             if kind in (WGRAD, BACKWARD):
-                use("forward_wgrad", r, stage, m)
-            for pool in writes:
+                results[stage, m] = use("forward_wgrad", r, stage, m), value
+            for pool, new in writes.items():
                 place = where(pool, r, stage, m)
-                held[place] = stage, m
-                born.setdefault(pool, set()).add(place[2])
+                held[place] = stage, m, new
+                born.setdefault(pool, {}).setdefault(r, set()).add(place[2])
             for part in (DGRAD, WGRAD) if kind == BACKWARD else (kind,):
                 if (part, stage, m) in done:
                     raise Foul(f"tick {tick}: kind {part} of stage {stage}, microbatch {m} is done twice")
                 done[part, stage, m] = tick
         if sharing == "all":
             for pool, places in born.items():
-                if len(places) > 1:
-                    raise Foul(f"tick {tick}: {pool} is made in slots {sorted(places)} on different ranks")
+                # A rank can receive several in a tick; then the ranks that receive fewer have some of the same slots.
+                most = max(places.values(), key=len)
+                if not all(own <= most for own in places.values()):
+                    raise Foul(
+                        f"tick {tick}: {pool} is made in slots {sorted(map(sorted, places.values()))} on different ranks"
+                    )
     everything = {(part, s, m) for part in (FORWARD, DGRAD, WGRAD) for s in range(last + 1) for m in range(M)}
     if set(done) != everything:
         raise Foul(f"not done: {sorted(everything - set(done))[:3]}; done for no reason: {sorted(set(done) - everything)[:3]}")
+    for m in range(M):
+        forwards: list[tuple] = []
+        for stage in range(last + 1):
+            forwards.append(("forward", stage, m, forwards[-1] if stage else None))
+        gradient = None
+        for stage in range(last, -1, -1):
+            gradient = "dgrad", stage, m, forwards[stage], gradient
+            if results[stage, m] != (forwards[stage], gradient):
+                raise Foul(f"the wgrad of stage {stage}, microbatch {m} was computed from {results[stage, m]}")
     return uses
 
 

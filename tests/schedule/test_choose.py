@@ -1,60 +1,212 @@
 """Choosing a schedule."""
 
+import re
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, Costs, best, generate, simulate
 
 COSTS = Costs(6.6, 7.1, 6.4)
-SIZES = {"forward_wgrad": 100.0, "stash": 50.0, "activation": 10.0, "gradient": 10.0}
+SIZES = {"forward_dgrad": 20.0, "forward_wgrad": 100.0, "stash": 50.0, "activation": 10.0, "gradient": 10.0}
+BETWEEN = ("activation", "gradient")
 
 
-def brute_force(limit):
-    found = []
+def brute_force(pp, microbatches, costs, sizes, chunks=(1, 2), **how):
+    """(makespan, peak bytes) of every schedule that there is, by (name, chunks)."""
+    found = {}
     for name in NAMES:
-        for chunks in (1, 2):
+        for count in chunks:
             try:
-                schedule = generate(name, pp=4, microbatches=16, chunks=chunks)
+                schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
             except OrderError:
                 continue
-            if len(schedule.placement[0]) != chunks:
+            if len(schedule.placement[0]) != count:
                 continue
-            run = simulate(schedule, COSTS.per_chunk(chunks))
-            sizes = {"forward_wgrad": 100 / chunks, "stash": 50 / chunks, "activation": 10, "gradient": 10}
-            if run.peak(sizes).max() <= limit:
-                found.append((run.makespan, name))
-    return min(found)
+            per_chunk = Costs(costs.forward / count, costs.dgrad / count, costs.wgrad / count)
+            run = simulate(schedule, per_chunk, **how)
+            share = {pool: size if pool in BETWEEN else size / count for pool, size in sizes.items()}
+            found[name, count] = (run.makespan, max(run.peak(share)))
+    return found
 
 
-@pytest.mark.parametrize("limit", [450, 560, 700, 1100, 1e9])
+STEP = {"pp": 4, "microbatches": 16, "costs": COSTS, "sizes": SIZES}
+ALL = brute_force(**STEP)
+LIMIT = 600.0
+
+
+@pytest.mark.parametrize("limit", [530, 560, LIMIT, 700, 1100, None])
 def test_the_fastest_that_fits_wins(limit):
-    choice = best(pp=4, microbatches=16, costs=COSTS, sizes=SIZES, memory_limit=limit)
-    assert choice.candidates[0].makespan == pytest.approx(brute_force(limit)[0], rel=1e-9)
-    assert choice.candidates[0].peak_bytes <= limit
-    assert choice.schedule.name == choice.candidates[0].name
+    choice = best(**STEP, memory_limit=limit)
+    winner = choice.candidates[0]
+    fits = [time for time, peak in ALL.values() if limit is None or peak <= limit]
+    assert winner.makespan == pytest.approx(min(fits), rel=1e-9)
+    assert (winner.makespan, winner.peak_bytes) == pytest.approx(ALL[winner.name, winner.chunks], rel=1e-9)
+    assert limit is None or winner.peak_bytes <= limit
+    assert (choice.schedule.name, len(choice.schedule.placement[0])) == (winner.name, winner.chunks)
+    assert choice.schedule.num_microbatches == 16
+    assert choice.schedule.num_ranks == 4
 
 
-def test_every_candidate_says_why_it_lost():
-    choice = best(pp=4, microbatches=16, costs=COSTS, sizes=SIZES, memory_limit=560)
-    assert choice.candidates[0].verdict == "fastest that fits"
-    for candidate in choice.candidates[1:]:
-        over = candidate.peak_bytes is not None and candidate.peak_bytes > 560
-        assert ("more than the limit" in candidate.verdict) == over
-        assert candidate.verdict
-    assert len({(c.name, c.chunks) for c in choice.candidates}) == len(choice.candidates)
+def test_a_limit_that_is_met_exactly_is_met():
+    _, peak = min((time, peak) for time, peak in ALL.values())
+    assert best(**STEP, memory_limit=peak).candidates[0].peak_bytes == peak
+    assert best(**STEP, memory_limit=peak - 0.5).candidates[0].peak_bytes < peak
 
 
-def test_of_equally_fast_ones_the_smallest_wins():
+@given(
+    pp=st.integers(1, 4),
+    microbatches=st.integers(1, 10),
+    times=st.tuples(*[st.integers(1, 9)] * 3),
+    bytes_each=st.tuples(*[st.integers(0, 9)] * 5),
+    limit=st.integers(1, 100),
+    chunks=st.sampled_from([(1,), (2,), (1, 2), (3, 1), (2, 4)]),
+    latency=st.sampled_from([0.0, 0.5]),
+    communication=st.sampled_from(["overlapped", "blocking"]),
+    execution=st.sampled_from(["dataflow", "neighbours", "lockstep"]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_whatever_is_asked_the_choice_is_that_of_trying_all(
+    pp, microbatches, times, bytes_each, limit, chunks, latency, communication, execution
+):
+    step = {"pp": pp, "microbatches": microbatches, "costs": Costs(*times), "chunks": chunks, "latency": latency}
+    step |= {"sizes": dict(zip(SIZES, bytes_each, strict=True)), "communication": communication, "execution": execution}
+    found = brute_force(**step)
+    fits = [row for row in found.values() if row[1] <= limit]
+    if not fits:
+        with pytest.raises(OrderError, match="no schedule fits into"):
+            best(**step, memory_limit=limit)
+        return
+    winner = best(**step, memory_limit=limit).candidates[0]
+    fastest = min(time for time, _ in fits)
+    least = min(peak for time, peak in fits if time <= fastest * (1 + 1e-8))
+    assert (winner.makespan, winner.peak_bytes) == pytest.approx((fastest, least), rel=1e-8)
+
+
+def test_every_schedule_is_listed_once_with_its_numbers():
+    candidates = best(**STEP, memory_limit=LIMIT).candidates
+    possible = {(c.name, c.chunks): (c.makespan, c.peak_bytes) for c in candidates if c.makespan is not None}
+    assert possible.keys() == ALL.keys()
+    for key, numbers in possible.items():
+        assert numbers == pytest.approx(ALL[key], rel=1e-9)
+    assert len({(c.name, c.chunks) for c in candidates}) == len(candidates)
+    assert {c.name for c in candidates} == set(NAMES)
+
+
+def test_the_winner_comes_first_then_the_others_by_makespan_then_those_that_cannot_be():
+    candidates = best(**STEP, memory_limit=LIMIT).candidates
+    times = [c.makespan for c in candidates[1:]]
+    possible = [time for time in times if time is not None]
+    assert times == [*possible, *[None] * (len(times) - len(possible))]
+    assert [round(time, 6) for time in possible] == sorted(round(time, 6) for time in possible)
+
+
+def test_every_verdict_says_by_how_much_it_lost():
+    winner, *others = best(**STEP, memory_limit=LIMIT).candidates
+    assert winner.verdict == "fastest that fits"
+    said = set()
+    for other in others:
+        if other.makespan is None:
+            expected = "it has 1 chunk a rank"
+        elif other.peak_bytes > LIMIT:
+            expected = f"needs {other.peak_bytes - LIMIT:,.0f} bytes more than the limit"
+        else:
+            expected = f"{100 * (other.makespan / winner.makespan - 1):.1f}% slower"
+        assert other.verdict.endswith(expected)
+        said.add(expected.split()[0])
+    assert {"it", "needs"} < said
+
+
+def test_a_schedule_that_cannot_be_says_why():
+    candidates = best(pp=4, microbatches=4, costs=COSTS, names=("gpipe", "dualpipe-v"), chunks=(2,)).candidates
+    assert candidates[-1].verdict.startswith("dualpipe-v on 4 ranks needs at least 8 microbatches, got 4")
+    assert (candidates[-1].makespan, candidates[-1].bubble, candidates[-1].peak_bytes) == (None, None, None)
+
+
+def test_of_equally_fast_ones_the_smallest_wins_and_the_others_say_what_they_need_more():
     # With one rank nobody idles, whatever the order; only memory tells them apart.
-    choice = best(pp=1, microbatches=4, costs=COSTS, sizes=SIZES, chunks=(1,))
-    assert choice.candidates[0].peak_bytes == min(c.peak_bytes for c in choice.candidates if c.peak_bytes is not None)
+    winner, *others = best(pp=1, microbatches=4, costs=COSTS, sizes=SIZES, chunks=(1,)).candidates
+    assert winner.peak_bytes == min(c.peak_bytes for c in (winner, *others))
+    assert winner.bubble == pytest.approx(0, abs=1e-9)
+    for other in others:
+        more = other.peak_bytes - winner.peak_bytes
+        assert other.verdict == (f"as fast, needs {more:,.0f} bytes more" if more else "as fast")
+    assert {other.verdict == "as fast" for other in others} == {True, False}
 
 
-def test_if_nothing_fits_the_nearest_is_told():
-    with pytest.raises(OrderError, match=r"no schedule fits into 70 bytes a rank; the nearest is \S+ with \d chunks.* more"):
-        best(pp=4, microbatches=16, costs=COSTS, sizes=SIZES, memory_limit=70)
+def test_without_sizes_and_without_a_limit_only_time_counts():
+    winner = best(pp=4, microbatches=16, costs=COSTS).candidates[0]
+    assert winner.makespan == pytest.approx(min(time for time, _ in ALL.values()), rel=1e-9)
+    assert winner.peak_bytes == 0
 
 
-def test_if_no_schedule_is_possible_the_reason_is_told():
-    with pytest.raises(OrderError, match="dualpipe-v on 4 ranks needs at least 8"):
-        best(pp=4, microbatches=4, costs=COSTS, names=("dualpipe-v",))
+def test_only_what_is_named_is_tried():
+    choice = best(**STEP, names=("zb-h1", "gpipe"), chunks=(1,))
+    assert {(c.name, c.chunks) for c in choice.candidates} == {("zb-h1", 1), ("gpipe", 1)}
+
+
+@pytest.mark.parametrize("limit", [0, 70, 99.6])
+def test_if_nothing_fits_the_nearest_is_told_and_how_far_it_is(limit):
+    with pytest.raises(OrderError) as caught:
+        best(**STEP, memory_limit=limit)
+    found = re.fullmatch(
+        r"no schedule fits into (\S+) bytes a rank; the nearest is (\S+) with (\d) chunks, which needs (\S+), (\S+) more; "
+        r"raise the memory limit",
+        str(caught.value),
+    )
+    said_limit, name, chunks, needed, more = found.groups()
+    least = min(peak for _, peak in ALL.values())
+    assert ALL[name, int(chunks)][1] == pytest.approx(least)
+    assert [said_limit, needed, more] == [f"{number:,.0f}" for number in (limit, least, least - limit)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"microbatches": 4, "names": ("dualpipe-v",)}, "no schedule is possible: dualpipe-v on 4 ranks needs at least 8"),
+        ({"names": ("1f1b",), "chunks": (2,)}, "no schedule is possible: 1f1b with chunks=2: it has 1 chunk"),
+        ({"names": ("fastest",)}, "no schedule is called 'fastest'"),
+        ({"pp": 0}, "pp is 0"),
+        ({"microbatches": True}, "microbatches is True"),
+        ({"chunks": (0,)}, "chunks is 0"),
+        ({"names": ()}, "leave no schedule"),
+        ({"chunks": ()}, "leave no schedule"),
+        # zb-v has two chunks a rank, so it is not among those with one.
+        ({"names": ("zb-v",), "chunks": (1,)}, "leave no schedule"),
+        ({"sizes": {"stack": 1.0}}, "there is no pool 'stack'"),
+        ({"latency": -1.0}, "latency is -1"),
+        ({"execution": "eager"}, "execution is 'eager'"),
+        ({"costs": Costs(forward=0.0)}, "the cost of a forward is 0"),
+    ],
+)
+def test_if_no_schedule_is_possible_the_reason_is_told(changes, match):
+    with pytest.raises(OrderError, match=match):
+        best(**(STEP | changes))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"names": ("gpipe", "gpipe")}, {"chunks": (1, 1)}, {"names": ("gpipe", "dualpipe-v"), "microbatches": 4}]
+)
+def test_a_candidate_is_listed_once_whatever_is_asked(asked):
+    candidates = best(**(STEP | asked)).candidates
+    # Of a V there is one schedule, with two chunks, whether it can be or not.
+    said = [(c.name, 2 if c.name == "dualpipe-v" else c.chunks) for c in candidates]
+    assert len(set(said)) == len(said)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory_limit": "1e9"},
+        {"sizes": {"stash": "50"}},
+        {"sizes": {"stash": -1.0}},
+        {"sizes": {"stash": float("nan")}},
+        {"chunks": 2},
+        {"costs": Costs("6.6")},
+    ],
+)
+def test_junk_for_a_parameter_is_an_order_error(changes):
+    with pytest.raises(OrderError):
+        best(**(STEP | changes))

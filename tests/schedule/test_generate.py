@@ -96,6 +96,13 @@ def test_aligned_with_one_chunk_takes_3m_plus_p_minus_1_ticks_once_the_pipe_is_f
 
 
 @pytest.mark.parametrize("P", range(1, 9))
+def test_aligned_with_chunks_takes_3m_ticks_a_chunk_plus_p_minus_1_once_the_pipe_is_full(P):
+    for chunks in (2, 3, 4):
+        for M in range(2 * P - 1, 3 * P + 2):
+            assert aligned(P, M, chunks).num_ticks == 3 * M * chunks + P - 1
+
+
+@pytest.mark.parametrize("P", range(1, 9))
 def test_in_a_tick_of_aligned_all_ranks_do_the_same_except_that_wgrads_fill_in(P):
     for chunks in (1, 2, 3):
         for M in microbatches("aligned", P):
@@ -114,6 +121,37 @@ def test_in_a_tick_of_aligned_all_ranks_do_the_same_except_that_wgrads_fill_in(P
 def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_whatever_they_cost(name, P, M, F, I, W):  # noqa: E741
     run = simulate(generate(name, pp=P, microbatches=M), Costs(F, I, W))
     assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * (F + I + W), abs=1e-9)
+
+
+@given(
+    name=st.sampled_from(["gpipe", "interleaved-1f1b"]),
+    P=st.integers(1, 8),
+    extra=st.integers(0, 16),
+    chunks=st.integers(1, 4),
+    each=st.tuples(costs, costs, costs),
+)
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_chunks_divide_what_gpipe_and_1f1b_idle_by_their_number_if_microbatches_fill_the_ring(name, P, extra, chunks, each):
+    M = P + extra  # also where they are no multiple of P
+    run = simulate(generate(name, pp=P, microbatches=M, chunks=chunks), Costs(*each).per_chunk(chunks))
+    assert run.makespan - M * sum(each) == pytest.approx((P - 1) * sum(each) / chunks, abs=1e-9)
+
+
+@given(P=st.integers(1, 8), extra=st.integers(0, 16), F=costs, W=costs, share=st.floats(0.05, 1.0))
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_zb_h2_idles_for_p_minus_1_forwards_if_dgrad_is_the_cheapest(P, extra, F, W, share):
+    # Measured: with a dgrad that costs more than a forward or a wgrad, it is more for some numbers of microbatches.
+    M, I = P + extra, share * min(F, W)  # noqa: E741
+    run = simulate(generate("zb-h2", pp=P, microbatches=M), Costs(F, I, W))
+    assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * F, abs=1e-9)
+
+
+@given(P=st.integers(1, 8), extra=st.integers(0, 8), chunks=st.integers(1, 4), F=costs, I=costs, share=st.floats(0.05, 1.0))
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_aligned_in_lockstep_idles_as_zb_h1_by_its_chunks_if_wgrad_is_the_cheapest(P, extra, chunks, F, I, share):  # noqa: E741
+    M, W = 2 * P - 1 + extra, share * min(F, I)
+    run = simulate(aligned(P, M, chunks), Costs(F, I, W).per_chunk(chunks), execution="lockstep")
+    assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * (F + I - W) / chunks, abs=1e-9)
 
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 16), F=costs, I=costs, share=st.floats(0.05, 1.0))

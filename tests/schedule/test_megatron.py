@@ -4,10 +4,12 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jgraph.errors import OrderError
 from jgraph.schedule import Order, Schedule, megatron_order
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
 
 CASES = json.loads((Path(__file__).parent / "goldens/orders.json").read_text())["cases"]
 
@@ -17,6 +19,16 @@ def test_the_order_is_upstreams(case):
     params = dict(case["params"])
     order = megatron_order(params.pop("pp_size"), params.pop("pp_rank"), params.pop("num_microbatches"), **params)
     assert order.to_list() == case["expect"].get("overlap_order", case["expect"]["order"])
+    # With overlap every layer became a chunk of its own; without, the layers are said beside the order.
+    assert order.num_layers_per_chunk == tuple(
+        case["expect"].get("num_layers_per_chunk_after", case["params"]["num_layers_per_chunk"])
+    )
+
+
+def test_there_are_golden_cases_with_and_without_overlap_and_delayed_wgrads():
+    flags = [(case["params"]["overlap_moe_ep"], case["params"]["delay_wgrad"]) for case in CASES]
+    assert len(CASES) == 11
+    assert set(flags) == {(False, False), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -39,15 +51,143 @@ def test_the_orders_of_all_ranks_make_a_schedule(overlap):
         assert Schedule(orders).num_microbatches == (1 if pp == 1 and not overlap else pp * rounds)
 
 
-@pytest.mark.parametrize(("pp", "vpp", "group", "microbatches"), [(3, 2, 1, 3), (4, 2, 2, 8), (4, 3, 4, 5)])
-def test_groups_shorter_than_the_ring_are_refused_where_they_deadlock(pp, vpp, group, microbatches):
-    with pytest.raises(OrderError, match="take groups of at least pp_size"):
+def layer_placement(layers):
+    """Stages if every layer is one: `layers` [P][C], in the sequence in which a microbatch passes through them."""
+    stage, rows = itertools.count(), [[] for _ in layers]
+    for chunk in range(len(layers[0])):
+        for row, own in zip(rows, layers, strict=True):
+            row += [next(stage) for _ in range(own[chunk])]
+    return tuple(map(tuple, rows))
+
+
+def step_by_layer(layers, microbatches, group, *, vpp, delay=False):
+    """All ranks of a step with overlap, `layers` [P][C]."""
+    pp = len(layers)
+    orders = tuple(
+        megatron_order(
+            pp,
+            r,
+            microbatches,
+            vpp=vpp,
+            microbatch_group_size=group,
+            num_layers_per_chunk=layers[r],
+            overlap_moe_ep=True,
+            delay_wgrad=delay,
+        )
+        for r in range(pp)
+    )
+    return Schedule(orders, layer_placement(layers))
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_ranks_with_uneven_and_empty_chunks_make_a_schedule_if_the_last_group_is_not_shorter_than_the_ring(delay):
+    rng = np.random.default_rng(int(delay))
+    for _ in range(100):
+        pp, chunks = int(rng.integers(2, 6)), int(rng.integers(1, 5))
+        group = pp + int(rng.integers(4))
+        last = int(rng.choice([0, *range(pp, group)]))
+        layers = rng.integers(0, 4, (pp, chunks))
+        layers[:, rng.integers(chunks)] += 1
+        step = step_by_layer(
+            layers.tolist(), group * int(rng.integers(1, 4)) + last, group, vpp=None if chunks == 1 else chunks, delay=delay
+        )
+        assert step.num_stages == layers.sum()
+
+
+def deadlocks(pp, vpp, group, microbatches, ahead):
+    """Where ranks wait for each other although groups are no shorter than the ring: the last group is so short that the last
+    rank wants a gradient from the group before while the first is kept from going on. Found by trying all that is tried below.
+
+    With `ahead` 0 for whole chunks and 1 for layers, which put one more forward before the first backward.
+    """
+    last = microbatches % group
+    return microbatches > group and (1 if vpp > 2 else 2) <= last <= 2 * pp - 3 + ahead - group and vpp > 1
+
+
+SIZES = [
+    (pp, vpp, group, microbatches)
+    for pp, vpp in itertools.product((2, 3, 4, 5), (1, 2, 3))
+    for group in range(pp, 2 * pp)
+    for microbatches in range(1, 2 * group + 2)
+]
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_groups_no_shorter_than_the_ring_are_refused_exactly_if_the_last_one_is_so_short_that_ranks_deadlock(rank):
+    refused = set()
+    for pp, vpp, group, microbatches in SIZES:
+        try:
+            megatron_order(pp, rank % pp, microbatches, vpp=vpp, microbatch_group_size=group)
+        except OrderError:
+            refused.add((pp, vpp, group, microbatches))
+    assert refused == {size for size in SIZES if deadlocks(*size, ahead=0)}
+    assert refused >= {(4, 3, 4, 5), (5, 2, 5, 7), (5, 3, 5, 6), (5, 3, 5, 7), (5, 3, 6, 7)}
+
+
+def test_orders_by_layer_are_refused_if_they_deadlock():
+    accepted = set()
+    for pp, vpp, group, microbatches in SIZES:
+        if deadlocks(pp, vpp, group, microbatches, ahead=1):
+            try:
+                megatron_order(
+                    pp,
+                    0,
+                    microbatches,
+                    vpp=vpp,
+                    microbatch_group_size=group,
+                    num_layers_per_chunk=(2,) * vpp,
+                    overlap_moe_ep=True,
+                )
+            except OrderError:
+                continue
+            accepted.add((pp, vpp, group, microbatches))
+    assert not accepted
+
+
+def test_orders_by_layer_deadlock_where_the_formula_says():
+    refused = set()
+    for pp, vpp, group, microbatches in SIZES:
+        try:
+            step_by_layer([[2] * vpp] * pp, microbatches, group, vpp=vpp)
+        except OrderError:
+            refused.add((pp, vpp, group, microbatches))
+    assert refused == {size for size in SIZES if deadlocks(*size, ahead=1)}
+    assert (3, 3, 3, 4) in refused
+
+
+@pytest.mark.parametrize(("pp", "vpp", "group", "microbatches"), [(3, 2, 1, 3), (4, 2, 2, 8), (4, 3, 4, 5), (5, 3, 6, 25)])
+def test_short_groups_are_refused_where_they_deadlock_with_rank_position_and_remedy(pp, vpp, group, microbatches):
+    with pytest.raises(OrderError) as caught:
         megatron_order(pp, 0, microbatches, vpp=vpp, microbatch_group_size=group)
+    message = str(caught.value)
+    assert message.startswith(f"pp_size={pp}, num_microbatches={microbatches}, microbatch_group_size={group}: ")
+    assert f"rank {caught.value.rank} at entry {caught.value.position} " in message
+    assert "take groups of at least pp_size" in message
 
 
-def test_groups_shorter_than_the_ring_are_accepted_where_they_run():
-    orders = tuple(megatron_order(2, r, 5, vpp=2, microbatch_group_size=2) for r in range(2))
-    assert Schedule(orders).num_microbatches == 5
+def test_short_groups_are_accepted_exactly_where_all_ranks_together_run():
+    seen = set()
+    for pp, vpp, microbatches in itertools.product((2, 3, 4), (2, 3), range(1, 10)):
+        for group in range(1, pp):
+            accepted = []
+            for r in range(pp):
+                try:
+                    accepted.append(megatron_order(pp, r, microbatches, vpp=vpp, microbatch_group_size=group))
+                except OrderError:
+                    continue
+            # All ranks or none, and all together run.
+            assert len(accepted) in (0, pp)
+            if accepted:
+                assert Schedule(tuple(accepted)).num_microbatches == microbatches
+            seen.add((pp, bool(accepted)))
+    assert seen == {(2, True), (3, True), (3, False), (4, True), (4, False)}
+
+
+def test_without_a_virtual_pipeline_the_group_makes_no_difference():
+    for pp, microbatches in itertools.product((1, 2, 4), (1, 3, 8)):
+        orders = [[megatron_order(pp, r, microbatches, microbatch_group_size=g) for r in range(pp)] for g in (1, pp, pp + 3)]
+        assert orders[0] == orders[1] == orders[2]
+        assert Schedule(tuple(orders[0])).num_ranks == pp
 
 
 @pytest.mark.parametrize("layers", [(3, 2), (0, 2), (2, 0), (1, 4)])
@@ -62,6 +202,36 @@ def test_uneven_and_empty_chunks_become_layers(layers, delay):
     assert Order.parse(order.to_list()) == order
 
 
+@pytest.mark.parametrize("layers", [(3, 2), (0, 2), (2, 0, 1), (1, 4), (1, 1)])
+@pytest.mark.parametrize("delay", [False, True])
+def test_layers_are_numbered_through_the_chunks_and_come_in_the_sequence_of_their_chunks(layers, delay):
+    sizes = {"vpp": len(layers), "microbatch_group_size": 3}
+    whole = megatron_order(2, 0, 6, **sizes)
+    order = megatron_order(2, 0, 6, num_layers_per_chunk=layers, overlap_moe_ep=True, delay_wgrad=delay, **sizes)
+    first = np.cumsum((0, *layers))
+
+    def by_layer(kind, step):
+        chunks = whole.chunks[whole.kinds == kind]
+        return [layer for c in chunks for layer in range(first[c], first[c + 1])[::step]]
+
+    def chunks_of(*kinds):
+        return order.chunks[np.isin(order.kinds, kinds)].tolist()
+
+    assert chunks_of(FORWARD) == by_layer(FORWARD, 1)
+    assert chunks_of(DGRAD, BACKWARD) == by_layer(BACKWARD, -1)
+    assert chunks_of(WGRAD) == (by_layer(BACKWARD, -1) if delay else [])
+
+
+def test_an_empty_chunk_leaves_the_numbers_of_the_others_without_a_gap():
+    order = megatron_order(2, 1, 2, vpp=2, num_layers_per_chunk=(0, 2), overlap_moe_ep=True, delay_wgrad=True)
+    # Chunk by chunk 1 1 2 (2 -2) -2 -1 -1, brackets where forward and backward alternate; all of chunk 1 leaves nothing.
+    assert order.to_list() == [1, 2, 1, -2, -2.5, 2, -1, -1.5, -2, -2.5, -1, -1.5]
+
+
+def test_numpy_integers_are_whole_numbers():
+    assert megatron_order(np.int64(2), np.int32(0), np.int64(4), vpp=np.int64(2)) == megatron_order(2, 0, 4, vpp=2)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
@@ -71,7 +241,21 @@ def test_uneven_and_empty_chunks_become_layers(layers, delay):
         ((4, 0, 0), {}, "num_microbatches is 0"),
         ((4, 0, True), {}, "num_microbatches is True"),
         ((4, "0", 4), {}, "pp_rank is '0'"),
+        ((4, True, 4), {}, "pp_rank is True"),
+        ((2.0, 0, 4), {}, r"pp_size is 2\.0"),
+        ((None, 0, 4), {}, "pp_size is None"),
+        ((4, 0, float("nan")), {}, "num_microbatches is nan"),
         ((4, 0, 4), {"vpp": 0}, "vpp is 0"),
+        ((4, 0, 4), {"vpp": -1}, "vpp is -1"),
+        ((4, 0, 4), {"vpp": True}, "vpp is True"),
+        ((4, 0, 4), {"vpp": 2, "microbatch_group_size": True}, "microbatch_group_size is True"),
+        ((4, 0, 4), {"vpp": 2, "microbatch_group_size": "4"}, "microbatch_group_size is '4'"),
+        ((4, 0, 4), {"vpp": 2, "microbatch_group_size": 4.0}, r"microbatch_group_size is 4\.0"),
+        ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1, 2, 3)}, "3 values for 2 chunks"),
+        ((4, 0, 4), {"num_layers_per_chunk": ()}, "0 values for 1 chunks"),
+        ((4, 0, 4), {"num_layers_per_chunk": "2"}, "num_layers_per_chunk is '2'"),
+        ((4, 0, 4), {"num_layers_per_chunk": (True,)}, "num_layers_per_chunk is True"),
+        ((4, 0, 4), {"num_layers_per_chunk": (1.5,)}, r"num_layers_per_chunk is 1\.5"),
         ((1, 0, 4), {"vpp": 2}, "a single rank has one chunk"),
         ((4, 0, 4), {"vpp": 2, "microbatch_group_size": 0}, "microbatch_group_size is 0"),
         ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1,)}, "1 values for 2 chunks"),
@@ -83,3 +267,16 @@ def test_uneven_and_empty_chunks_become_layers(layers, delay):
 def test_parameters_that_make_no_order_are_named(args, kwargs, match):
     with pytest.raises(OrderError, match=match):
         megatron_order(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"vpp": "2"}, "vpp is '2'"),
+        ({"vpp": 1.0}, "vpp is 1"),
+        ({"num_layers_per_chunk": 3}, "num_layers_per_chunk is 3"),
+    ],
+)
+def test_junk_for_a_parameter_is_an_order_error(kwargs, match):
+    with pytest.raises(OrderError, match=match):
+        megatron_order(2, 0, 4, **kwargs)

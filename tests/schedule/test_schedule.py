@@ -1,10 +1,16 @@
 """All ranks together: who waits for whom."""
 
+import itertools
+from collections import Counter
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from jgraph.errors import OrderError
-from jgraph.schedule import Order, Schedule, generate, loop, vee
+from jgraph.schedule import NAMES, Order, Schedule, generate, loop, vee
+from tests.schedule.referee import can_be_played, counted, said
+from tests.schedule.strategies import schedules
 
 
 def test_a_circle_of_waiting_is_told_with_rank_position_and_reason():
@@ -15,6 +21,93 @@ def test_a_circle_of_waiting_is_told_with_rank_position_and_reason():
     ) as caught:
         Schedule(orders)
     assert (caught.value.rank, caught.value.position) == (0, 1)
+
+
+def test_everyone_in_the_circle_is_told_with_what_they_wait_for():
+    # Rank 2 does stage 1 twice before stage 2, rank 1 wants stage 2 before it does any, rank 0 wants stage 3 before it does
+    # stage 0 again.
+    rows = [1, 2, 1, 2, -2, -1, -2, -1], [1, 1, 2, 2, -2, -2, -1, -1], [1, 1, 2, 2, -2, -2, -1, -1]
+    with pytest.raises(OrderError) as caught:
+        Schedule(tuple(map(Order.parse, rows)), ((0, 4), (3, 5), (1, 2)))
+    assert str(caught.value) == (
+        "the schedule deadlocks: "
+        "rank 0 at entry 1 (forward of chunk 2, microbatch 0) waits for rank 1's forward of stage 3, microbatch 0; "
+        "rank 1 at entry 0 (forward of chunk 1, microbatch 0) waits for rank 2's forward of stage 2, microbatch 0; "
+        "rank 2 at entry 1 (forward of chunk 1, microbatch 1) waits for rank 0's forward of stage 0, microbatch 1; "
+        "place what is waited for earlier"
+    )
+    assert (caught.value.rank, caught.value.position) == (0, 1)
+
+
+def test_of_a_circle_of_four_the_first_three_are_told():
+    rows = (
+        [1, 2, 1, 2, -2, -2, -1, -1],
+        [1, 2, 1, 2, -2, -2, -1, -1],
+        [1, 1, 2, 2, -2, -2, -1, -1],
+        [1, 2, 1, 2, -2, -2, -1, -1],
+    )
+    with pytest.raises(OrderError) as caught:
+        Schedule(tuple(map(Order.parse, rows)), ((5, 7), (2, 4), (1, 3), (0, 6)))
+    assert str(caught.value).count("waits for") == 3
+    assert "microbatch 1 ...; place" in str(caught.value)
+    assert (caught.value.rank, caught.value.position) == (0, 0)
+
+
+def test_a_rank_that_only_waits_for_the_circle_is_not_blamed():
+    # Ranks 1 and 2 wait for each other; rank 0 waits for them.
+    orders = (Order.parse([1, 1, -1, -1]), Order.parse([1, -1, 1, -1]), Order.parse([1, 1, -1, -1]))
+    with pytest.raises(OrderError, match=r"rank 1 at entry 1 .* waits for rank 2's dgrad of stage 2, microbatch 0") as caught:
+        Schedule(orders)
+    assert (caught.value.rank, caught.value.position) == (1, 1)
+    assert "rank 0 at" not in str(caught.value)
+
+
+def test_of_all_orders_of_three_ranks_those_are_refused_that_wait_for_each_other():
+    rows = [[1, 1, 1, -1, -1, -1], [1, 1, -1, 1, -1, -1], [1, 1, -1, -1, 1, -1], [1, -1, 1, 1, -1, -1], [1, -1, 1, -1, 1, -1]]
+    seen = Counter()
+    for step in itertools.product(rows, repeat=3):
+        try:
+            Schedule(tuple(map(Order.parse, step)))
+            runs = True
+        except OrderError:
+            runs = False
+        assert runs == can_be_played([said(row) for row in step], loop(3, 1))
+        seen[runs] += 1
+    # No rank may be ahead of the one before it: chains of three in the Stanley lattice of five paths, 1 + 4 + 9 + 16.
+    assert seen == {True: 30, False: 95}
+
+
+def legal_ticks(orders, most):
+    """Every way to place the orders of two ranks into ticks below `most`, by trying all."""
+    sizes = [len(order) for order in orders]
+    for ticks in itertools.product(*(itertools.combinations(range(most), n) for n in sizes)):
+        try:
+            yield Schedule(orders, (), tuple(map(np.array, ticks))).ticks
+        except OrderError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "numbers", [([1, 1, -1, -1], [1, -1, 1, -1]), ([1, -1, -1.5], [1, -1, -1.5]), ([1, -1], [1, -1, -1.5])]
+)
+def test_no_way_to_place_two_ranks_has_any_action_earlier(numbers):
+    orders = tuple(map(Order.parse, numbers))
+    earliest = Schedule(orders).ticks
+    ways = list(legal_ticks(orders, 8))
+    assert len(ways) > 10
+    assert [np.min(column, axis=0).tolist() for column in zip(*ways, strict=True)] == [t.tolist() for t in earliest]
+
+
+@given(schedules())
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_whatever_is_not_in_the_first_tick_follows_at_once_on_what_it_waits_for(schedule):
+    rows = counted(schedule)
+    made = {("F" if kind == 0 else "B", stage, m): tick for row in rows for tick, kind, stage, m in row if kind != 2}
+    for row in rows:
+        for before, (tick, kind, stage, m) in zip([None, *row], row, strict=False):
+            source = {0: ("F", stage - 1, m), 2: None}.get(kind, ("B", stage + 1, m))
+            waits = [-1, before[0] if before else -1, made.get(source, -1)]
+            assert tick == max(waits) + 1
 
 
 def test_each_action_has_the_earliest_tick():
@@ -32,11 +125,95 @@ def test_each_action_has_the_earliest_tick():
         (([1, 2, -2, -1],), ((1, 0),), "ascending"),
         (([1, 2, -2, -1], [1, -1]), (), "rank 1 has an order of 1 chunks"),
         (([1, -1], [1, 1, -1, -1]), (), "rank 1 has 2 microbatches, rank 0 has 1"),
+        (([1, -1], [1, -1]), ((0,), (-1,)), "each of 0 to 1"),
+        (([1, -1], [1, -1]), ((0,), (1, 2)), "rank 1 has an order of 1 chunks, but 2 stages are placed there"),
+        (([1, -1], [1, -1]), ((), (0, 1)), "rank 0 has an order of 1 chunks, but 0 stages are placed there"),
+        (([1, 2, -2, -1],), ((0, 0),), "each of 0 to 1 must be on exactly one"),
+        (([1, 2, -2, -1], [1, 2, -2, -1]), ((0, 1), (2, 4)), r"have stages \[0, 1, 2, 4\]; each of 0 to 3"),
     ],
 )
 def test_orders_that_do_not_fit_together_are_refused(orders, placement, match):
     with pytest.raises(OrderError, match=match):
         Schedule(tuple(map(Order.parse, orders)), placement)
+
+
+@pytest.mark.parametrize(
+    ("ticks", "rank", "position"),
+    [
+        (([0, 3], [0, 2]), 1, 0),
+        (([0, 2], [1, 2]), 0, 1),
+        (([0, 1], [1, 2]), 0, 1),
+        (([5, 9], [4, 8]), 1, 0),
+        (([0, 0], [1, 2]), 0, 1),
+        (([0, 3], [2, 1]), 1, 1),
+        (([-1, 3], [1, 2]), 0, 0),
+        (([0, 3], [1, 2, 3]), 1, None),
+        (([0, 3], []), 1, None),
+        (([0, 3],), None, None),
+        (([0, 3], [1, 2], [3, 4]), None, None),
+    ],
+)
+def test_ticks_that_are_refused_are_told_with_rank_and_position(ticks, rank, position):
+    with pytest.raises(OrderError) as caught:
+        Schedule((Order.parse([1, -1]),) * 2, (), tuple(map(np.array, ticks)))
+    assert (caught.value.rank, caught.value.position) == (rank, position)
+
+
+def test_a_wgrad_may_be_at_any_tick_after_its_dgrad_whatever_the_other_ranks_do():
+    orders = (Order.parse([1, -1, -1.5]),) * 2
+    assert Schedule(orders, (), (np.array([0, 3, 4]), np.array([1, 2, 3]))).num_ticks == 5
+    assert Schedule(orders, (), (np.array([0, 3, 4]), np.array([1, 2, 90]))).num_ticks == 91
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_ticks_of_a_schedule_are_taken_as_its_ticks(name):
+    schedule = generate(name, pp=3, microbatches=6, chunks=1)
+    again = Schedule(schedule.orders, schedule.placement, schedule.ticks)
+    assert [t.tolist() for t in again.ticks] == [t.tolist() for t in schedule.ticks]
+
+
+def test_a_split_schedule_keeps_name_and_placement_and_starts_as_early_as_it_can():
+    schedule = generate("dualpipe-v", pp=2, microbatches=5)
+    split = schedule.split()
+    assert (split.name, split.placement) == (schedule.name, schedule.placement)
+    assert split.orders == tuple(order.split() for order in schedule.orders)
+    assert [t.tolist() for t in split.ticks] == [t.tolist() for t in Schedule(split.orders, split.placement).ticks]
+
+
+def test_ranks_may_have_different_numbers_of_stages():
+    schedule = Schedule((Order.parse([1, 2, -2, -1]), Order.parse([1, -1])), ((0, 2), (1,)))
+    assert [t.tolist() for t in schedule.ticks] == [[0, 2, 3, 5], [1, 4]]
+
+
+@pytest.mark.parametrize("ticks", [np.array([5, 3], np.uint64), np.array([100, -100], np.int8)])
+def test_descending_ticks_are_refused_in_any_integer_type(ticks):
+    with pytest.raises(OrderError, match="go up"):
+        Schedule((Order.parse([1, -1]),), (), (ticks,))
+
+
+@pytest.mark.parametrize(
+    ("orders", "placement", "ticks"),
+    [
+        ((Order.parse([1, -1]),), (), (np.zeros((2, 2), int),)),
+        ((Order.parse([1, -1]),), (), (["a", "b"],)),
+        ((Order.parse([1, -1]),), (), (3,)),
+        ((Order.parse([1, -1]),), (), np.array([[1, 0]])),
+        ((Order.parse([1, -1]),), ((0.0,),), ()),
+        (([1, -1],), (), ()),
+    ],
+)
+def test_what_are_no_orders_stages_or_ticks_is_refused(orders, placement, ticks):
+    with pytest.raises(OrderError):
+        Schedule(orders, placement, ticks)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_ticks_cannot_be_changed(given):
+    ticks = (np.array([0, 3]), np.array([1, 2]))
+    schedule = Schedule((Order.parse([1, -1]),) * 2, (), ticks if given else ())
+    ticks[0][0] = 9
+    assert schedule.ticks[0].tolist() == [0, 3]
+    assert not schedule.ticks[0].flags.writeable
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jgraph.errors import OrderError
-from jgraph.schedule import POOLS, Costs, Order, Schedule, Simulation, generate, simulate
+from jgraph.schedule import POOLS, Costs, Order, Schedule, Simulation, assign, generate, simulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD
-from tests.schedule.referee import counted, referee_times
+from tests.schedule.referee import OWN_POOLS, counted, referee_times
 from tests.schedule.strategies import delayed_ticks, random_schedule
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "bubbles.json").read_text())
@@ -195,7 +195,9 @@ def live_by_looking(run: Simulation, pool: str, r: int, time: float) -> int:
 
 def test_memory_over_time_equals_counting_what_is_alive_at_random_moments():
     for rng, schedule, costs, latency in cases(60, seed=6):
-        run = simulate(schedule, costs, latency=latency)
+        execution = rng.choice(["dataflow", "neighbours", "lockstep"])
+        communication = rng.choice(["overlapped", "blocking"])
+        run = simulate(schedule, costs, latency=latency, communication=communication, execution=execution)
         curves = run.memory(SIZES)
         for r, (times, level) in enumerate(curves):
             for time in rng.uniform(0, run.makespan, 6):
@@ -212,6 +214,25 @@ def test_memory_returns_to_zero_and_its_peak_is_its_highest_level():
             assert level[-1] == 0
             assert level.min() >= 0
             assert peak == level.max() > 0
+
+
+def test_if_every_action_takes_as_long_the_most_in_use_in_lockstep_are_the_slots():
+    ticks = Costs(1, 1, 1, backward=1)
+    for rng, schedule, _, _ in cases(200, seed=9):
+        for ticked in (schedule, delayed_ticks(rng, schedule)):
+            run, slots = simulate(ticked, ticks, execution="lockstep"), assign(ticked)
+            for pool in POOLS:
+                assert run.peak({pool: 1}).tolist() == slots.counts[pool].tolist(), pool
+
+
+def test_of_what_a_rank_makes_for_itself_the_most_in_use_are_the_slots_however_long_actions_take():
+    # What it receives can come earlier than a schedule's ticks say, and then more of it waits.
+    for _, schedule, costs, latency in cases(200, seed=10):
+        slots = assign(schedule)
+        for execution in ("dataflow", "neighbours", "lockstep"):
+            run = simulate(schedule, costs, latency=latency, execution=execution)
+            for pool in OWN_POOLS:
+                assert run.peak({pool: 1}).tolist() == slots.counts[pool].tolist(), pool
 
 
 def test_what_ends_makes_room_for_what_begins_at_the_same_moment():

@@ -136,6 +136,18 @@ def test_the_referee_sees_when_one_slot_is_given_to_two():
             referee(schedule, slots=slots)
 
 
+def test_the_referee_sees_when_something_is_used_in_the_tick_in_which_it_is_made():
+    schedule = generate("zb-h1", pp=3, microbatches=4)
+    slots = assign(schedule)
+    for r, position in ((1, 0), (0, 3), (2, 2)):  # the first forward, dgrad and wgrad of a rank that have to wait
+        ticks = [row.copy() for row in schedule.ticks]
+        ticks[r][position] -= 1
+        early = generate("zb-h1", pp=3, microbatches=4)
+        object.__setattr__(early, "ticks", tuple(ticks))
+        with pytest.raises(Foul, match=r"not through kind|goes from tick"):
+            referee(early, slots=slots)
+
+
 def test_the_referee_sees_when_ranks_do_not_share_a_number():
     schedule = generate("aligned", pp=4, microbatches=8)
     slots = assign(schedule, sharing="all")
@@ -170,6 +182,11 @@ def test_freeing_at_dgrad_is_allowed_where_every_wgrad_comes_at_once():
         schedule = generate(name, pp=4, microbatches=8).split()
         early = assign(schedule, release="dgrad")
         referee(schedule, slots=early)
+
+
+def test_freeing_at_dgrad_is_not_offered_where_ranks_share_numbers():
+    with pytest.raises(OrderError, match="take sharing='rank' with it"):
+        assign(generate("1f1b", pp=2, microbatches=2), sharing="all", release="dgrad")
 
 
 def test_freeing_at_dgrad_is_either_refused_at_an_entry_that_makes_something_or_safe():

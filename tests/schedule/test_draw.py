@@ -1,0 +1,300 @@
+"""Pictures: what is drawn is what the simulation says, where it says it."""
+
+import re
+import xml.etree.ElementTree as ET
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from rich.cells import cell_len
+from rich.style import Style
+
+from jgraph.schedule import Costs, Simulation, draw, generate, simulate
+from jgraph.schedule.action import LETTERS
+from tests.schedule.strategies import schedules
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def run_of(name: str, pp: int, microbatches: int, chunks: int = 1, **options) -> Simulation:
+    return simulate(generate(name, pp=pp, microbatches=microbatches, chunks=chunks), Costs().per_chunk(chunks), **options)
+
+
+def plain(run: Simulation, width: int = 100) -> str:
+    return draw.timeline(run, width=width, colour=False).plain
+
+
+def rows(text: str, rank: int) -> list[str]:
+    """What is right of a rank's label, one string for every time that the rank is drawn."""
+    label = max(map(len, re.findall(r"^rank \d+ +", text, re.M)))
+    return [line[label:] for line in text.splitlines() if re.match(rf"rank {rank} ", line)]
+
+
+def actions(row: str) -> list[tuple[str, str]]:
+    """Letter and number ("" where it did not fit) of the cells that begin in a row; and nothing else may be there."""
+    tokens = re.findall(r"([FIWBfiwb-])(\d*) *|·+", row)
+    assert "".join(m.group(0) for m in re.finditer(r"[FIWBfiwb-]\d* *|·+", row)) == row, row
+    return [(letter, number) for letter, number in tokens if letter not in ("", "-")]
+
+
+def expected(run: Simulation, rank: int) -> list[tuple[str, str]]:
+    order = run.schedule[rank]
+    kinds = zip(order.kinds.tolist(), order.chunks.tolist(), strict=True)
+    letters = [LETTERS[kind] if chunk == 0 else LETTERS[kind].lower() for kind, chunk in kinds]
+    return list(zip(letters, map(str, order.microbatches), strict=True))
+
+
+TINY = [
+    ("zb-h1", 3, 4, 1),
+    ("zb-v", 2, 3, 2),
+    ("1f1b", 4, 4, 1),
+    ("gpipe", 2, 2, 3),
+    ("dualpipe-v", 2, 4, 2),
+    ("aligned", 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "microbatches", "chunks"), TINY)
+def test_every_action_of_a_small_schedule_is_drawn_once_with_its_number_in_sequence(name, pp, microbatches, chunks):
+    run = run_of(name, pp, microbatches, chunks)
+    text = plain(run, 200)
+    for r in range(pp):
+        (row,) = rows(text, r)
+        assert actions(row) == expected(run, r)
+
+
+@pytest.mark.parametrize(("name", "pp", "microbatches", "chunks"), TINY)
+def test_dots_are_where_a_rank_is_idle_and_nowhere_else(name, pp, microbatches, chunks):
+    run = run_of(name, pp, microbatches, chunks, latency=1 / chunks)
+    text = plain(run, 200)
+    for r in range(pp):
+        (row,) = rows(text, r)
+        middles = (np.arange(len(row)) + 0.5) * run.makespan / len(row)
+        busy = ((run.starts[r][:, None] < middles) & (middles < run.ends[r][:, None])).any(axis=0)
+        assert "".join("·" if not b else "#" for b in busy) == re.sub("[^·]", "#", row)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules())
+def test_every_action_of_any_schedule_begins_once_though_it_goes_on_below(schedule):
+    run = simulate(schedule)
+    text = plain(run, 60)
+    for r in range(schedule.num_ranks):
+        found = actions("".join(rows(text, r)).replace("…", ""))
+        assert [letter for letter, _ in found] == [letter for letter, _ in expected(run, r)]
+        assert all(number in ("", m) for (_, number), (_, m) in zip(found, expected(run, r), strict=True))
+
+
+def test_a_longer_schedule_goes_on_below_and_its_lines_say_the_time():
+    run = run_of("aligned", 4, 16, 2, execution="lockstep")
+    text = plain(run)
+    parts = [len(row) for row in rows(text, 0)]
+    assert len(parts) > 1
+    assert [len(row) for row in rows(text, 3)] == parts
+    times = [float(t) for line in text.splitlines() if not line.startswith("rank") for t in line.split()]
+    assert times[0] == 0
+    assert times[-1] == run.makespan
+    assert times[1:-1:2] == times[2:-1:2]
+
+
+def test_of_a_schedule_that_takes_too_many_lines_the_beginning_and_the_end_are_shown():
+    run = run_of("1f1b", 8, 64)
+    text = plain(run)
+    for r in range(8):
+        (row,) = rows(text, r)
+        first, last = (actions(part) for part in row.split(draw.GAP))
+        assert first == expected(run, r)[: len(first)]
+        last = [(letter, number) for letter, number in last if number]
+        assert last == expected(run, r)[len(run.schedule[r]) - len(last) :]
+    first, last = rows(text, 0)[0].split(draw.GAP)
+    assert first.startswith("F0")
+    assert re.search(r"B63 *$", last)
+
+
+def test_of_64_ranks_the_first_and_the_last_are_shown_over_all_of_the_time():
+    run = run_of("gpipe", 64, 128)
+    text = plain(run)
+    assert len(text.splitlines()) < 20
+    assert "ranks 7 to 56 are not shown" in text
+    (top,), (bottom,) = rows(text, 0), rows(text, 63)
+    assert re.fullmatch("F+·+B+", top)
+    assert re.fullmatch("·+F+B+·+", bottom)
+
+
+def test_kinds_too_fine_for_the_columns_get_their_share_of_a_row():
+    run = run_of("zb-v", 24, 64, 2)
+    (row,) = rows(plain(run), 3)
+    order = run.schedule[3]
+    for kind, chunk in ((kind, chunk) for kind in range(3) for chunk in range(2)):
+        own = (order.kinds == kind) & (order.chunks == chunk)
+        share = (run.ends[3] - run.starts[3])[own].sum() / run.makespan * len(row)
+        letter = LETTERS[kind].lower() if chunk else LETTERS[kind]
+        assert row.count(letter) == pytest.approx(share, abs=2)
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("pp", [1, 2, 5, 8, 16, 17, 64])
+def test_no_line_is_wider_than_the_console(pp, width):
+    for name, microbatches, chunks in (("1f1b", 1, 1), ("gpipe", 7, 2), ("zb-v", 64, 2), ("zb-h2", 11, 1)):
+        run = run_of(name, pp, microbatches, chunks, latency=0.3)
+        for colour in (True, False):
+            text = draw.timeline(run, width=width, colour=colour).plain
+            assert max(map(cell_len, text.splitlines())) <= width
+            shown = {int(r) for r in re.findall(r"^rank (\d+)", text, re.M)}
+            assert shown >= ({*range(pp)} if pp <= 16 else {0, 1, pp - 2, pp - 1})
+
+
+def test_what_goes_on_below_fits_exactly_where_it_can():
+    run = run_of("zb-h1", 2, 12)
+    widest = [max(map(len, plain(run, width).splitlines())) for width in range(40, 75)]
+    assert all(wide <= width for wide, width in zip(widest, range(40, 75), strict=True))
+    # 13 and 19 cells of 3 columns beside a label of 7.
+    assert {46, 64} <= set(widest)
+
+
+@pytest.mark.parametrize(("costs", "latency"), [((1, 1, 1), 1e30), ((1e30, 1, 1e-30), 0), ((1e-30, 1e-30, 1e-30), 1e30)])
+def test_times_beyond_all_measure_are_drawn(tmp_path, costs, latency):
+    # Beside the longest, the shortest action rounds to no time at all.
+    run = simulate(generate("zb-h1", pp=3, microbatches=6), Costs(*costs), latency=latency)
+    assert max(map(len, plain(run).splitlines())) <= 100
+    assert "rank 2" in texts(drawn(run, tmp_path / "a.svg"))
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2, relative luminance."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+def test_text_has_enough_contrast_on_every_colour(chunks):
+    for kind in draw.COLOURS:
+        for chunk in range(chunks):
+            light, dark = sorted((luminance(draw.tint(kind, chunk, chunks)), luminance(draw.TEXT)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_every_kind_and_chunk_has_a_colour_of_its_own():
+    colours = [draw.tint(kind, chunk, 4) for kind in draw.COLOURS for chunk in range(4)]
+    for a, b in combinations(colours, 2):
+        apart = [abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)]
+        assert max(apart) > 20, (a, b)
+    assert [draw.tint(kind, 0, 4) for kind in draw.COLOURS] == list(draw.COLOURS.values())
+
+
+def test_cells_have_the_colour_of_their_kind_and_chunk_and_hold_the_number():
+    run = run_of("zb-v", 2, 3, 2)
+    text = draw.timeline(run, width=200, colour=True)
+    found = []
+    for span in text.spans:
+        style = span.style if isinstance(span.style, Style) else Style.parse(span.style)
+        if style.bgcolor:
+            found.append(
+                (style.bgcolor.name.upper(), style.color and style.color.name, text.plain[span.start : span.end].strip())
+            )
+    want = [
+        (draw.tint(action_kind, chunk, 2), draw.TEXT, str(m))
+        for order in run.schedule
+        for action_kind, chunk, m in zip(order.kinds.tolist(), order.chunks.tolist(), order.microbatches.tolist(), strict=True)
+    ]
+    assert found == want
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_legend_names_what_is_drawn_and_nothing_else(colour):
+    one, two = (draw.legend(run, colour=colour).plain for run in (run_of("1f1b", 2, 2), run_of("zb-v", 2, 2, 2)))
+    assert "B" in one
+    assert "wgrad at once" in one
+    assert " W " not in one
+    assert "chunk" not in one
+    for word in ("F", "I", "W", "forward", "dgrad", "wgrad", "idle", "microbatch", "chunk"):
+        assert word in two
+    assert "at once" not in two
+    assert ("small letter" in two) is not colour
+
+
+def drawn(run: Simulation, path) -> ET.Element:
+    draw.write_svg(run, path)
+    return ET.fromstring(path.read_text(encoding="utf-8"))
+
+
+def texts(svg: ET.Element) -> list[str]:
+    return [(element.text or "").strip() for element in svg.iter(f"{SVG}text")]
+
+
+def test_an_svg_has_its_ranks_numbers_legend_colours_and_hatches(tmp_path):
+    run = run_of("zb-v", 3, 4, 2)
+    svg = drawn(run, tmp_path / "a.svg")
+    words = texts(svg)
+    # Once at the rows, once at the memory curves.
+    assert all(words.count(f"rank {r}") == 2 for r in range(3))
+    assert words.count("rank 3") == 0
+    for word in ("forward", "dgrad", "wgrad", "lighter: chunk 2", "idle"):
+        assert words.count(word) == 1
+    # Forward, dgrad and wgrad of two chunks on three ranks; "3" may also be a number at an axis.
+    assert words.count("3") >= 3 * 2 * 3
+    assert any("zb-v" in word and "makespan" in word for word in words)
+    assert list(svg.iter(f"{SVG}pattern"))
+    fills = set(re.findall(r"fill: (#[0-9a-f]{6})", (tmp_path / "a.svg").read_text()))
+    assert fills >= {draw.tint(kind, chunk, 2).lower() for kind in range(3) for chunk in range(2)}
+
+
+def test_bars_are_where_the_actions_are(tmp_path):
+    run = run_of("zb-h1", 3, 5, latency=0.25)
+    axes = draw.figure(run).axes[0]
+    found = {r: [] for r in range(3)}
+    for bars in axes.collections:
+        if bars.get_hatch():
+            continue
+        for path in bars.get_paths():
+            (left, low), (right, high) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            found[round((low + high) / 2)].append((left, right))
+    for r in range(3):
+        want = np.stack([run.starts[r], run.ends[r]], axis=1)
+        np.testing.assert_allclose(sorted(found[r]), want)
+    assert axes.yaxis_inverted()
+
+
+def test_the_memory_curves_end_empty_and_reach_the_peak_in_microbatches():
+    run = run_of("zb-v", 4, 8, 2)
+    lines = draw.figure(run).axes[1].get_lines()
+    peaks = run.peak({"forward_wgrad": 1 / 2})
+    assert [max(line.get_ydata()) for line in lines] == peaks.tolist()
+    assert all(line.get_ydata()[-1] == 0 for line in lines)
+
+
+def test_of_many_ranks_the_first_the_last_and_the_fullest_have_a_memory_curve():
+    run = run_of("aligned", 12, 30)
+    peaks = run.peak({"forward_wgrad": 1.0})
+    fullest = int(np.argmax(peaks))
+    labels = [line.get_label() for line in draw.figure(run).axes[1].get_lines()]
+    assert [int(re.findall(r"\d+", label)[0]) for label in labels] == sorted({0, fullest, 11})
+    assert [label for label in labels if "fullest" in label] == [f"rank {fullest} (fullest)"]
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    run = run_of("aligned", 4, 6, 2, execution="lockstep")
+    for name in ("a.svg", "b.svg"):
+        draw.write_svg(run, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert b"dc:date" not in (tmp_path / "a.svg").read_bytes()
+
+
+def test_numbers_too_many_to_read_are_left_out(tmp_path):
+    run = run_of("gpipe", 16, 100)
+    # Of the axes only: ranks and times in steps.
+    assert len(texts(drawn(run, tmp_path / "a.svg"))) < 100
+
+
+def test_bars_too_many_for_a_viewer_are_one_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(draw, "_MOST_PATHS", 10)
+    svg = drawn(run_of("1f1b", 3, 4), tmp_path / "a.svg")
+    assert len(list(svg.iter(f"{SVG}image"))) == 1
+    assert texts(svg).count("rank 2") == 2
+
+
+def test_a_picture_does_not_grow_wider_than_a_screen():
+    assert draw.figure(run_of("1f1b", 2, 2)).get_figwidth() < draw.figure(run_of("1f1b", 2, 30)).get_figwidth()
+    assert draw.figure(run_of("1f1b", 2, 2000)).get_figwidth() <= 18
