@@ -261,3 +261,38 @@ def referee_times(schedule: Schedule, costs_table: np.ndarray, latency: float) -
     if [len(row) for row in rows] != [len(row) for row in ends]:
         raise Foul("the ranks wait for each other")
     return starts, ends
+
+
+def referee_tick_times(
+    schedule: Schedule, costs_table: np.ndarray, latency: float, execution: str
+) -> tuple[list[list[float]], list[list[float]]]:
+    """(starts, ends) per rank if a rank enters a tick when all that it waits for have left the one before: every rank in
+    `lockstep`; those with a stage before or after one of its own, and itself, with `neighbours`.
+    """
+    rows = counted(schedule)
+    home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}
+    waits_for = {r: {r} for r in range(len(rows))}
+    for stage, r in home.items():
+        waits_for[r] |= {home[other] for other in (stage - 1, stage + 1) if other in home}
+    if execution == "lockstep":
+        waits_for = {r: set(waits_for) for r in waits_for}
+    doing = {(tick, r): (kind, stage, m) for r, row in enumerate(rows) for tick, kind, stage, m in row}
+    finished: dict[tuple[int, int, int], float] = {}
+    starts: list[list[float]] = [[] for _ in rows]
+    ends: list[list[float]] = [[] for _ in rows]
+    left = [0.0] * len(rows)
+    for now in range(max(tick for tick, _ in doing) + 1):
+        entered = [max(left[q] for q in waits_for[r]) for r in range(len(rows))]
+        left = list(entered)
+        for r, start in enumerate(entered):
+            if (now, r) not in doing:
+                continue
+            kind, stage, m = doing[now, r]
+            part = DGRAD if kind == BACKWARD else kind
+            step = {FORWARD: -1, DGRAD: 1, WGRAD: 0}[part]
+            if step and stage + step in home:
+                start = max(start, finished[part, stage + step, m] + latency * (home[stage + step] != r))
+            left[r] = finished[part, stage, m] = start + float(costs_table[kind, stage])
+            starts[r].append(start)
+            ends[r].append(left[r])
+    return starts, ends
