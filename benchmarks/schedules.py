@@ -1,8 +1,9 @@
 """How long it takes to generate, check, colour and tabulate a schedule, and that it grows with the number of actions.
 
-    python -m benchmarks.schedules
+python -m benchmarks.schedules
 """
 
+import itertools
 import statistics
 import time
 
@@ -18,7 +19,7 @@ ONE_CHUNK, TWO_CHUNKS = ("1f1b", "zb-h1", "zb-h2"), ("zb-v", "dualpipe-v")
 def measure(name: str, microbatches: int) -> dict[str, float]:
     """Median seconds of `REPEATS`; generating checks, as an Order and a Schedule exist only if they can run."""
     chunks = 1 if name in ONE_CHUNK else 2 if name in TWO_CHUNKS else CHUNKS
-    rows = []
+    rows, actions = [], 0
     for _ in range(REPEATS):
         times = [time.perf_counter()]
         schedule = generate(name, pp=PP, microbatches=microbatches, chunks=chunks)
@@ -27,9 +28,9 @@ def measure(name: str, microbatches: int) -> dict[str, float]:
         times.append(time.perf_counter())
         tick_table(schedule, slots)
         times.append(time.perf_counter())
-        rows.append([after - before for before, after in zip(times, times[1:], strict=False)])
+        actions = sum(map(len, schedule))
+        rows.append([after - before for before, after in itertools.pairwise(times)])
     generated, coloured, tabulated = (statistics.median(column) for column in zip(*rows, strict=True))
-    actions = sum(map(len, schedule.orders))
     both = generated + coloured
     return {
         "chunks": chunks,
@@ -53,8 +54,9 @@ def main() -> None:
     for name, rows in results.items():
         for row in rows:
             lines.append(
-                f"| {name} | {row['chunks']} | {row['microbatches']} | {row['actions']:,} | {row['generate_and_check_s']:.3f} | "
-                f"{row['colour_s']:.3f} | {row['table_s']:.3f} | {row['microseconds_per_action']:.2f} |"
+                f"| {name} | {row['chunks']} | {row['microbatches']} | {row['actions']:,} | "
+                f"{row['generate_and_check_s']:.3f} | {row['colour_s']:.3f} | {row['table_s']:.3f} | "
+                f"{row['microseconds_per_action']:.2f} |"
             )
     table = "\n".join(lines) + "\n"
     print(table)

@@ -23,9 +23,13 @@ from jgraph.config import ModelConfig
 from models.gpt import Block, rotary
 
 SIZES = {
-    "d 4096, 4096 tokens": (dict(num_layers=24, d_model=4096, num_heads=32, num_kv_heads=32, d_ff=16384), 2, 2048),
-    "launch-bound, d 256, 256 tokens": (dict(num_layers=12, d_model=256, num_heads=4, num_kv_heads=4, d_ff=1024), 2, 128),
-    "tiny": (dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=4, d_ff=256), 2, 32),
+    "d 4096, 4096 tokens": ({"num_layers": 24, "d_model": 4096, "num_heads": 32, "num_kv_heads": 32, "d_ff": 16384}, 2, 2048),
+    "launch-bound, d 256, 256 tokens": (
+        {"num_layers": 12, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "d_ff": 1024},
+        2,
+        128,
+    ),
+    "tiny": ({"num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 4, "d_ff": 256}, 2, 32),
 }
 
 
@@ -150,7 +154,9 @@ def weight_sized(split: Any, params: Any, x: jax.Array, dy: jax.Array) -> list[s
     main_grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     compiled = jax.jit(split.accumulate, donate_argnums=0).lower(main_grad, params, spec.residuals, spec.stash).compile()
     shapes = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
-    entry = compiled.as_text().split("ENTRY")[-1]
+    text = compiled.as_text()
+    assert text is not None
+    entry = text.split("ENTRY")[-1]
     lines = []
     for line in entry.splitlines():
         made = re.match(r"\s*(?:ROOT )?%?(\S+) = \(?f32\[([\d,]+)\]", line)
@@ -202,8 +208,8 @@ def main() -> None:
         print(json.dumps({size: {key: results[size][key] for key in list(results[size])[3:]}}, indent=1), flush=True)
     text = "\n".join(table) + "\n"
     print(text)
-    device = jax.devices()[0].device_kind
-    write_results(options.name, {"environment": environment(revision=options.revision), "device": device, "results": results}, text)
+    about = {"environment": environment(revision=options.revision), "device": jax.devices()[0].device_kind}
+    write_results(options.name, about | {"results": results}, text)
 
 
 if __name__ == "__main__":

@@ -117,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; those of the process by default.
 
     Returns:
-        Exit code: 0 when done or asked for help, 2 for input that cannot work, 130 after Ctrl-C. An error is one line on
-        stderr.
+        Exit code: 0 when done or asked for help, 2 for input that cannot work (one line on stderr), 130 after Ctrl-C.
     """
     try:
         options = one_line(
