@@ -120,7 +120,8 @@ class Simulation:
         return curves
 
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
-        """The most bytes in use at once, [P]."""
+        """The most bytes in use at once, [P]. A received array counts from its arrival in time; `assign` gives it a slot only
+        from the next tick, so where stages differ in cost this can be more than the slots of one tick table."""
         return np.array([level.max(initial=0) for _, level in self.memory(sizes)])
 
     @cached_property
