@@ -6,20 +6,28 @@ from typing import TYPE_CHECKING
 from jgraph.config import ModelConfig as ModelConfig
 from jgraph.config import OptimizerConfig as OptimizerConfig
 from jgraph.config import TrainConfig as TrainConfig
+from jgraph.errors import CallableError as CallableError
 from jgraph.errors import OrderError as OrderError
+from jgraph.errors import OwnershipError as OwnershipError
 from jgraph.presets import preset as preset
 
 if TYPE_CHECKING:
     from jgraph.backward import dot_general as dot_general
     from jgraph.backward import split_backward as split_backward
+    from jgraph.callables import Borrowed as Borrowed
+    from jgraph.callables import fold_key as fold_key
+    from jgraph.callables import make_graphed_callables as make_graphed_callables
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.schedule.order import Order as Order
 
 # What needs jax is imported when it is first asked for, so that --help and a wrong flag do not wait for jax.
 _LAZY = {
+    "Borrowed": "jgraph.callables",
     "Order": "jgraph.schedule.order",
     "cross_entropy": "jgraph.loss",
     "dot_general": "jgraph.backward",
+    "fold_key": "jgraph.callables",
+    "make_graphed_callables": "jgraph.callables",
     "split_backward": "jgraph.backward",
 }
 

@@ -71,6 +71,30 @@ class SplitError(JgraphError):
         self.path = path
 
 
+class CallableError(JgraphError):
+    """Graphed callables cannot be built as asked, or are called with something else than they were built for.
+
+    Attributes:
+        mismatches: everything that differs from what was built, one text each, with its path; empty for other errors.
+    """
+
+    def __init__(self, message: str, *, mismatches: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.mismatches = mismatches
+
+
+class OwnershipError(JgraphError):
+    """A buffer is used that its owner has taken back.
+
+    Attributes:
+        owner: whose it is, e.g. `main_grad of callable 0`.
+    """
+
+    def __init__(self, message: str, *, owner: str = ""):
+        super().__init__(message)
+        self.owner = owner
+
+
 class CheckpointError(JgraphError):
     """A checkpoint cannot be written, read, or does not belong to this run."""
 

@@ -130,6 +130,17 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[st
     return [v in live for v in jaxpr.invars], used
 
 
+def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
+    """For each output, the place of the input that it is, unchanged; None for what is computed."""
+    place = {v: i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in JITS + CHECKPOINTS:
+            for v, inner in zip(eqn.outvars, forwarded(body(eqn)), strict=True):
+                if inner is not None and not is_literal(source := eqn.invars[inner]) and source in place:
+                    place[v] = place[source]
+    return [None if is_literal(v) else place.get(v) for v in jaxpr.outvars]
+
+
 def zeros(aval: Any, *lead: int) -> jax.Array:
     """Zeros of an abstract value, `lead` dimensions in front; varying over the same mesh axes inside `shard_map`."""
     shape = (*lead, *aval.shape)

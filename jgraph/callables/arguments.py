@@ -1,0 +1,133 @@
+"""What a user gives, checked: choices, one of something for each callable, orders, devices."""
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.errors import CallableError, OrderError
+from jgraph.schedule.order import Order
+from jgraph.schedule.schedule import Schedule
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises CallableError for a choice that is not there."""
+    if value not in allowed:
+        raise CallableError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
+
+
+def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
+    """One of something for each callable; None stands for none at all."""
+    if given is None:
+        return (None,) * count
+    if not isinstance(given, (tuple, list)) or len(given) != count:
+        number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
+        raise CallableError(f"{name}: {number} given for {count} callables; give a tuple with one for each")
+    return tuple(given)
+
+
+def schedule_of(
+    order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
+) -> tuple[Schedule | None, tuple[bool, ...]]:
+    """The schedule that an order means, and for each callable whether its wgrad is delayed.
+
+    Args:
+        order: signed numbers, an Order, a Schedule, one order per rank, or None.
+        layers: callables per chunk, one number or one per chunk of a rank.
+        delay_wgrad: for all, or one per chunk of a rank (per callable without an order).
+        count: number of callables.
+
+    Raises:
+        OrderError: the order cannot run, or says otherwise than `delay_wgrad`.
+        CallableError: it is for another number of callables.
+    """
+    if order is None:
+        return None, _per_callable(delay_wgrad, count)
+    if isinstance(order, Schedule):
+        schedule = order
+    elif _is_one(order):
+        schedule = Schedule((_order(order, layers, delay_wgrad),))
+    else:
+        schedule = Schedule(tuple(_order(row, layers, delay_wgrad) for row in order))
+    delayed: dict[int, tuple[int, bool]] = {}
+    for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
+        _check_delay(row, delay_wgrad, rank if schedule.num_ranks > 1 else None)
+        delayed |= {s: both for s, *both in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
+    flags = tuple(late for s in sorted(delayed) for late in [delayed[s][1]] * delayed[s][0])
+    if len(flags) != count:
+        raise CallableError(
+            f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
+            f"{count} are given; give one for each layer of each chunk"
+        )
+    return schedule, flags
+
+
+def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
+    """The device of each callable.
+
+    Raises:
+        CallableError: params lie on several devices, or there is not one device per rank.
+    """
+    if devices is None:
+        held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
+        if len(held) > 1:
+            raise CallableError(
+                f"params lie on {len(held)} devices: name one device per rank with devices=, and give each callable's params "
+                f"where it runs; a sharded parameter does not go with graphed callables"
+            )
+        devices = list(held or jnp.zeros(()).devices())
+    if schedule is None:
+        schedule_ranks, ranks = 1, [0] * len(params)
+    else:
+        schedule_ranks = schedule.num_ranks
+        layers = {
+            s: n
+            for row, stages in zip(schedule.orders, schedule.placement, strict=True)
+            for s, n in zip(stages, row.num_layers_per_chunk, strict=True)
+        }
+        ranks = [int(schedule.rank_of_stage[s]) for s in sorted(layers) for _ in range(layers[s])]
+    if len(devices) not in (1, schedule_ranks):
+        raise CallableError(f"{len(devices)} devices for {schedule_ranks} ranks: give one for each rank, or one for all")
+    return [devices[rank % len(devices)] for rank in ranks]
+
+
+def _is_one(order: Any) -> bool:
+    """Whether this is one rank's order."""
+    if isinstance(order, Order) or not isinstance(order, Sequence) or not len(order):
+        return True
+    return isinstance(order[0], Number)
+
+
+def _order(order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool]) -> Order:
+    return order if isinstance(order, Order) else Order.parse(order, layers, delay_wgrad)
+
+
+def _check_delay(order: Order, delay_wgrad: bool | Sequence[bool], rank: int | None) -> None:
+    wanted = _per_chunk(delay_wgrad, order.num_chunks)
+    for chunk, (has, want) in enumerate(zip(order.delay_wgrad, wanted, strict=True)):
+        if has and not want:
+            raise OrderError(
+                f"the order has wgrads of chunk {chunk + 1}, but delay_wgrad says that they are not delayed; pass "
+                f"delay_wgrad=True, or an order without them",
+                rank=rank,
+            )
+        if want and not has:
+            raise OrderError(
+                f"delay_wgrad says that wgrads of chunk {chunk + 1} are delayed, but the order has none; add one "
+                f"{-chunk - 1.5:g} for each {-chunk - 1}, or pass delay_wgrad=False",
+                rank=rank,
+            )
+
+
+def _per_chunk(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
+    if isinstance(delay_wgrad, bool):
+        return (delay_wgrad,) * count
+    if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
+        raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} chunks")
+    return tuple(delay_wgrad)
+
+
+def _per_callable(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
+    return _per_chunk(delay_wgrad, count)

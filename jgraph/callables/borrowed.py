@@ -1,0 +1,93 @@
+"""Handles on buffers that jgraph keeps: readable until their owner takes them back, and then an error that says who and when.
+
+A jax.Array whose buffer was donated raises a bare "Array has been deleted". Whoever is given a buffer that a later program will
+donate gets a handle instead, which knows its owner.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.errors import OwnershipError
+
+
+@dataclass
+class Lease:
+    """What the handles on one owner's buffers share: when it ends, it ends for all of them.
+
+    Attributes:
+        owner: whose buffers they are, e.g. `main_grad of callable 0`.
+        ended: what took the buffers back; empty while they may be read.
+        kept: whether the caller has taken them over, so that jgraph must not reuse them.
+    """
+
+    owner: str
+    ended: str = ""
+    kept: bool = False
+
+
+class Borrowed:
+    """An array that lives in a buffer of jgraph's own.
+
+    As a pytree it is a node whose only leaf is the array, so a tree with handles can be given to a jitted function as it is.
+    """
+
+    __slots__ = ("_array", "_lease", "_path", "slot")
+
+    def __init__(self, array: jax.Array, lease: Lease, path: str = "", slot: Any = None):
+        self._array, self._lease, self._path, self.slot = array, lease, path, slot
+
+    @property
+    def value(self) -> jax.Array:
+        """The array, in the owner's buffer.
+
+        Raises:
+            OwnershipError: the buffer was taken back; the message says by what.
+        """
+        lease = self._lease
+        if lease.ended:
+            what = f"{lease.owner}, {self._path!r}," if self._path else f"{lease.owner}"
+            raise OwnershipError(
+                f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers",
+                owner=lease.owner,
+            )
+        return self._array
+
+    def copy(self) -> jax.Array:
+        """The same numbers in a buffer of the caller's own. Raises OwnershipError as `value` does."""
+        return jnp.copy(self.value)
+
+    def keep(self) -> jax.Array:
+        """The array itself, from now on the caller's: a pool buffer that is kept is not used again.
+
+        Raises:
+            OwnershipError: it was taken back, or it is an accumulator, which stays where it is.
+        """
+        array = self.value
+        if self.slot is None:
+            raise OwnershipError(f"{self._lease.owner} is updated in place and cannot be kept; take .copy()")
+        self._lease.kept = True
+        return array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Always a copy: on a CPU a numpy view of the buffer would keep the program from updating it in place.
+        return np.array(self.value, dtype)
+
+    def __repr__(self) -> str:
+        state = f"{self._lease.ended}" if self._lease.ended else "live"
+        return f"Borrowed({self._lease.owner}{self._path and ', ' + self._path}: {self.dtype}{list(self.shape)}, {state})"
+
+
+# A tree that is rebuilt, inside a jit or by tree.map, has the plain array in the handle's place.
+jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])

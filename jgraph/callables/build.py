@@ -1,0 +1,211 @@
+"""`make_graphed_callables`: everything checked and compiled once, before anything runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal
+
+from flax import linen, nnx
+
+from jgraph.callables.arguments import check_choice, each, homes, schedule_of
+from jgraph.callables.entry import Entry, Part, compile_parts, signature
+from jgraph.callables.graphed import Graphed
+from jgraph.callables.group import GraphedCallables
+from jgraph.callables.pool import Pool
+from jgraph.callables.shaped import Shaped, shape_callable
+from jgraph.errors import CallableError
+from jgraph.schedule.action import Kind
+from jgraph.schedule.slots import POOLS
+
+Tree = Any
+_Parts = Callable[[Sequence[Kind]], dict[str, Part]]
+HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+
+# Attributes by which Flax modules say that they infer.
+_MODES = ("deterministic", "use_running_average")
+
+
+def make_graphed_callables(
+    callables: Any,
+    params: Tree,
+    sample_args: Sequence[Any],
+    *,
+    sample_kwargs: Any = None,
+    order: Any = None,
+    num_layers_per_chunk: int | Sequence[int] | None = None,
+    delay_wgrad: bool | Sequence[bool] = False,
+    reuse_buffers: bool = False,
+    param_grads: Literal["owned", "aliased"] = "owned",
+    devices: Sequence[Any] | None = None,
+    hooks: Any = None,
+    training: bool = True,
+    on_mismatch: Literal["error", "recompile"] = "error",
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "GraphedCallables":
+    """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
+
+    Args:
+        callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
+            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, or a Flax module (NNX or Linen). x and y are floating; an
+            x of integers has no gradient; what is in `extra` and `kwargs` is not differentiated. Random keys are arguments.
+        params: of each callable; a tuple of them where `callables` is one. Arrays or `jax.ShapeDtypeStruct`.
+        sample_args: (x, *extra) of each callable; microbatches share the shapes. Only shapes and dtypes are read.
+        sample_kwargs: keyword arguments of each callable, if any.
+        order: what `run` plays, and how many callables there are: signed numbers (`jgraph.Order.parse`), an Order, a Schedule,
+            or one order per rank. None: each callable on its own.
+        num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
+        delay_wgrad: whether weight gradients are computed apart; for all chunks, or per chunk.
+        reuse_buffers: whether buffers that only graphed callables see are used again after their last consumer. Then y and dx
+            of single calls are `Borrowed`.
+        param_grads: `owned`: a gradient is the caller's own array, of the parameter's dtype, except those of delayed
+            parameters. `aliased`: all are float32 sums in main_grad, at one address, as those of delayed parameters always are.
+        devices: of each rank of the order; by default one, that of the params.
+        hooks: of each callable, a dict of functions called with its index while it is built: `forward_pre` and `forward` around
+            its forward, callable by callable, then `backward_pre` and `backward` around its backward parts, in reverse.
+        training: False builds forwards only.
+        on_mismatch: what to do about other shapes in a call: `error`, or `recompile` at most eight times, each logged.
+        compiler_options: for XLA, as `jgraph.graph.compiler_options` returns them.
+
+    Returns:
+        GraphedCallables: `[i]` is the i-th, `run` plays an order.
+
+    Raises:
+        CallableError: callables, params and samples do not belong together, or an argument has no such value.
+        OrderError: the order cannot run, does not fit the callables, or says otherwise than `delay_wgrad`.
+    """
+    check_choice("param_grads", param_grads, ("owned", "aliased"))
+    check_choice("on_mismatch", on_mismatch, ("error", "recompile"))
+    fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
+    if not isinstance(callables, (tuple, list)):
+        params, sample_args, sample_kwargs, hooks = (params,), (sample_args,), (sample_kwargs,), (hooks,)
+    every = each("params", params, len(fns))
+    samples = [
+        (weights, _sample(i, args), dict(kwargs or {}))
+        for i, (weights, args, kwargs) in enumerate(
+            zip(every, each("sample_args", sample_args, len(fns)), each("sample_kwargs", sample_kwargs, len(fns)), strict=True)
+        )
+    ]
+    hooked = [_hooks(i, given) for i, given in enumerate(each("hooks", hooks, len(fns)))]
+    schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
+    if schedule is None and reuse_buffers:
+        raise CallableError("reuse_buffers needs an order, which says who consumes a buffer last: give order=[1, -1], say")
+    if not training and (schedule is not None or any(delayed)):
+        raise CallableError("training=False builds no backward: leave out order, reuse_buffers and delay_wgrad, or train")
+    placed = homes(schedule, devices, every)
+    modes = [_mode_check(fn, training) for fn in fns]
+    for i, check in enumerate(modes):
+        if problem := check():
+            raise CallableError(f"callable {i}: {problem}")
+    options = dict(compiler_options or {})
+
+    def shape(i: int, sample: tuple[Tree, tuple[Tree, ...], dict[str, Tree]]) -> tuple[Shaped, _Parts]:
+        shaped = shape_callable(_function(fns[i], i), i, *sample, placed[i])
+        aliased = {*shaped.early, *shaped.late} if param_grads == "aliased" else set(shaped.late) if delayed[i] else set()
+        keep = "residuals" if training else "nothing"
+        return shaped, partial(compile_parts, shaped, aliased=aliased, keep=keep, options=options)
+
+    def backward_kinds(i: int) -> tuple[Kind, ...]:
+        return () if not training else ("dgrad", "wgrad") if delayed[i] else ("backward",)
+
+    def forward(i: int) -> tuple[Shaped, _Parts, dict[str, Part]]:
+        _call_hook(hooked[i], "forward_pre", i)
+        shaped, compile_ = shape(i, samples[i])
+        made = compile_(("forward",))
+        _call_hook(hooked[i], "forward", i)
+        return shaped, compile_, made
+
+    def backward(i: int) -> dict[str, Part]:
+        _call_hook(hooked[i], "backward_pre", i)
+        made = shaped[i][1](backward_kinds(i))
+        _call_hook(hooked[i], "backward", i)
+        return made
+
+    def again(i: int, *sample: Any) -> Entry:
+        shaped, compile_ = shape(i, sample)
+        return Entry(shaped, compile_(("forward", *backward_kinds(i))))
+
+    # Hooks come one after another; without any, several callables are compiled at a time.
+    with ThreadPoolExecutor(1 if any(hooked) else 16) as pool:
+        shaped = list(pool.map(forward, range(len(fns))))
+        made = list(pool.map(backward, reversed(range(len(fns))) if training else ()))[::-1] or [{}] * len(fns)
+    entries = [Entry(part, first | rest) for (part, _, first), rest in zip(shaped, made, strict=True)]
+    pools = {name: Pool(name) for name in POOLS} if reuse_buffers else None
+    graphed = tuple(
+        Graphed(
+            partial(again, i),
+            entry,
+            signature(*samples[i]),
+            pools=pools,
+            delayed=delayed[i],
+            on_mismatch=on_mismatch,
+            mode=modes[i],
+        )
+        for i, entry in enumerate(entries)
+    )
+    return GraphedCallables(
+        graphed,
+        every,
+        schedule,
+        parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
+        homes=partial(homes, devices=devices, params=every),
+        reuse=reuse_buffers,
+        pools=pools,
+        options=options,
+    )
+
+
+def _sample(i: int, args: Any) -> tuple[Tree, ...]:
+    if not isinstance(args, (tuple, list)) or not args:
+        raise CallableError(f"sample_args of callable {i} are {type(args).__name__}: must be a tuple (x, *extra)")
+    return tuple(args)
+
+
+def _hooks(i: int, given: Any) -> dict[str, Callable[[int], Any]]:
+    hooks = dict(given or {})
+    for name in hooks:
+        if name not in HOOKS:
+            raise CallableError(f"hooks of callable {i} name {name!r}: must be of {', '.join(HOOKS)}")
+    return hooks
+
+
+def _call_hook(hooks: Mapping[str, Callable[[int], Any]], name: str, i: int) -> None:
+    if name in hooks:
+        hooks[name](i)
+
+
+def _function(fn: Any, i: int) -> Callable[..., Tree]:
+    """`fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
+    if isinstance(fn, linen.Module):
+        return fn.apply
+    if not isinstance(fn, nnx.Module):
+        if not callable(fn):
+            raise CallableError(f"callable {i} is {type(fn).__name__}: must be a function or a Flax module")
+        return fn
+    graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
+    if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):
+        raise CallableError(
+            f"callable {i} has variables besides its parameters ({', '.join(kinds)}), which a compiled call could not change; "
+            f"write a function fn(params, x, *extra) that takes them as arguments"
+        )
+    return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
+
+
+def _mode_check(fn: Any, training: bool) -> Callable[[], str]:
+    """What is wrong with the mode of a module now; empty if it is as it was built."""
+    if not isinstance(fn, nnx.Module):
+        return lambda: ""
+    found = [
+        ("/".join(map(str, path)) or "the module", module, name)
+        for path, module in nnx.iter_modules(fn)
+        for name in _MODES
+        if isinstance(getattr(module, name, None), bool)
+    ]
+    wanted = ("train", "eval")[not training]
+
+    def check() -> str:
+        for path, module, name in found:
+            if getattr(module, name) is training:
+                return f"{path} has {name}={training}, but it is built with training={training}; call .{wanted}() on it"
+        return ""
+
+    return check

@@ -1,0 +1,147 @@
+"""One callable's own executables, for calls one by one, and what a call's arguments are checked against."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from jgraph.callables.program import Compiler, How, Program, Task
+from jgraph.callables.shaped import Shaped, Side, shape_of
+from jgraph.schedule.action import Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One executable of a callable.
+
+    Attributes:
+        program: gives what the part computes; new gradients come last, and what it only hands on is not given.
+        reads: which arrays the executable reads: places in (params, x, extra) of `forward`, in (params, residuals, dy) of
+            `dgrad` and `backward`, in (params, residuals that wgrad needs, stash) of `wgrad`.
+        updates: places of the gradients added into main_grad: argument 0 and output 0.
+        new: places of the gradients that are arrays of their own.
+    """
+
+    program: Program
+    reads: tuple[int, ...]
+    updates: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A callable's executables for one set of shapes, by kind: `forward`, and `backward` or `dgrad` and `wgrad`."""
+
+    shaped: Shaped
+    parts: Mapping[str, Part]
+
+    @property
+    def aliased(self) -> frozenset[int]:
+        """Places of the gradients that lie in main_grad."""
+        return frozenset(place for part in self.parts.values() for place in part.updates)
+
+
+def compile_parts(
+    part: Shaped,
+    kinds: Sequence[Kind],
+    *,
+    aliased: Collection[int],
+    keep: Literal["residuals", "nothing"],
+    options: Mapping[str, Any],
+) -> dict[str, Part]:
+    """Compiles some parts of a callable.
+
+    Args:
+        part: the callable.
+        kinds: which parts.
+        aliased: places of the parameters whose gradients are added into main_grad.
+        keep: what forward keeps: `nothing` where no backward will come.
+        options: for XLA.
+    """
+    avals: dict[int, jax.ShapeDtypeStruct] = {}
+
+    def registers(side_avals: Sequence[Any]) -> tuple[int, ...]:
+        new = tuple(range(len(avals), len(avals) + len(side_avals)))
+        avals.update(zip(new, side_avals, strict=True))
+        return new
+
+    params = registers(part.params.avals)
+    inputs = registers([*part.x.avals, *part.extra.avals])
+    y, residuals = registers(part.y.avals), registers(part.residuals.avals)
+    dy, stash = registers(part.y.avals), registers(part.stash.avals)
+    dx = registers(part.x.avals if part.takes_gradient else ())
+    gradients = registers(
+        [
+            jax.ShapeDtypeStruct(aval.shape, "float32" if place in aliased else aval.dtype)
+            for place, aval in enumerate(part.params.avals)
+        ]
+    )
+
+    def read(kind: str) -> tuple[int, ...]:
+        return tuple(params[place] for place in part.reads[kind])
+
+    def grads(places: Sequence[int]) -> tuple[tuple[int, int, How], ...]:
+        return tuple((place, gradients[place], "add" if place in aliased else "new") for place in places)
+
+    made = (*y, *(r if source is None else None for r, source in zip(residuals, part.residuals_from, strict=True)))
+    if keep == "nothing":
+        made = (*y, *[None] * len(residuals))
+    kept = residuals[part.num_dgrad :]
+    left = (*dx, *(r if source is None else None for r, source in zip(stash, part.stash_from, strict=True)))
+    late, every = grads(part.late), grads((*part.early, *part.late))
+    tasks = {
+        "forward": Task("forward", part.index, inputs, made, read("forward")),
+        "dgrad": Task("dgrad", part.index, (*residuals, *dy), left, read("dgrad"), grads(part.early)),
+        "wgrad": Task("wgrad", part.index, (*kept, *stash), (), read("wgrad"), late),
+        "backward": Task("backward", part.index, (*residuals, *dy), dx, read("dgrad") + read("wgrad"), every),
+    }
+    runs = [([tasks[kind]], set(avals), set()) for kind in kinds]
+    parts = {}
+    for kind, program in zip(kinds, Compiler({part.index: part}, options).programs(runs, avals), strict=True):
+        task = tasks[kind]
+        place = {r: i for i, r in enumerate((*params, *task.ins))}
+        updates, new = (tuple(p for p, _, how in task.grads if how == that) for that in ("add", "new"))
+        parts[kind] = Part(program, tuple(place[r] for r in program.read), updates, new)
+    return parts
+
+
+def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
+    """Everything in which an argument differs from what was built: paths, shapes, dtypes, devices."""
+    here = Side.of(given)
+    leaves = dict(zip(here.paths, jax.tree.leaves(given), strict=True))
+    wanted, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(here.paths, here.avals, strict=True))
+    texts = []
+    for path in dict.fromkeys((*wanted, *found)):
+        where = f"{name}{path and '/' + path}"
+        if path not in found:
+            texts.append(f"{where} is missing")
+        elif path not in wanted:
+            texts.append(f"{where} is not known")
+        else:
+            texts += _leaf_differences(where, wanted[path], found[path], leaves[path], device)
+    if not texts and here.tree != side.tree:
+        texts.append(f"{name} has the structure {here.tree}, built for {side.tree}")
+    return texts
+
+
+def _leaf_differences(where: str, wanted: Any, found: Any, leaf: Any, device: Any) -> list[str]:
+    texts = []
+    if found != wanted:
+        texts.append(f"{where} is {_show(found)}, built for {_show(wanted)}")
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            texts.append(f"{where} was donated or deleted by the caller")
+        elif leaf.devices() != {device} and leaf.committed:
+            texts.append(f"{where} is on {', '.join(map(str, sorted(leaf.devices(), key=str)))}, built for {device}")
+    return texts
+
+
+def _show(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def signature(params: Any, args: Any, kwargs: Any) -> Any:
+    """What an entry is for: structures, shapes and dtypes."""
+    leaves, tree = jax.tree.flatten((params, args, kwargs))
+    return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))

@@ -1,0 +1,283 @@
+"""All graphed callables together: playing an order, placing parameters, freeing everything."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.callables.arguments import check_choice, each
+from jgraph.callables.entry import differences
+from jgraph.callables.graphed import Graphed
+from jgraph.callables.pool import Pool
+from jgraph.callables.shaped import Side, shape_of
+from jgraph.callables.tape import Join, Outputs, Tape, make_tape, play
+from jgraph.errors import CallableError, OrderError
+from jgraph.graph import CaptureReport
+from jgraph.schedule.schedule import Schedule
+
+Tree = Any
+
+# Orders that `run` keeps compiled; a training has one or two.
+_MOST_TAPES = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a played order gives.
+
+    Attributes:
+        losses: of each microbatch, scalars on the last device.
+        grads: of each callable, as params: float32 sums over the microbatches, owned arrays or `Borrowed`; None for integers.
+        outputs: of each microbatch, of the last callable; None where they were dropped.
+    """
+
+    losses: tuple[jax.Array, ...]
+    grads: tuple[Tree, ...]
+    outputs: tuple[Tree, ...] | None
+
+
+class GraphedCallables(Sequence[Graphed]):
+    """Graphed callables in the order of the data. Made by `make_graphed_callables`."""
+
+    def __init__(
+        self,
+        graphed: tuple[Graphed, ...],
+        params: Sequence[Tree],
+        schedule: Schedule | None,
+        *,
+        parse: Callable[[Any], tuple[Schedule | None, Any]],
+        homes: Callable[[Schedule], list[Any]],
+        reuse: bool,
+        pools: dict[str, Pool] | None,
+        options: Mapping[str, Any],
+    ):
+        self._graphed, self._params, self._schedule = graphed, params, schedule
+        self._parse, self._homes, self._reuse, self._pools, self._options = parse, homes, reuse, pools, dict(options)
+        self._tapes: dict[Any, Tape] = {}
+        self._runs = 0
+
+    def __len__(self) -> int:
+        return len(self._graphed)
+
+    def __getitem__(self, index):
+        return self._graphed[index]
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What `run` plays by default."""
+        return self._schedule
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """Of single calls with `reuse_buffers`, by name; empty without."""
+        return self._pools or {}
+
+    def reports(self) -> list[tuple[str, CaptureReport | None]]:
+        """Name of each executable, and what of it is captured; None where there are no command buffers."""
+        programs = [part.program for graphed in self._graphed for part in graphed.entry.parts.values()]
+        programs += [instruction.program for tape in self._tapes.values() for instruction in tape.instructions]
+        return [(program.name, program.report) for program in programs]
+
+    def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
+        """Params of all callables, each on the device of its callable."""
+        given = each("params", params, len(self))
+        return tuple(jax.device_put(tree, g.entry.shaped.device) for tree, g in zip(given, self._graphed, strict=True))
+
+    def zero_grads(self) -> None:
+        """Sets every main_grad to zero, in place."""
+        for graphed in self._graphed:
+            graphed.zero_grads()
+
+    def reset(self) -> None:
+        """Resets every callable and forgets the orders that were compiled."""
+        for graphed in self._graphed:
+            graphed.reset()
+        self._tapes.clear()
+
+    def run(
+        self,
+        order: Any,
+        inputs: Sequence[Tree],
+        loss_fn: Callable[..., jax.Array],
+        *,
+        params: Sequence[Tree] | None = None,
+        extra: Sequence[tuple[Tree, ...]] | None = None,
+        loss_args: Sequence[tuple[Tree, ...]] | None = None,
+        key: jax.Array | None = None,
+        step: int = 0,
+        outputs: Outputs = "drop",
+        join: Join = "segments",
+    ) -> Run:
+        """Plays an order: every forward and backward of all microbatches, transfers between devices included.
+
+        The first call with an order and a loss function compiles; give the same function again, not a new lambda.
+
+        Args:
+            order: as in `make_graphed_callables`; None for the one given there.
+            inputs: x of each microbatch, for the first callable; never donated.
+            loss_fn: `loss_fn(y, *loss_args) -> scalar` of the last callable's y. Gradients are those of the sum over the
+                microbatches.
+            params: of each callable, where it runs (`place`); those given when it was built by default. Never donated.
+            extra: of each microbatch, the arguments after x, given to every callable that has any.
+            loss_args: of each microbatch, arguments of `loss_fn` after y.
+            key: folded by `step`, callable and microbatch into every keyword argument that is a random key.
+            step: number of the training step.
+            outputs: whether to `keep` the last callable's y.
+            join: `segments` makes one executable of consecutive actions of a rank that have no transfer between them;
+                `nothing` one of each action.
+
+        Returns:
+            Run. Gradients in main_grad start from zero at every run.
+
+        Raises:
+            OrderError: the order cannot run or does not fit.
+            CallableError: an argument is not as it was built; every difference is listed.
+        """
+        check_choice("outputs", outputs, get_args(Outputs))
+        check_choice("join", join, get_args(Join))
+        for graphed in self._graphed:
+            graphed.check_idle()
+        schedule = self._schedule if order is None else self._parse(order)[0]
+        if schedule is None:
+            raise OrderError("no order was given when the callables were built; give run one, e.g. [1, -1]")
+        count = schedule.num_microbatches
+        inputs = _per_microbatch("inputs", inputs, count)
+        more = _per_microbatch("extra", extra, count) if extra is not None else [()] * count
+        rest = _per_microbatch("loss_args", loss_args, count) if loss_args is not None else [()] * count
+        tape = self._tape(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
+        registers: list[Any] = [None] * tape.size
+        self._fill_params(tape, registers, self._params if params is None else params)
+        self._fill_inputs(tape, registers, inputs, more, rest)
+        if key is not None:
+            self._fill_keys(tape, registers, key, step)
+        return self._play(tape, registers)
+
+    def _tape(
+        self,
+        schedule: Schedule,
+        loss_fn: Callable[..., jax.Array],
+        loss_args: tuple[Tree, ...],
+        outputs: Outputs,
+        join: Join,
+        keyed: Any,
+    ) -> Tape:
+        shapes = jax.tree.map(shape_of, tuple(loss_args))
+        leaves, tree = jax.tree.flatten(shapes)
+        ticks = tuple(row.tobytes() for row in schedule.ticks)
+        avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        name = (schedule.orders, schedule.placement, ticks, loss_fn, tree, avals, outputs, join, keyed)
+        if name not in self._tapes:
+            shaped = [graphed.entry.shaped for graphed in self._graphed]
+            devices = self._homes(schedule)
+            if devices != [part.device for part in shaped]:
+                raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
+            if len(self._tapes) >= _MOST_TAPES:
+                del self._tapes[next(iter(self._tapes))]
+            self._tapes[name] = make_tape(
+                shaped,
+                schedule,
+                aliased=[graphed.gradients.places for graphed in self._graphed],
+                reuse=self._reuse,
+                join=join,
+                outputs=outputs,
+                keyed=keyed,
+                loss_fn=loss_fn,
+                loss_args=shapes,
+                options=self._options,
+            )
+        return self._tapes[name]
+
+    def _fill_params(self, tape: Tape, registers: list[Any], params: Sequence[Tree]) -> None:
+        for i, (tree, graphed) in enumerate(zip(each("params", params, len(self)), self._graphed, strict=True)):
+            part = graphed.entry.shaped
+            leaves = _leaves(part.params, tree, f"params[{i}]", part.device)
+            for register, leaf in zip(tape.params[i], leaves, strict=True):
+                if register >= 0:
+                    if leaf.devices() != {part.device}:
+                        texts = differences(part.params, tree, f"params[{i}]", part.device)
+                        raise CallableError(
+                            f"params are not where they are used: {'; '.join(texts)}; give run graphed.place(params)",
+                            mismatches=tuple(texts),
+                        )
+                    registers[register] = leaf
+
+    def _fill_inputs(
+        self, tape: Tape, registers: list[Any], inputs: Sequence[Tree], extra: Sequence[Any], loss_args: Sequence[Any]
+    ) -> None:
+        first, last = self._graphed[0].entry.shaped, self._graphed[-1].entry.shaped
+        for m, (x, rest) in enumerate(zip(inputs, loss_args, strict=True)):
+            for register, leaf in zip(tape.inputs[m], _leaves(first.x, x, f"inputs[{m}]"), strict=True):
+                registers[register] = _on(first.device, leaf)
+            for register, leaf in zip(tape.loss_args[m], _leaves(tape.loss_side, tuple(rest), f"loss_args[{m}]"), strict=True):
+                registers[register] = _on(last.device, leaf)
+        sent: dict[Any, Any] = {}
+        for (i, m, place), register in tape.extra.items():
+            part = self._graphed[i].entry.shaped
+            leaves = _leaves(part.extra, (tuple(extra[m]), {}), f"extra[{m}]")
+            where = (id(leaves[place]), part.device)
+            if where not in sent:
+                sent[where] = _on(part.device, leaves[place])
+            registers[register] = sent[where]
+
+    def _fill_keys(self, tape: Tape, registers: list[Any], key: jax.Array, step: int) -> None:
+        for (i, _), register in tape.keys.items():
+            registers[register] = _on(self._graphed[i].entry.shaped.device, key)
+        for rank, register in enumerate(tape.steps):
+            if register >= 0:
+                registers[register] = jnp.asarray(step, jnp.int32, device=tape.devices[rank])
+        for (rank, m), register in tape.microbatches.items():
+            registers[register] = jnp.asarray(m, jnp.int32, device=tape.devices[rank])
+
+    def _play(self, tape: Tape, registers: list[Any]) -> Run:
+        self._runs += 1
+        for (i, place), register in tape.main_grad.items():
+            registers[register] = self._graphed[i].gradients.open()[place]
+        try:
+            play(tape, registers)
+        finally:
+            # What a run that failed left undone is made anew at the next gradient.
+            for i, graphed in enumerate(self._graphed):
+                places = {place: registers[r] for (j, place), r in tape.main_grad.items() if i == j}
+                if places:
+                    graphed.gradients.update(places, f"run {self._runs}")
+        grads = []
+        for i, graphed in enumerate(self._graphed):
+            aliased = set(graphed.gradients.places)
+            grads.append(
+                graphed.entry.shaped.params.unflatten(
+                    [
+                        graphed.gradients.handle(place)
+                        if place in aliased
+                        else registers[tape.sums[i, place]]
+                        if (i, place) in tape.sums
+                        else None
+                        for place in range(len(graphed.entry.shaped.params))
+                    ]
+                )
+            )
+        y = self._graphed[-1].entry.shaped.y
+        outputs = tuple(y.unflatten([registers[r] for r in group]) for group in tape.outputs) if tape.outputs else None
+        return Run(tuple(registers[r] for r in tape.losses), tuple(grads), outputs)
+
+
+def _per_microbatch(name: str, given: Sequence[Any], count: int) -> list[Any]:
+    if len(given) != count:
+        raise CallableError(f"{name} has {len(given)} entries, but the order has {count} microbatches; give one for each")
+    return list(given)
+
+
+def _leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:
+    """The leaves of an argument that is as it was built. Raises CallableError with every difference."""
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+    if structure != side.tree or shapes != [(aval.shape, aval.dtype) for aval in side.avals]:
+        texts = differences(side, tree, name, device)
+        raise CallableError(f"run is given something else than was built: {'; '.join(texts)}", mismatches=tuple(texts))
+    return leaves
+
+
+def _on(device: Any, leaf: Any) -> jax.Array:
+    """The array itself where it is already there."""
+    return leaf if isinstance(leaf, jax.Array) and leaf.devices() == {device} else jax.device_put(leaf, device)

@@ -1,0 +1,67 @@
+"""Buffers that jgraph may use again: numbered places, free after the last consumer."""
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jgraph.callables.borrowed import Borrowed, Lease
+
+
+@dataclass
+class Pool:
+    """Numbers for the buffers of one kind on one device; the lowest free one is given out.
+
+    Attributes:
+        name: in `jgraph.schedule.POOLS`.
+        peak: how many were ever live at once.
+    """
+
+    name: str
+    peak: int = 0
+    _free: list[int] = field(default_factory=list)
+    _live: set[int] = field(default_factory=set)
+
+    def take(self) -> "Slot":
+        """A free place."""
+        number = heapq.heappop(self._free) if self._free else len(self._live)
+        self._live.add(number)
+        self.peak = max(self.peak, len(self._live))
+        return Slot(self, number, Lease(f"slot {number} of pool {self.name}"))
+
+    def give_back(self, number: int) -> None:
+        self._live.remove(number)
+        heapq.heappush(self._free, number)
+
+
+@dataclass
+class Slot:
+    """A place that is taken, and the lease of those who may read it."""
+
+    pool: Pool
+    number: int
+    lease: Lease
+    arrays: list[jax.Array] = field(default_factory=list)
+
+    def lend(self, array: jax.Array) -> Borrowed:
+        """A handle on an array in this place."""
+        self.arrays.append(array)
+        return Borrowed(array, self.lease, slot=self)
+
+    def release(self, by: str) -> None:
+        """Ends the lease and frees the buffers, unless the caller keeps them. Again is harmless."""
+        if self.lease.ended:
+            return
+        self.pool.give_back(self.number)
+        if not self.lease.kept:
+            self.lease.ended = f"released after {by}, its last consumer"
+            for array in self.arrays:
+                array.delete()
+        self.arrays.clear()
+
+
+def slots_of(tree: Any) -> list[Slot]:
+    """The places that the handles in a tree are on, each once."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed))
+    return list({id(leaf.slot): leaf.slot for leaf in leaves if isinstance(leaf, Borrowed) and leaf.slot is not None}.values())
