@@ -44,7 +44,7 @@ def schedule_of(
         CallableError: it is for another number of callables.
     """
     if order is None:
-        return None, _per_callable(delay_wgrad, count)
+        return None, _per_chunk(delay_wgrad, count)
     if isinstance(order, Schedule):
         schedule = order
     elif _is_one(order):
@@ -54,8 +54,8 @@ def schedule_of(
     delayed: dict[int, tuple[int, bool]] = {}
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
         _check_delay(row, delay_wgrad, rank if schedule.num_ranks > 1 else None)
-        delayed |= {s: both for s, *both in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
-    flags = tuple(late for s in sorted(delayed) for late in [delayed[s][1]] * delayed[s][0])
+        delayed |= {s: (n, late) for s, n, late in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
+    flags = tuple(late for _, (n, late) in sorted(delayed.items()) for _ in range(n))
     if len(flags) != count:
         raise CallableError(
             f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
@@ -127,7 +127,3 @@ def _per_chunk(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ..
     if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
         raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} chunks")
     return tuple(delay_wgrad)
-
-
-def _per_callable(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
-    return _per_chunk(delay_wgrad, count)

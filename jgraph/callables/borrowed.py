@@ -89,5 +89,9 @@ class Borrowed:
         return f"Borrowed({self._lease.owner}{self._path and ', ' + self._path}: {self.dtype}{list(self.shape)}, {state})"
 
 
-# A tree that is rebuilt, inside a jit or by tree.map, has the plain array in the handle's place.
-jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])
+def _rebuild(_: None, children: Any) -> Any:
+    # Inside a jit and after tree.map the plain array is in the handle's place.
+    return children[0]
+
+
+jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), _rebuild)

@@ -1,4 +1,4 @@
-"""Graphed callables: forward, dgrad and wgrad of each as executables made beforehand, called one by one or played in an order."""
+"""A graphed callable: its forward, dgrad and wgrad as executables made beforehand, called one by one."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

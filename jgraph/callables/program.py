@@ -5,7 +5,7 @@ comes in for the last time is donated; gradient sums are argument 0 and output 0
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -136,10 +136,20 @@ class Compiler:
 
     def _bind(self, signature: Signature, names: dict[int, int], tasks: Sequence[Task]) -> Program:
         outer = {inner: register for register, inner in names.items()}
-        sums, donated, read, outs = (
-            tuple(outer[r] for r in group) for group in (signature.sums, signature.donated, signature.read, signature.outs)
+
+        def renamed(registers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(outer[r] for r in registers)
+
+        compiled, report = self._made[signature]
+        return Program(
+            compiled,
+            report,
+            renamed(signature.sums),
+            renamed(signature.donated),
+            renamed(signature.read),
+            renamed(signature.outs),
+            tuple(tasks),
         )
-        return Program(*self._made[signature], sums, donated, read, outs, tuple(tasks))
 
     def _plan(
         self, tasks: Sequence[Task], wanted: Collection[int], dying: Collection[int], avals: Mapping[int, jax.ShapeDtypeStruct]
@@ -167,15 +177,15 @@ class Compiler:
         for r in (*sums, *donated, *read, *made):
             names.setdefault(r, len(names))
 
-        def renamed(registers):
-            return tuple(r if r is None else names[r] for r in registers)
+        def renamed(registers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(names[r] for r in registers)
 
         inner = tuple(
             Task(
                 t.kind,
                 t.index,
                 renamed(t.ins),
-                renamed(t.outs),
+                tuple(r if r is None else names[r] for r in t.outs),
                 renamed(t.params),
                 tuple((leaf, names[r], how) for leaf, r, how in t.grads),
             )
@@ -238,7 +248,7 @@ def _run(task: Task, part: Shaped, env: dict[int, Any], loss_fn: Callable[..., A
 
 def _backward(task: Task, part: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
     """Writes the gradients of a dgrad, wgrad or backward; returns the leaves of dx and, of a dgrad, the stash."""
-    registers = {place: (register, how) for place, register, how in task.grads}
+    registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     gone = [None] * part.num_dgrad if task.kind == "wgrad" else []
     residuals, rest = [*gone, *ins][: len(part.residuals)], [*gone, *ins][len(part.residuals) :]
     gradients: dict[int, Any] = {}

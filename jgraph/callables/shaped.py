@@ -6,6 +6,7 @@ the host keeps the array that went in. So nothing is copied, and who owns the ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -203,7 +204,7 @@ def _with_flows(shaped: Shaped) -> Shaped:
 
     forward = jax.make_jaxpr(shaped.forward)(weights, inputs).jaxpr
     back = jax.make_jaxpr(dgrad)(weights, residuals, dy).jaxpr
-    late = jax.make_jaxpr(lambda *arguments: shaped.wgrad(*arguments, None))(weights, residuals, stash).jaxpr
+    late = jax.make_jaxpr(partial(shaped.wgrad, sums=None))(weights, residuals, stash).jaxpr
 
     def reads(jaxpr: Any) -> tuple[int, ...]:
         needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))

@@ -150,7 +150,8 @@ class _Builder:
             y = [self.register(aval) for aval in part.y.avals]
         else:
             y = [self.pooled(aval, "activation", unit.rank) for aval in part.y.avals]
-        residuals, outs = [], [*y]
+        residuals: list[int] = []
+        outs: list[int | None] = [*y]
         for place, (aval, source) in enumerate(zip(part.residuals.avals, part.residuals_from, strict=True)):
             pool = "forward_dgrad" if place < part.num_dgrad else "forward_wgrad"
             residuals.append(self.pooled(aval, pool, unit.rank) if source is None else ins[source])
