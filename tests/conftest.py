@@ -1,4 +1,4 @@
-"""What every test may count on: the CPU backend, unless tests for a GPU were asked for, and the fixture `h200`."""
+"""What every test may count on: the CPU backend with four devices, unless tests for a GPU were asked for; the fixture `h200`."""
 
 import os
 
@@ -9,3 +9,4 @@ def pytest_configure(config):
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         # Before jax is imported, and for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_NUM_CPU_DEVICES"] = "4"

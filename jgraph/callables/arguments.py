@@ -36,7 +36,7 @@ def schedule_of(
     Args:
         order: signed numbers, an Order, a Schedule, one order per rank, or None.
         layers: callables per chunk, one number or one per chunk of a rank.
-        delay_wgrad: for all, or one per chunk of a rank (per callable without an order).
+        delay_wgrad: for all, or one per stage: a chunk of one rank's order, a callable without an order.
         count: number of callables.
 
     Raises:
@@ -44,16 +44,19 @@ def schedule_of(
         CallableError: it is for another number of callables.
     """
     if order is None:
-        return None, _per_chunk(delay_wgrad, count)
+        return None, _each_flag(delay_wgrad, count)
     if isinstance(order, Schedule):
         schedule = order
     elif _is_one(order):
         schedule = Schedule((_order(order, layers, delay_wgrad),))
     else:
-        schedule = Schedule(tuple(_order(row, layers, delay_wgrad) for row in order))
+        # Stages go round the ranks, so that every P-th is this rank's.
+        flags = [delay_wgrad if isinstance(delay_wgrad, bool) else delay_wgrad[r :: len(order)] for r in range(len(order))]
+        schedule = Schedule(tuple(_order(row, layers, delay) for row, delay in zip(order, flags, strict=True)))
+    wanted = _each_flag(delay_wgrad, schedule.num_stages)
     delayed: dict[int, tuple[int, bool]] = {}
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
-        _check_delay(row, delay_wgrad, rank if schedule.num_ranks > 1 else None)
+        _check_delay(row, [wanted[s] for s in stages], rank if schedule.num_ranks > 1 else None)
         delayed |= {s: (n, late) for s, n, late in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
     flags = tuple(late for _, (n, late) in sorted(delayed.items()) for _ in range(n))
     if len(flags) != count:
@@ -104,8 +107,7 @@ def _order(order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | S
     return order if isinstance(order, Order) else Order.parse(order, layers, delay_wgrad)
 
 
-def _check_delay(order: Order, delay_wgrad: bool | Sequence[bool], rank: int | None) -> None:
-    wanted = _per_chunk(delay_wgrad, order.num_chunks)
+def _check_delay(order: Order, wanted: Sequence[bool], rank: int | None) -> None:
     for chunk, (has, want) in enumerate(zip(order.delay_wgrad, wanted, strict=True)):
         if has and not want:
             raise OrderError(
@@ -121,9 +123,9 @@ def _check_delay(order: Order, delay_wgrad: bool | Sequence[bool], rank: int | N
             )
 
 
-def _per_chunk(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
+def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
     if isinstance(delay_wgrad, bool):
         return (delay_wgrad,) * count
     if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
-        raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} chunks")
+        raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages")
     return tuple(delay_wgrad)

@@ -54,7 +54,8 @@ def make_graphed_callables(
         order: what `run` plays, and how many callables there are: signed numbers (`jgraph.Order.parse`), an Order, a Schedule,
             or one order per rank. None: each callable on its own.
         num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
-        delay_wgrad: whether weight gradients are computed apart; for all chunks, or per chunk.
+        delay_wgrad: whether weight gradients are computed apart; for all, or one per stage: a chunk of one rank's order, a
+            callable without an order.
         reuse_buffers: whether buffers that only graphed callables see are used again after their last consumer. Then y and dx
             of single calls are `Borrowed`.
         param_grads: `owned`: a gradient is the caller's own array, of the parameter's dtype, except those of delayed
