@@ -138,7 +138,7 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
             for v, inner in zip(eqn.outvars, forwarded(body(eqn)), strict=True):
                 if inner is not None and not is_literal(source := eqn.invars[inner]) and source in place:
                     place[v] = place[source]
-    return [None if is_literal(v) else place.get(v) for v in jaxpr.outvars]
+    return [place.get(v) if isinstance(v, core.Var) else None for v in jaxpr.outvars]
 
 
 def zeros(aval: Any, *lead: int) -> jax.Array:

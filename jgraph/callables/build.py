@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -79,6 +80,8 @@ def make_graphed_callables(
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs, hooks = (params,), (sample_args,), (sample_kwargs,), (hooks,)
+    # What a caller changes later in a list of theirs changes nothing here.
+    delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
     every = each("params", params, len(fns))
     samples = [
         (weights, _sample(i, args), dict(kwargs or {}))
@@ -99,8 +102,15 @@ def make_graphed_callables(
             raise CallableError(f"callable {i}: {problem}")
     options = dict(compiler_options or {})
 
+    traced: dict[Any, Shaped] = {}
+
     def shape(i: int, sample: tuple[Tree, tuple[Tree, ...], dict[str, Tree]]) -> tuple[Shaped, _Parts]:
-        shaped = shape_callable(_function(fns[i], i), i, *sample, placed[i])
+        # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose
+        # command buffers then find everything where it was at the last call.
+        name = (id(fns[i]), signature(*sample))
+        if name not in traced:
+            traced[name] = shape_callable(_function(fns[i], i), i, *sample, placed[i])
+        shaped = replace(traced[name], index=i, device=placed[i])
         aliased = {*shaped.early, *shaped.late} if param_grads == "aliased" else set(shaped.late) if delayed[i] else set()
         keep = "residuals" if training else "nothing"
         return shaped, partial(compile_parts, shaped, aliased=aliased, keep=keep, options=options)
@@ -153,6 +163,10 @@ def make_graphed_callables(
         pools=pools,
         options=options,
     )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) else value
 
 
 def _sample(i: int, args: Any) -> tuple[Tree, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -36,7 +37,7 @@ class Entry:
     shaped: Shaped
     parts: Mapping[str, Part]
 
-    @property
+    @cached_property
     def aliased(self) -> frozenset[int]:
         """Places of the gradients that lie in main_grad."""
         return frozenset(place for part in self.parts.values() for place in part.updates)

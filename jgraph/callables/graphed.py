@@ -120,16 +120,18 @@ class Graphed:
         self._check_alive()
         if problem := self._mode():
             raise CallableError(f"callable {self.index}: {problem}")
+        taken: list[Slot] = []
+        if self._pools is not None:
+            taken = slots_of((x, extra, kwargs))
+            x, extra, kwargs = _arrays((x, extra, kwargs))
         args = (x, *extra)
-        taken = slots_of((args, kwargs)) if self._pools is not None else []
         weights, params_tree = jax.tree.flatten(params)
-        inputs, x_tree = jax.tree.flatten(x)
-        more, extra_tree = jax.tree.flatten((extra, kwargs))
+        inputs, inputs_tree = jax.tree.flatten((x, (extra, kwargs)))
         # A numpy array could be written to before the backward reads it again.
-        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in (*inputs, *more)]
+        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in inputs]
         entry, outs = self._entry, None
         part = entry.shaped
-        if (params_tree, x_tree, extra_tree) == (part.params.tree, part.x.tree, part.extra.tree):
+        if params_tree == part.params.tree and inputs_tree == part.inputs_tree:
             try:
                 outs = self._run(entry, "forward", [*weights, *arrays])
             except (TypeError, ValueError, RuntimeError):
@@ -146,7 +148,7 @@ class Graphed:
         pending = _Pending(entry, weights, residuals, [], {}, {})
         self._forwards.append(pending)
         if self._pools is not None:
-            pending.held.setdefault(part.last_use_of_x(), []).extend(taken)
+            self._consume(pending, part.last_use_of_x, taken)
             owned = [r if source is None else None for r, source in zip(residuals, part.residuals_from, strict=True)]
             self._hold(pending, "dgrad", "forward_dgrad", owned[: part.num_dgrad])
             self._hold(pending, "wgrad", "forward_wgrad", owned[part.num_dgrad :])
@@ -176,7 +178,7 @@ class Graphed:
         self._forwards.popleft()
         dx, gradients = outs[: part.num_dx], self._gradients(pending, "backward", outs)
         if self._pools is not None:
-            pending.held.setdefault("dgrad", []).extend(taken)
+            self._consume(pending, "dgrad", taken)
             self._release(pending, "dgrad", "backward")
             self._release(pending, "wgrad", "backward")
             dx = self._lend("gradient", dx)
@@ -200,7 +202,7 @@ class Graphed:
         pending.residuals = pending.residuals[part.num_dgrad :]
         self._dgrads.append(self._forwards.popleft())
         if self._pools is not None:
-            pending.held.setdefault(part.last_use_of_dy(), []).extend(taken)
+            self._consume(pending, part.last_use_of_dy, taken)
             owned = [s if source is None else None for s, source in zip(pending.stash, part.stash_from, strict=True)]
             self._hold(pending, "wgrad", "stash", owned)
             self._release(pending, "dgrad")
@@ -327,7 +329,9 @@ class Graphed:
 
     def _dy(self, pending: _Pending, dy: Tree) -> tuple[list[Any], list[Slot]]:
         side = pending.entry.shaped.y
-        taken = slots_of(dy) if self._pools is not None else []
+        taken: list[Slot] = []
+        if self._pools is not None:
+            taken, dy = slots_of(dy), _arrays(dy)
         leaves, tree = jax.tree.flatten(dy)
         if tree != side.tree:
             raise _mismatch_error(self.index, differences(side, dy, "dy", pending.entry.shaped.device))
@@ -348,6 +352,12 @@ class Graphed:
         if own and self._pools is not None:
             slot = self._pools[pool].take()
             slot.arrays.extend(own)
+            self._consume(pending, until, [slot])
+
+    def _consume(self, pending: _Pending, until: str, slots: Sequence[Slot]) -> None:
+        """Notes who reads these places, and until which part."""
+        for slot in slots:
+            slot.consumers += 1
             pending.held.setdefault(until, []).append(slot)
 
     def _lend(self, pool: str, leaves: Sequence[Any]) -> list[Any]:
@@ -358,6 +368,11 @@ class Graphed:
     def _release(self, pending: _Pending, part: str, name: str = "") -> None:
         for slot in pending.held.pop(part, ()):
             slot.release(f"the {name or part} of callable {self.index}")
+
+
+def _arrays(tree: Tree) -> Tree:
+    """The arrays in the places of their handles. Raises OwnershipError for one that was taken back."""
+    return jax.tree.map(lambda leaf: leaf, tree)
 
 
 def _handed(sources: Sequence[int | None], outs: list[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -271,11 +271,16 @@ def _per_microbatch(name: str, given: Sequence[Any], count: int) -> list[Any]:
 def _leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:
     """The leaves of an argument that is as it was built. Raises CallableError with every difference."""
     leaves, structure = jax.tree.flatten(tree)
-    shapes = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
-    if structure != side.tree or shapes != [(aval.shape, aval.dtype) for aval in side.avals]:
+    if structure != side.tree or not all(_fits(leaf, aval) for leaf, aval in zip(leaves, side.avals, strict=True)):
         texts = differences(side, tree, name, device)
         raise CallableError(f"run is given something else than was built: {'; '.join(texts)}", mismatches=tuple(texts))
     return leaves
+
+
+def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
+    if not isinstance(leaf, jax.Array):
+        leaf = shape_of(leaf)
+    return leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
 def _on(device: Any, leaf: Any) -> jax.Array:

@@ -37,12 +37,21 @@ class Pool:
 
 @dataclass
 class Slot:
-    """A place that is taken, and the lease of those who may read it."""
+    """A place that is taken, and the lease of those who may read it.
+
+    Free again after its last consumer; or, where no callable consumes it, when nobody holds a handle on it any more.
+    """
 
     pool: Pool
     number: int
     lease: Lease
     arrays: list[jax.Array] = field(default_factory=list)
+    consumers: int = 0
+    is_free: bool = False
+
+    def __del__(self):
+        if not self.is_free:
+            self.pool.give_back(self.number)
 
     def lend(self, array: jax.Array) -> Borrowed:
         """A handle on an array in this place."""
@@ -50,9 +59,11 @@ class Slot:
         return Borrowed(array, self.lease, slot=self)
 
     def release(self, by: str) -> None:
-        """Ends the lease and frees the buffers, unless the caller keeps them. Again is harmless."""
-        if self.lease.ended:
+        """A consumer is done. After the last one the lease ends and the buffers are freed, unless the caller keeps them."""
+        self.consumers -= 1
+        if self.consumers > 0 or self.is_free:
             return
+        self.is_free = True
         self.pool.give_back(self.number)
         if not self.lease.kept:
             self.lease.ended = f"released after {by}, its last consumer"

@@ -89,7 +89,7 @@ class Program:
 
 
 class Compiler:
-    """Executables of a set of callables, each made once.
+    """Makes executables of a set of callables.
 
     Args:
         callables: by index.
@@ -99,13 +99,14 @@ class Compiler:
 
     def __init__(self, callables: Mapping[int, Shaped], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None):
         self._callables, self._options, self._loss = callables, dict(options), loss_fn
-        self._made: dict[Signature, Any] = {}
 
     def programs(
         self,
         runs: Sequence[tuple[Sequence[Task], Collection[int], Collection[int]]],
         avals: Mapping[int, jax.ShapeDtypeStruct],
         loss_tree: Any = None,
+        *,
+        copies: Literal["shared", "each"] = "shared",
     ) -> list[Program]:
         """Compiles, several at a time.
 
@@ -113,43 +114,28 @@ class Compiler:
             runs: of each program its tasks, the registers wanted outside, and those that nothing reads afterwards.
             avals: of all registers.
             loss_tree: structure of the loss's arguments after y.
+            copies: whether equal programs are one executable, or `each` has its own; the latter on a GPU only.
 
         Raises:
             DonationError: a sum is not updated in place.
         """
         plans = [self._plan(*run, avals) for run in runs]
-        missing = {}
+        lowered = {}
         for signature, _ in plans:
-            if signature not in self._made and signature not in missing:
-                missing[signature] = self._lower(signature, loss_tree)
-        with ThreadPoolExecutor(max(1, min(16, len(missing)))) as pool, option_errors():
-            for signature, (program, report) in zip(missing, pool.map(self._compile, missing.values()), strict=True):
-                count = len(signature.sums)
-                if count:
-                    check_identity(program, [jax.ShapeDtypeStruct(*aval) for aval in signature.avals[:count]])
-                self._made[signature] = program, report
-        return [self._bind(signature, names, run[0]) for (signature, names), run in zip(plans, runs, strict=True)]
+            if signature not in lowered:
+                lowered[signature] = self._lower(signature, loss_tree)
+        wanted = [(signature, n if copies == "each" else 0) for n, (signature, _) in enumerate(plans)]
+        distinct = list(dict.fromkeys(wanted))
+        with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors():
+            made = dict(zip(distinct, pool.map(lambda name: self._compile(*lowered[name[0]]), distinct), strict=True))
+        for (signature, _), (compiled, _) in made.items():
+            if signature.sums:
+                check_identity(compiled, [jax.ShapeDtypeStruct(*aval) for aval in signature.avals[: len(signature.sums)]])
+        return [_bind(made[name], name[0], names, run[0]) for name, (_, names), run in zip(wanted, plans, runs, strict=True)]
 
-    def _compile(self, lowered: tuple[Any, str]) -> tuple[jax.stages.Compiled, CaptureReport | None]:
-        program, platform = lowered
-        return compile_and_report(program, self._options, platform=platform)
-
-    def _bind(self, signature: Signature, names: dict[int, int], tasks: Sequence[Task]) -> Program:
-        outer = {inner: register for register, inner in names.items()}
-
-        def renamed(registers: Iterable[int]) -> tuple[int, ...]:
-            return tuple(outer[r] for r in registers)
-
-        compiled, report = self._made[signature]
-        return Program(
-            compiled,
-            report,
-            renamed(signature.sums),
-            renamed(signature.donated),
-            renamed(signature.read),
-            renamed(signature.outs),
-            tuple(tasks),
-        )
+    def _compile(self, lowered: Any, platform: str) -> tuple[jax.stages.Compiled, CaptureReport | None]:
+        # On a GPU the report's own directory is among the options, so that jax does not give back an executable it has.
+        return compile_and_report(lowered, self._options, platform=platform)
 
     def _plan(
         self, tasks: Sequence[Task], wanted: Collection[int], dying: Collection[int], avals: Mapping[int, jax.ShapeDtypeStruct]
@@ -210,6 +196,25 @@ class Compiler:
         a, b = len(signature.sums), len(signature.sums) + len(signature.donated)
         jitted = jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
         return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
+
+
+def _bind(
+    made: tuple[jax.stages.Compiled, CaptureReport | None], signature: Signature, names: dict[int, int], tasks: Sequence[Task]
+) -> Program:
+    """An executable with the registers of whoever asked for it."""
+    outer = {inner: register for register, inner in names.items()}
+
+    def renamed(registers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(outer[r] for r in registers)
+
+    return Program(
+        *made,
+        sums=renamed(signature.sums),
+        donated=renamed(signature.donated),
+        read=renamed(signature.read),
+        outs=renamed(signature.outs),
+        tasks=tuple(tasks),
+    )
 
 
 def fold_key(key: Array, *, step: Any, index: Any, microbatch: Any) -> Array:

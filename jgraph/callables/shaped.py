@@ -6,7 +6,7 @@ the host keeps the array that went in. So nothing is copied, and who owns the ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -77,7 +77,12 @@ class Shaped:
     stash_from: tuple[int | None, ...]
     device: Any
 
-    @property
+    @cached_property
+    def inputs_tree(self) -> Any:
+        """Structure of (x, extra)."""
+        return jax.tree.structure((self.x.shapes(), self.extra.shapes()))
+
+    @cached_property
     def num_dx(self) -> int:
         """Leaves of dx."""
         return len(self.x) if self.takes_gradient else 0
@@ -93,11 +98,13 @@ class Shaped:
         weights = self.params.unflatten(params)
         return (weights, x, extra) if self.takes_gradient else (weights, (), (x, extra))
 
+    @cached_property
     def last_use_of_x(self) -> str:
         """Which part reads x last: `forward`, `dgrad` or `wgrad`."""
         kept = [i for i, source in enumerate(self.residuals_from) if source is not None and source < len(self.x)]
         return "forward" if not kept else "wgrad" if max(kept) >= self.num_dgrad else "dgrad"
 
+    @cached_property
     def last_use_of_dy(self) -> str:
         """Which part reads dy last: `dgrad` or `wgrad`."""
         kept = any(source is not None and source >= len(self.residuals) for source in self.stash_from)

@@ -25,6 +25,8 @@ Outputs = Literal["drop", "keep"]
 
 # Tasks in one executable: beyond, compiling takes longer than the launches that it saves.
 _MOST_JOINED = 64
+# Instructions that have an executable each; of longer tapes equal ones share it.
+_MOST_EXECUTABLES = 512
 _NEVER = 1 << 62
 
 
@@ -406,9 +408,12 @@ def _compile(
             else set()
         )
         runs.append((tasks, wanted, dying))
-    programs = Compiler(dict(enumerate(builder.callables)), options, loss_fn).programs(
-        runs, builder.avals, builder.loss_side.tree
-    )
+    # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
+    # With an executable to itself, an instruction finds them where they were a step ago (notes/measurements.md).
+    captures = any(part.device.platform != "cpu" for part in builder.callables)
+    copies = "each" if captures and len(runs) <= _MOST_EXECUTABLES else "shared"
+    compiler = Compiler(dict(enumerate(builder.callables)), options, loss_fn)
+    programs = compiler.programs(runs, builder.avals, builder.loss_side.tree, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():
         if r not in kept and (made_in[r] < n or r in sent):

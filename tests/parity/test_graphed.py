@@ -1,0 +1,429 @@
+"""Graphed callables against a model of Transformer Engine's, and against the faults that it had."""
+
+import json
+from collections import deque
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jgraph  # noqa: E402
+from jgraph.errors import OwnershipError  # noqa: E402
+from tests.parity.torch_graphed import Graphed, Weak, exact_step  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+# B batch, D model. The loss is scaled so that gradients are about one when eight microbatches have been added up.
+B, D, SCALE, RATE = 2, 8, 1 / 16, 0.5
+GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
+ORDERS = {
+    **{row["name"]: row["args"]["order"] for row in GOLDENS["hazardous"]},
+    "two_dgrads_then_two_wgrads": [1, 1, -1, -1, -1.5, -1.5],
+    **{case["name"]: case["expect"]["overlap_order"] for case in GOLDENS["cases"] if case["params"]["delay_wgrad"]},
+    "without_delay": [1, 2, 1, -2, 2, -1, -2, -1],
+    "one_chunk_delayed": [1, 2, 1, -2, 2, -1, -2, -1.5, -1, -1.5],
+}
+# Orders in which a buffer that a wgrad still needs is taken by another forward or dgrad, if its dgrad released it.
+HAZARDS = ("min_input_hazard", "min_grad_output_hazard", "two_dgrads_then_two_wgrads", "pp4_r1_vp2_overlap_wgrad_uneven")
+
+
+def stage(params, x_BD, mask_BD=None):
+    return jnp.tanh((x_BD if mask_BD is None else x_BD * mask_BD) @ params["w"] + params["b"])
+
+
+def loss(y_BD, target_BD):
+    return 0.5 * SCALE * jnp.sum((y_BD - target_BD) ** 2)
+
+
+@jax.jit
+def update(params, grads, rate):
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+
+class Ours:
+    """jgraph by the methods of the model."""
+
+    tensor = staticmethod(jnp.array)
+
+    def __init__(self, params, delayed, *, order=None, masked=False, reuse=False, param_grads="owned"):
+        self.params = jax.tree.map(jnp.array, tuple(params))
+        sample = (jax.ShapeDtypeStruct((B, D), "float32"),) * (1 + masked)
+        self.graphed = jgraph.make_graphed_callables(
+            (stage,) * len(params),
+            self.params,
+            (sample,) * len(params),
+            order=order,
+            delay_wgrad=delayed,
+            reuse_buffers=reuse,
+            param_grads=param_grads,
+        )
+
+    def forward(self, c, x, *mask):
+        return self.graphed[c](self.params[c], x, *mask)
+
+    def backward(self, c, dy):
+        return self.graphed[c].backward(dy)
+
+    def dgrad(self, c, dy):
+        return self.graphed[c].dgrad(dy)
+
+    def wgrad(self, c):
+        return self.graphed[c].wgrad()
+
+    @property
+    def main_grad(self):
+        return [self.graphed[c].main_grad for c in range(len(self.graphed))]
+
+    def zero_grads(self):
+        self.graphed.zero_grads()
+
+    def sgd(self, grads, rate):
+        self.params = update(self.params, tuple(grads), rate)
+
+
+def data(order, seed=0):
+    """Parameters of the callables, and xs, targets and masks of the microbatches."""
+    rng, shape = np.random.default_rng(seed), (order.count(1), B, D)
+    params = [{"w": rng.normal(size=(D, D)) / np.sqrt(D), "b": rng.normal(size=D)} for _ in range(max(order))]
+    arrays = rng.normal(size=shape), rng.normal(size=shape), rng.random(shape) < 0.7
+    return jax.tree.map(np.float32, (params, *arrays))
+
+
+def delays(order):
+    return [-c - 1.5 in order for c in range(max(order))]
+
+
+def array(x):
+    """What a handle reads now; a tensor as it is."""
+    return getattr(x, "value", x)
+
+
+def numbers(tree):
+    def copied(x):
+        x = array(x)
+        return np.array(x.numpy() if isinstance(x, torch.Tensor) else x)
+
+    return jax.tree.map(copied, tree, is_leaf=lambda x: hasattr(x, "value"))
+
+
+def address(x):
+    x = array(x)
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x.unsafe_buffer_pointer()
+
+
+def live(handle):
+    if isinstance(handle, Weak):
+        return not handle.stale
+    try:
+        return array(handle) is not None
+    except OwnershipError:
+        return False
+
+
+def close(ours, theirs):
+    ours, theirs = jax.tree.leaves(numbers(ours)), jax.tree.leaves(numbers(theirs))
+    return all(np.abs(a - b).max() <= 1e-6 * max(1.0, np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def fails(check, *args):
+    """Whether the check notices."""
+    with pytest.raises(AssertionError):
+        check(*args)
+    return True
+
+
+def step(system, order, xs, targets, masks=()):
+    """One step, call by call: gradients as they were returned, by callable; numbers of y and dx, by microbatch."""
+    given, ys, dxs = [[] for _ in range(max(order))], [], []
+    inputs, dys = [deque(map(system.tensor, xs)), *([deque() for _ in given])], [deque() for _ in given]
+    system.zero_grads()
+    for entry in order:
+        c = int(abs(entry)) - 1
+        if entry > 0:
+            y = system.forward(c, inputs[c].popleft(), *([masks.popleft()] if masks else []))
+            inputs[c + 1].append(y)
+            if c + 1 == len(given):
+                dys[c].append(SCALE * (array(y) - system.tensor(targets[len(ys)])))
+                ys.append(numbers(y))
+        elif entry % 1:
+            given[c].append(system.wgrad(c))
+        else:
+            if -c - 1.5 in order:
+                dx = system.dgrad(c, dys[c].popleft())
+            else:
+                gradients, dx = system.backward(c, dys[c].popleft())
+                given[c].append(gradients)
+            if c:
+                dys[c - 1].append(dx)
+            else:
+                dxs.append(numbers(dx))
+    return given, ys, dxs
+
+
+def owned(system, given):
+    """Sums of the gradients that are the caller's, as they read now."""
+    return [
+        {name: sum(numbers(call[name]) for call in calls) for name in ("w", "b") if main[name] is None}
+        for main, calls in zip(system.main_grad, given, strict=True)
+    ]
+
+
+def totals(system, given):
+    """Gradients of a step, as numbers: the caller's sums, and what was added up in main_grad."""
+    added = [{name: numbers(total) for name, total in main.items() if total is not None} for main in system.main_grad]
+    return [sums | more for sums, more in zip(owned(system, given), added, strict=True)]
+
+
+# One callable and two microbatches, for calls without an order.
+PARAMS, XS, TARGETS, MASKS = data([1, 1])
+EXACT = [exact_step(PARAMS, XS[[m]], TARGETS[[m]], scale=SCALE)[0] for m in range(2)]
+
+
+def call(system, m, delayed=False):
+    """Forward and backward of microbatch m: its gradients."""
+    y = system.forward(0, system.tensor(XS[m]))
+    dy = SCALE * (array(y) - system.tensor(TARGETS[m]))
+    if not delayed:
+        return system.backward(0, dy)[0]
+    system.dgrad(0, dy)
+    return system.wgrad(0)
+
+
+def check_owned(system):
+    first, second = call(system, 0), call(system, 1)
+    assert close(second, EXACT[1])
+    assert close(first, EXACT[0])
+    assert not {address(g) for g in first.values()} & {address(g) for g in second.values()}
+
+
+def check_sum_by_the_caller(system):
+    first, second = call(system, 0), call(system, 1)
+    exact = exact_step(PARAMS, XS, TARGETS, scale=SCALE)[0]
+    assert close({name: first[name] + second[name] for name in first}, exact)
+
+
+def check_alias(system):
+    seen = set()
+    for n in range(3):
+        gradients = call(system, 0, delayed=True)
+        seen.add(address(gradients["w"]))
+        assert close(gradients["w"], (n + 1) * EXACT[0]["w"])
+        assert close(gradients["b"], EXACT[0]["b"])
+    system.zero_grads()
+    seen.add(address(call(system, 1, delayed=True)["w"]))
+    assert seen == {address(system.main_grad[0]["w"])}
+    assert close(system.main_grad[0]["w"], EXACT[1]["w"])
+
+
+def check_same_address(system):
+    first = call(system, 0)
+    before = {name: address(g) for name, g in first.items()}
+    system.zero_grads()
+    second = call(system, 1)
+    assert close(second, EXACT[1])
+    assert {name: address(g) for name, g in second.items()} == before
+
+
+def test_returns_owned_parameter_grads():
+    check_owned(Ours(PARAMS, [False]))
+    check_owned(Graphed(PARAMS, [False]))
+    assert fails(check_owned, Graphed(PARAMS, [False], param_grads="static"))
+
+
+def test_accumulates_owned_parameter_grads():
+    check_sum_by_the_caller(Ours(PARAMS, [False]))
+    check_sum_by_the_caller(Graphed(PARAMS, [False]))
+    assert fails(check_sum_by_the_caller, Graphed(PARAMS, [False], param_grads="static"))
+
+
+def test_preserves_the_alias_of_skipped_parameter_grads():
+    check_alias(Ours(PARAMS, [True]))
+    check_alias(Graphed(PARAMS, [True]))
+    assert fails(check_alias, Graphed(PARAMS, [True], param_grads="cloned"))
+
+
+def test_owned_grads_beside_skipped_ones_are_kept():
+    def check(system):
+        first = call(system, 0, delayed=True)["b"]
+        call(system, 1, delayed=True)
+        assert close(first, EXACT[0]["b"])
+
+    check(Ours(PARAMS, [True]))
+    check(Graphed(PARAMS, [True]))
+    assert fails(check, Graphed(PARAMS, [True], param_grads="static"))
+
+
+def test_can_skip_the_clone_of_parameter_grads():
+    check_same_address(Ours(PARAMS, [False], param_grads="aliased"))
+    check_same_address(Graphed(PARAMS, [False], param_grads="static"))
+    assert fails(check_same_address, Ours(PARAMS, [False]))
+    assert fails(check_same_address, Graphed(PARAMS, [False]))
+
+
+def test_a_grad_without_a_clone_raises_after_the_next_replay_where_upstreams_reads_other_numbers():
+    ours, theirs = Ours(PARAMS, [False], param_grads="aliased"), Graphed(PARAMS, [False], param_grads="static")
+    first, theirs_first = call(ours, 0), call(theirs, 0)
+    assert close(first, theirs_first)
+    call(ours, 1)
+    call(theirs, 1)
+    assert close(theirs_first, EXACT[1])
+    for gradient in first.values():
+        with pytest.raises(OwnershipError, match="main_grad of callable 0"):
+            _ = gradient.value
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+def test_snapshots_the_clone_policy(delayed):
+    def check(make):
+        flags = [delayed]
+        system = make(flags)
+        flags[0] = not delayed
+        (check_alias if delayed else check_owned)(system)
+
+    check(lambda flags: Ours(PARAMS, flags))
+    check(lambda flags: Graphed(PARAMS, flags))
+    assert fails(check, lambda flags: Graphed(PARAMS, flags, policy="replayed"))
+
+
+def test_snapshots_the_policy_for_orders_given_later():
+    order, flags = [1, -1, -1.5], [True]
+    ours = Ours(PARAMS, flags, order=order)
+    flags[0] = False
+    done = ours.graphed.run([1, -1, 1, -1.5, -1, -1.5], list(XS), loss, loss_args=[(t,) for t in TARGETS])
+    assert close(done.grads, exact_step(PARAMS, XS, TARGETS, scale=SCALE))
+
+
+@pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, 1, -1, -1, -1.5, -1.5]], ids=["whole", "delayed"])
+def test_a_stray_tensor_of_the_caller_is_never_reused(order):
+    def check(system):
+        masks = [system.tensor(mask) for mask in MASKS]
+        step(system, order, XS, TARGETS, deque(masks))
+        assert all(np.array_equal(numbers(mask), wanted) for mask, wanted in zip(masks, MASKS, strict=True))
+
+    delayed = delays(order)
+    check(Ours(PARAMS, delayed, order=order, masked=True, reuse=True))
+    check(Graphed(PARAMS, delayed, microbatches=2, reuse=True))
+    assert fails(check, Graphed(PARAMS, delayed, microbatches=2, reuse=True, weak="any"))
+
+
+@pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, 1, -1, -1, -1.5, -1.5]], ids=["whole", "delayed"])
+def test_a_stray_tensor_that_the_caller_dropped_is_held_until_it_was_read_last(order):
+    def check(system):
+        given, _, _ = step(system, order, XS, TARGETS, deque(map(system.tensor, MASKS)))
+        assert close(totals(system, given), exact_step(PARAMS, XS, TARGETS, MASKS, scale=SCALE))
+
+    delayed = delays(order)
+    check(Ours(PARAMS, delayed, order=order, masked=True, reuse=True))
+    check(Graphed(PARAMS, delayed, microbatches=2, reuse=True))
+    assert fails(check, Graphed(PARAMS, delayed, microbatches=2, reuse=True, weak="any"))
+
+
+def test_a_handle_on_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
+    order = ORDERS["min_grad_output_hazard"]
+    params, xs, targets, _ = data(order)
+
+    def check(system):
+        y = system.forward(0, system.tensor(xs[0]))
+        z = system.forward(1, y)
+        system.dgrad(0, system.dgrad(1, SCALE * (array(z) - system.tensor(targets[0]))))
+        assert live(y)
+        system.wgrad(1)
+        system.wgrad(0)
+        assert not live(y)
+
+    check(Ours(params, delays(order), order=order, reuse=True))
+    check(Graphed(params, delays(order), reuse=True))
+    assert fails(check, Graphed(params, delays(order), reuse=True, release="dgrad"))
+    assert fails(check, Ours(params, delays(order), order=order))
+
+
+@cache
+def upstream(name):
+    """Three steps of the model without reuse: (gradients, ys, dxs) of each, and the parameters at the end."""
+    order = ORDERS[name]
+    params, xs, targets, _ = data(order)
+    model, steps = Graphed(params, delays(order), microbatches=len(xs)), []
+    for _ in range(3):
+        given, ys, dxs = step(model, order, xs, targets)
+        steps.append((totals(model, given), ys, dxs))
+        model.sgd(steps[-1][0], RATE)
+    return steps, numbers(model.params)
+
+
+def ours(name, reuse, param_grads):
+    order = ORDERS[name]
+    return Ours(data(order)[0], delays(order), order=order, reuse=reuse, param_grads=param_grads)
+
+
+def check_three_steps(system, name):
+    """Numbers of every step are upstream's; what the caller kept reads the same after the last."""
+    order = ORDERS[name]
+    _, xs, targets, _ = data(order)
+    steps, params = upstream(name)
+    kept = []
+    for expected in steps:
+        given, ys, dxs = step(system, order, xs, targets)
+        gradients = totals(system, given)
+        assert close((gradients, ys, dxs), expected)
+        kept.append((given, owned(system, given)))
+        system.sgd(gradients, RATE)
+    assert close(list(system.params), params)
+    for given, before in kept:
+        assert close(owned(system, given), before)
+
+
+EVERY = pytest.mark.parametrize("name", ORDERS)
+REUSE = pytest.mark.parametrize("reuse", [False, True], ids=["static", "reused"])
+POLICY = pytest.mark.parametrize("param_grads", ["owned", "aliased"])
+
+
+@EVERY
+def test_the_models_gradients_are_exact_with_and_without_reuse(name):
+    params, xs, targets, _ = data(ORDERS[name])
+    (gradients, _, _), *_ = upstream(name)[0]
+    assert close(gradients, exact_step(params, xs, targets, scale=SCALE))
+    check_three_steps(Graphed(params, delays(ORDERS[name]), microbatches=len(xs), reuse=True), name)
+
+
+@EVERY
+@REUSE
+@POLICY
+def test_three_steps_of_an_order_call_by_call(name, reuse, param_grads):
+    check_three_steps(ours(name, reuse, param_grads), name)
+
+
+@EVERY
+@REUSE
+@POLICY
+def test_three_steps_of_an_order_in_one_run_each(name, reuse, param_grads):
+    system = ours(name, reuse, param_grads)
+    graphed, weights = system.graphed, system.params
+    _, xs, targets, _ = data(ORDERS[name])
+    steps, final = upstream(name)
+    for gradients, ys, _ in steps:
+        done = graphed.run(
+            None, [*map(jnp.array, xs)], loss, params=weights, loss_args=[(jnp.array(t),) for t in targets], outputs="keep"
+        )
+        assert close(list(done.grads), gradients)
+        assert close(list(done.outputs), ys)
+        weights = update(weights, done.grads, RATE)
+    assert close(list(weights), final)
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_the_comparison_notices_buffers_released_by_a_dgrad(name):
+    params, xs, _, _ = data(ORDERS[name])
+    assert fails(
+        check_three_steps, Graphed(params, delays(ORDERS[name]), microbatches=len(xs), reuse=True, release="dgrad"), name
+    )
+
+
+@EVERY
+def test_the_comparison_notices_returned_grads_that_are_static(name):
+    params, xs, _, _ = data(ORDERS[name])
+    assert fails(check_three_steps, Graphed(params, delays(ORDERS[name]), microbatches=len(xs), param_grads="static"), name)
