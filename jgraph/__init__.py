@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jgraph.callables import Borrowed as Borrowed
     from jgraph.callables import fold_key as fold_key
     from jgraph.callables import make_graphed_callables as make_graphed_callables
+    from jgraph.graph.explain import explain as explain
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.schedule.order import Order as Order
 
@@ -26,6 +27,7 @@ _LAZY = {
     "Order": "jgraph.schedule.order",
     "cross_entropy": "jgraph.loss",
     "dot_general": "jgraph.backward",
+    "explain": "jgraph.graph.explain",
     "fold_key": "jgraph.callables",
     "make_graphed_callables": "jgraph.callables",
     "split_backward": "jgraph.backward",

@@ -80,6 +80,8 @@ def make_graphed_callables(
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs, hooks = (params,), (sample_args,), (sample_kwargs,), (hooks,)
+    if not fns:
+        raise CallableError("there are no callables: give one, or a tuple of them")
     # What a caller changes later in a list of theirs changes nothing here.
     delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
     every = each("params", params, len(fns))

@@ -1,5 +1,6 @@
 """A graphed callable: its forward, dgrad and wgrad as executables made beforehand, called one by one."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,10 +53,14 @@ class MainGrad:
 
     def open(self) -> dict[int, jax.Array]:
         """The arrays, made if they are not there."""
-        for place in self.places:
-            if place not in self.arrays or self.arrays[place].is_deleted():
-                self.arrays[place] = jnp.zeros(self._avals[place].shape, jnp.float32, device=self._device)
+        if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
+            self.arrays = dict(zip(self.places, self.blank(tuple(self.places)), strict=True))
         return self.arrays
+
+    def blank(self, places: tuple[int, ...]) -> list[jax.Array]:
+        """New float32 zeros, in one program."""
+        shapes = tuple(self._avals[place].shape for place in places)
+        return _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))() if shapes else []
 
     def update(self, arrays: dict[int, jax.Array], by: str) -> None:
         """Takes over what a program made of the arrays; ends every handle on what they held before."""
@@ -294,7 +299,7 @@ class Graphed:
     def _differences(self, params: Tree, args: Sequence[Tree], kwargs: dict[str, Tree]) -> list[str]:
         part = self._entry.shaped
         texts = differences(part.params, params, "params", part.device) + differences(part.x, args[0], "x", part.device)
-        num_extra = len(jax.tree.unflatten(part.extra.tree, part.extra.avals)[0])
+        num_extra = len(part.extra.shapes()[0])
         if len(args) - 1 != num_extra:
             texts.append(f"{len(args) - 1} arguments after x, built for {num_extra}")
             return texts
@@ -304,8 +309,15 @@ class Graphed:
         """Executables for other shapes, if those may be made."""
         texts = self._differences(params, args, kwargs)
         part = self._entry.shaped
-        names = set(part.extra.unflatten(part.extra.avals)[1])
-        if self._on_mismatch == "error" or set(kwargs) != names or any(" is on " in text for text in texts):
+        positional, named = part.extra.shapes()
+        # Other shapes are another program; other arguments are another function, and a program does not move.
+        same_arguments = len(args) - 1 == len(positional) and set(kwargs) == set(named)
+        here = all(
+            leaf.devices() == {part.device} or not leaf.committed
+            for leaf in jax.tree.leaves((params, args, kwargs))
+            if isinstance(leaf, jax.Array)
+        )
+        if self._on_mismatch == "error" or not same_arguments or not here:
             raise _mismatch_error(self.index, texts)
         key = signature(params, args, kwargs)
         if key not in self._entries:
@@ -387,6 +399,11 @@ def _mismatch_error(index: int, texts: Sequence[str]) -> CallableError:
         f"pass what was built, or build with on_mismatch='recompile'",
         mismatches=tuple(texts),
     )
+
+
+@functools.cache
+def _blank_program(shapes: tuple[tuple[int, ...], ...], sharding: Any) -> Any:
+    return jax.jit(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], out_shardings=sharding)
 
 
 _zeros = jax.jit(lambda sums: [jnp.zeros_like(total) for total in sums], donate_argnums=0, keep_unused=True)

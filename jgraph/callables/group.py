@@ -146,6 +146,7 @@ class GraphedCallables(Sequence[Graphed]):
         inputs = _per_microbatch("inputs", inputs, count)
         more = _per_microbatch("extra", extra, count) if extra is not None else [()] * count
         rest = _per_microbatch("loss_args", loss_args, count) if loss_args is not None else [()] * count
+        self._check_extra(extra, key)
         tape = self._tape(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
         registers: list[Any] = [None] * tape.size
         self._fill_params(tape, registers, self._params if params is None else params)
@@ -189,19 +190,35 @@ class GraphedCallables(Sequence[Graphed]):
             )
         return self._tapes[name]
 
+    def _check_extra(self, extra: Sequence[Any] | None, key: jax.Array | None) -> None:
+        """That what callables take besides params and x can be given."""
+        takes_any = False
+        for i, graphed in enumerate(self._graphed):
+            part = graphed.entry.shaped
+            takes_any |= bool(part.extra.shapes()[0])
+            for place in range(len(part.positional), len(part.extra)):
+                name = part.extra.paths[place].removeprefix("1/")
+                if place not in part.keys:
+                    raise CallableError(
+                        f"callable {i} takes the keyword argument {name}, which is no random key: run gives keys only; take it "
+                        f"as an argument after x"
+                    )
+                if key is None:
+                    raise CallableError(f"callable {i} takes the keyword argument {name}: give run a key=")
+        if extra is not None and not takes_any:
+            raise CallableError("extra is given, but no callable takes arguments after x; leave it out")
+
     def _fill_params(self, tape: Tape, registers: list[Any], params: Sequence[Tree]) -> None:
         for i, (tree, graphed) in enumerate(zip(each("params", params, len(self)), self._graphed, strict=True)):
             part = graphed.entry.shaped
             leaves = _leaves(part.params, tree, f"params[{i}]", part.device)
-            for register, leaf in zip(tape.params[i], leaves, strict=True):
-                if register >= 0:
-                    if leaf.devices() != {part.device}:
-                        texts = differences(part.params, tree, f"params[{i}]", part.device)
-                        raise CallableError(
-                            f"params are not where they are used: {'; '.join(texts)}; give run graphed.place(params)",
-                            mismatches=tuple(texts),
-                        )
+            for register, leaf, path in zip(tape.params[i], leaves, part.params.paths, strict=True):
+                if isinstance(leaf, jax.Array) and leaf.devices() == {part.device}:
                     registers[register] = leaf
+                    continue
+                where = ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
+                text = f"params[{i}]/{path} is on {where}, used on {part.device}"
+                raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,))
 
     def _fill_inputs(
         self, tape: Tape, registers: list[Any], inputs: Sequence[Tree], extra: Sequence[Any], loss_args: Sequence[Any]
@@ -215,7 +232,7 @@ class GraphedCallables(Sequence[Graphed]):
         sent: dict[Any, Any] = {}
         for (i, m, place), register in tape.extra.items():
             part = self._graphed[i].entry.shaped
-            leaves = _leaves(part.extra, (tuple(extra[m]), {}), f"extra[{m}]")
+            leaves = _leaves(part.positional, tuple(extra[m]), f"extra[{m}]")
             where = (id(leaves[place]), part.device)
             if where not in sent:
                 sent[where] = _on(part.device, leaves[place])
@@ -232,6 +249,12 @@ class GraphedCallables(Sequence[Graphed]):
 
     def _play(self, tape: Tape, registers: list[Any]) -> Run:
         self._runs += 1
+        if tape.starts == "zeros":
+            self.zero_grads()
+            for i, graphed in enumerate(self._graphed):
+                owned = [place for j, place in tape.sums if i == j and (i, place) not in tape.main_grad]
+                for place, zeros in zip(owned, graphed.gradients.blank(tuple(owned)), strict=True):
+                    registers[tape.sums[i, place]] = zeros
         for (i, place), register in tape.main_grad.items():
             registers[register] = self._graphed[i].gradients.open()[place]
         try:

@@ -87,10 +87,16 @@ class Shaped:
         """Leaves of dx."""
         return len(self.x) if self.takes_gradient else 0
 
-    @property
+    @cached_property
+    def positional(self) -> Side:
+        """The positional part of `extra`."""
+        return Side.of(self.extra.shapes()[0])
+
+    @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Places in `extra` of random keys."""
-        return tuple(i for i, aval in enumerate(self.extra.avals) if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key))
+        """Places in `extra` of random keys among the keyword arguments."""
+        avals = enumerate(self.extra.avals)
+        return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def arguments(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[Tree, Tree, Tree]:
         """Of `split.forward`, from the leaves of params and of (x, extra)."""

@@ -58,6 +58,7 @@ class Tape:
         losses: for each microbatch.
         outputs: for each microbatch; empty where they are dropped.
         sums: (callable, parameter) to register, of all gradients.
+        starts: whether the sums are to be `zeros` before it is played; `anything` where its first executables write over them.
         devices: of each rank.
         pool: registers of buffers that only the tape ever sees, each with its pool.
         home: rank of each register in `pool`.
@@ -77,6 +78,7 @@ class Tape:
     losses: list[int]
     outputs: list[list[int]]
     sums: dict[tuple[int, int], int]
+    starts: Literal["zeros", "anything"]
     devices: Sequence[Any]
     pool: Mapping[int, str]
     home: Mapping[int, int]
@@ -100,6 +102,7 @@ class _Builder:
     devices: Sequence[Any]
     aliased: Sequence[Sequence[int]]
     reuse: bool
+    join: Join
     outputs: Outputs
     loss_side: Side
     loss_aval: Any
@@ -169,7 +172,7 @@ class _Builder:
         part = self.callables[i]
         registers = []
         for place, aval in enumerate(part.extra.avals):
-            if place in part.keys and ("keys", i, place) in self.named:
+            if ("keys", i, place) in self.named:
                 key = self.pooled(aval, "forward_wgrad", unit.rank)
                 scalar = jax.ShapeDtypeStruct((), np.int32)
                 step = self.given(scalar, "step", unit.rank)
@@ -220,7 +223,8 @@ class _Builder:
             aval, name = self.callables[i].params.avals[place], (i, place)
             if name not in self.sums:
                 self.sums[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
-            how = "add" if name in self.started else "over" if place in self.aliased[i] else "start"
+            first = "add" if self.join == "nothing" else "over" if place in self.aliased[i] else "start"
+            how = "add" if name in self.started else first
             self.started.add(name)
             grads.append((place, self.sums[name], how))
         return tuple(grads)
@@ -264,7 +268,7 @@ def make_tape(
     if loss_aval.shape != () or not np.issubdtype(loss_aval.dtype, np.inexact):
         raise CallableError(f"loss_fn gives {loss_aval.dtype}{list(loss_aval.shape)}: must be a floating scalar")
     devices = _devices(callables, schedule)
-    builder = _Builder(callables, devices, aliased, reuse, outputs, loss_side, loss_aval)
+    builder = _Builder(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)
     for i, part in enumerate(callables):
         for place in part.keys if keyed == "folded" else ():
             builder.given(part.extra.avals[place], "keys", i, place)
@@ -295,6 +299,8 @@ def make_tape(
         losses=[builder.losses[m] for m in range(count)],
         outputs=outs,
         sums=builder.sums,
+        # Then every addition is made by the same executable, whichever comes first: a sum's bits do not depend on the order.
+        starts="zeros" if join == "nothing" else "anything",
         devices=devices,
         pool=builder.pool,
         home=builder.home,

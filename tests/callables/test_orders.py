@@ -63,7 +63,7 @@ def test_an_order_gives_the_bits_of_the_plain_run_over_three_optimizer_steps(ord
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("join", ["segments", "nothing"])
 def test_an_order_gives_what_jax_gives(order, join):
-    graphed, params = build(order, reuse_buffers=True)
+    graphed, _ = build(order, reuse_buffers=True)
     xs, loss_args = chain.batches(order.count(1))
     run = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, outputs="keep", join=join)
     chain.assert_close((run.losses, run.outputs, run.grads), chain.plain(*chain.make_chain(max(order)), xs, loss_args))
@@ -183,7 +183,7 @@ def test_uneven_chunks_of_several_layers_play():
 
 
 def test_run_takes_another_order_than_the_one_it_was_built_with():
-    graphed, params = build([1, 2, -2, -1])
+    graphed, _ = build([1, 2, -2, -1])
     xs, loss_args = chain.batches(3)
     run = graphed.run([1, 2, -2, -1] * 3, xs, chain.loss_fn, loss_args=loss_args)
     chain.assert_close(run.grads, chain.plain(*chain.make_chain(2), xs, loss_args)[2])
