@@ -1,4 +1,4 @@
-"""What every test may count on: the CPU backend with four devices, unless tests for a GPU were asked for; the fixture `h200`."""
+"""What every test may count on: a CPU backend of four devices, unless tests for a GPU were asked for; the fixture `h200`."""
 
 import os
 

@@ -44,7 +44,7 @@ class GraphedCallables(Sequence[Graphed]):
     def __init__(
         self,
         graphed: tuple[Graphed, ...],
-        params: Sequence[Tree],
+        params: Sequence[Tree] | None,
         schedule: Schedule | None,
         *,
         parse: Callable[[Any], tuple[Schedule | None, Any]],
@@ -94,6 +94,7 @@ class GraphedCallables(Sequence[Graphed]):
         """Resets every callable and forgets the orders that were compiled."""
         for graphed in self._graphed:
             graphed.reset()
+        self._params = None
         self._tapes.clear()
 
     def run(
@@ -119,7 +120,8 @@ class GraphedCallables(Sequence[Graphed]):
             inputs: x of each microbatch, for the first callable; never donated.
             loss_fn: `loss_fn(y, *loss_args) -> scalar` of the last callable's y. Gradients are those of the sum over the
                 microbatches.
-            params: of each callable, where it runs (`place`); those given when it was built by default. Never donated.
+            params: of each callable, where it runs (`place`). Never donated. None takes those given when it was built, which are
+                held until `run` is given others.
             extra: of each microbatch, the arguments after x, given to every callable that has any.
             loss_args: of each microbatch, arguments of `loss_fn` after y.
             key: folded by `step`, callable and microbatch into every keyword argument that is a random key.
@@ -146,10 +148,16 @@ class GraphedCallables(Sequence[Graphed]):
         inputs = _per_microbatch("inputs", inputs, count)
         more = _per_microbatch("extra", extra, count) if extra is not None else [()] * count
         rest = _per_microbatch("loss_args", loss_args, count) if loss_args is not None else [()] * count
+        if params is None:
+            if self._params is None:
+                raise CallableError("run was given params before, and keeps none of its own since: give them at every run")
+            params = self._params
+        else:
+            self._params = None
         self._check_extra(extra, key)
         tape = self._tape(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
         registers: list[Any] = [None] * tape.size
-        self._fill_params(tape, registers, self._params if params is None else params)
+        self._fill_params(tape, registers, params)
         self._fill_inputs(tape, registers, inputs, more, rest)
         if key is not None:
             self._fill_keys(tape, registers, key, step)

@@ -163,3 +163,13 @@ def test_run_needs_a_key_or_keys_among_the_arguments():
     graphed = jgraph.make_graphed_callables(noisy, jnp.ones(()), (X,), sample_kwargs={"key": jax.random.key(0)}, order=[1, -1])
     with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: give run a key="):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
+
+
+def test_params_of_the_build_are_held_until_run_is_given_others():
+    graphed, params = chain.build(1, order=[1, -1])
+    xs, loss_args = chain.batches(1)
+    first = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
+    second = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, params=params)
+    chain.assert_same_bits(first.losses, second.losses)
+    with pytest.raises(CallableError, match="run was given params before"):
+        graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
