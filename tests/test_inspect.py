@@ -1,5 +1,6 @@
 """python -m jgraph.inspect: what it prints and writes; bad input is exit code 2 and one line."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jgraph.inspect import main
+from jgraph.presets import PRESETS
 from jgraph.schedule import NAMES, POOLS, Costs, assign, generate, simulate, write
 
 ROOT = Path(__file__).parents[1]
@@ -251,6 +253,7 @@ def test_help_says_what_the_costs_are_and_which_names_there_are(told):
 def test_help_names_the_subcommands_and_shows_how_to_call_them(told):
     out = told("--help")
     assert "• schedule" in out
+    assert "• capture" in out
     assert "\n    python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8\n" in out
 
 
@@ -290,3 +293,132 @@ def test_an_output_that_has_no_dots_gets_question_marks():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
     assert result.returncode == 0, result.stderr
     assert b"rank 1 ???" in result.stdout
+
+
+# --- capture ---
+
+MINE = """
+import jax, jax.numpy as jnp
+
+def in_place():
+    return lambda state, x: (state + x, x.sum()), (jnp.ones(3), jnp.ones(3)), 0
+
+def fft():
+    return jax.jit(lambda x: jnp.fft.fft(x).real), [jax.ShapeDtypeStruct((64,), jnp.float32)]
+
+def no_pair():
+    return 3
+
+def raises():
+    raise KeyError("first line\\nsecond line")
+
+def shapes_differ():
+    return jnp.dot, (jnp.ones(3), jnp.ones(4))
+
+def option():
+    return jnp.sin, (1.0,)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module of the user's, called `mine`; gives its file."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "mine.py"
+    sys.modules.pop("mine", None)
+
+
+def test_a_function_of_the_users_is_explained_with_what_it_donates(told, mine):
+    out = told("capture", "mine:in_place")
+    assert out.startswith("mine:in_place, <lambda> on cpu\n")
+    assert "donated: 1 leaf of 12 B: 1 reused" in out
+    assert "  state float32[3] -> result[0]\n" in out
+    assert "there are no command buffers on a cpu" in out
+
+
+@pytest.mark.parametrize("name", ["models.gpt:gpt_124m", "gpt-124m"])
+def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch, name):
+    small = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 128}
+    config = PRESETS["gpt-124m"]
+    monkeypatch.setitem(PRESETS, "gpt-124m", dataclasses.replace(config, model=dataclasses.replace(config.model, **small)))
+    out = told("capture", name, "--batch-size", "2", "--seq-len", "16")
+    assert out.startswith("training step of gpt-124m (models.gpt:GPT), 2 x 16 tokens, on cpu\n")
+    assert re.search(r"donated: \d+ leaves of .*, 0 dropped, 0 crosswise", out)
+
+
+@pytest.mark.target
+def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200, tmp_path):
+    file = tmp_path / "report.json"
+    small = ["--preset", "cpu-tiny", "--batch-size", "2", "--seq-len", "32"]
+    out = told("capture", "models.gpt:GPT", *small, "--target", "h200", "--json", str(file))
+    found = re.search(r"command buffers: 1, captured (\d+) of (\d+) thunks", out)
+    assert found
+    assert found[1] == found[2]
+    fields = json.loads(file.read_text())
+    assert (fields["capture"]["captured"], fields["capture"]["outside"]) == (int(found[1]), [])
+    assert len(fields["donations"]) > 5
+    assert "H200" in fields["device"]
+    assert any("attention is XLA's" in note for note in fields["notes"])
+    off = told("capture", "models.gpt:GPT", *small, "--target", "h200", "--graph", "off")
+    assert "captured 0 of" in off
+    assert "command buffers are off: --graph auto or full" in off
+
+
+@pytest.mark.target
+def test_what_stays_outside_is_printed_with_the_line_of_the_users_file(told, h200, mine):
+    out = told("capture", "mine:fft", "--target", "h200", "--graph", "full")
+    (line,) = (i for i, code in enumerate(MINE.splitlines(), 1) if "jnp.fft.fft" in code)
+    assert "outside: 1 Fft: XLA has no command for it" in out
+    assert re.search(rf"/fft at mine\.py:{line}\n", out)
+
+
+BAD_CAPTURES = [
+    (["mine:no_pair"], ["mine:no_pair() must return (fn, args)"]),
+    (["mine:raises"], ["mine:raises cannot be compiled: KeyError"]),
+    (["mine:shapes_differ"], ["mine:shapes_differ cannot be compiled: TypeError", "shape"]),
+    (["mine:number"], ["mine", "int", "'number'", "a class or a function"]),
+    (["mine:nothing"], ["mine has nothing called 'nothing'"]),
+    (["broken:main"], ["broken cannot be imported from here: ZeroDivisionError"]),
+    (["no_such_module:main"], ["no_such_module cannot be imported from here", "No module named"]),
+    (["gpt-9"], ["'gpt-9' is neither MODULE:NAME nor a preset", "gpt-124m"]),
+    (["mine:gpt_124m"], ["mine:gpt_124m names no class: give mine:CLASS --preset gpt-124m"]),
+    (["models.gpt:GPT"], ["models.gpt:GPT is a class", "--preset", "gpt-124m"]),
+    (["models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
+    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: leave out --preset cpu-tiny"]),
+    (["mine:option", "--seq-len", "8"], ["mine:option", "leave out --seq-len"]),
+    (["gpt-124m", "--batch-size", "0"], ["--batch-size is 0", "at least 1"]),
+    (["mine:option", "--xla-options", "xla_nope=1"], ["xla_nope"]),
+    (["mine:option", "--graph", "most"], ["--graph", "most", "auto", "full"]),
+    (["mine:option", "--target", "tpu"], ["'tpu'", "h200, h100, b200"]),
+    (["mine:option", "--json", "no/such.json"], ["--json no/such.json cannot be written"]),
+    ([], ["MODULE:NAME"]),
+]
+
+
+@pytest.mark.parametrize(("args", "parts"), BAD_CAPTURES, ids=[" ".join(args) or "nothing" for args, _ in BAD_CAPTURES])
+def test_what_cannot_be_captured_is_refused_in_one_line(refused, mine, args, parts):
+    mine.with_name("broken.py").write_text("1 / 0\n")
+    line = refused("capture", *args)
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{line!r} does not say {missing}"
+
+
+def test_help_of_capture_says_what_can_be_named(told):
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", told("capture", "--help")).split())
+    for part in ("MODULE:CLASS with --preset", "(fn, args, donate_argnums)", "--target", "h200, h100 or b200", "--json"):
+        assert part in words
+
+
+def test_wrong_flags_of_capture_are_refused_before_jax_is_imported():
+    code = """if True:
+        import sys
+        from jgraph.inspect import main
+        assert main(['capture', 'gpt-124m', '--batch-size', '0']) == 2
+        assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)
+    """
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -5,14 +5,59 @@ they come, so the buffer of a leaf that stopped fitting goes to the next that fi
 """
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
 
 import jax
 
 from jgraph.errors import DonationError
 
+PyTree: TypeAlias = Any
+
 _START = "input_output_alias={"
 # `{output path}: (parameter, {path in the parameter}, kind)`. A path is empty, or one index a level of tuples.
 _ENTRY = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, (?:may|must)-alias)?\)")
+# Ordered side effects, such as printing, pass a token that jax puts before the arguments and outputs of the user.
+_TOKENS = re.compile(r"entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
+
+
+@dataclass(frozen=True)
+class Donation:
+    """What became of a donated leaf.
+
+    Attributes:
+        leaf: path of the leaf, e.g. `state['w']`.
+        array: its dtype and shape, e.g. `float32[8,8]`.
+        nbytes: its size.
+        output: path of the output that lies in its buffer; empty if none does, and the donation was for nothing.
+        counterpart: path of the output in its place, where what was donated comes back in a tree of the same structure.
+        reason: why no output lies in its buffer.
+    """
+
+    leaf: str
+    array: str
+    nbytes: int
+    output: str = ""
+    counterpart: str = ""
+    reason: str = ""
+
+    @property
+    def dropped(self) -> bool:
+        """Nothing lies in its buffer."""
+        return not self.output
+
+    @property
+    def crosswise(self) -> bool:
+        """Another output than its counterpart lies in its buffer, so that a loop around the program swaps buffers."""
+        return bool(self.output and self.counterpart and self.output != self.counterpart)
+
+    def __str__(self) -> str:
+        if self.dropped:
+            return f"{self.leaf} {self.array}: dropped, {self.reason}"
+        crossed = f", crosswise: its place is {self.counterpart}" if self.crosswise else ""
+        return f"{self.leaf} {self.array} -> {self.output}{crossed}"
 
 
 def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
@@ -62,6 +107,111 @@ def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
     raise DonationError("; ".join(problems), leaves=tuple(names[i] for i in sorted(copied + crossed)))
 
 
+def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names: Sequence[str]) -> tuple[Donation, ...]:
+    """Every donated leaf of a program, in order, on any platform.
+
+    Args:
+        lowered: from `jax.jit(f).lower(...)`.
+        compiled: the same, compiled.
+        names: of all leaves of the arguments.
+    """
+    infos = jax.tree.leaves(lowered.args_info)
+    # An argument that the program does not use is left out of it, and has no sharding.
+    used = jax.tree.leaves(jax.tree.map(lambda _, sharding: sharding is not None, lowered.args_info, compiled.input_shardings))
+    outputs = [
+        ("result" + jax.tree_util.keystr(path), o) for path, o in jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
+    ]
+    positions = [i for i, is_used in enumerate(used) if is_used]
+    taken = {positions[argument]: output for output, argument in alias_map(compiled).items()}
+    places = _counterparts(lowered.args_info, lowered.out_info)
+    found: list[Donation] = []
+    for i, (name, info) in enumerate(zip(names, infos, strict=True)):
+        if not info.donated:
+            continue
+        array = _array(info)
+        counterpart = outputs[places[i]] if i in places else ("", None)
+        reason = "" if i in taken else _why_dropped(i, infos, used, [o for _, o in outputs], taken)
+        if reason and used[i] and counterpart[1] is not None and _array(counterpart[1]) != array:
+            reason = f"{counterpart[0]} in its place is {_array(counterpart[1])}"
+        output = outputs[taken[i]][0] if i in taken else ""
+        nbytes = prod(info.shape) * info.dtype.itemsize
+        found.append(Donation(name, array, nbytes, output, counterpart[0], reason))
+    return tuple(found)
+
+
+def _why_dropped(i: int, infos: Sequence[Any], used: Sequence[bool], outputs: Sequence[Any], taken: dict[int, int]) -> str:
+    if not used[i]:
+        return "the program does not use it"
+    array = _array(infos[i])
+    fitting = [k for k, output in enumerate(outputs) if _array(output) == array]
+    if not fitting:
+        return f"no output is {array}"
+    if set(fitting) <= set(taken.values()):
+        return f"every output that is {array} lies in another donated buffer"
+    return "XLA did not take it: check that sharding and layout are the same in and out"
+
+
+def _array(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a tree: the number of its first leaf, how far down it is, its structure and what its leaves are."""
+
+    first: int
+    depth: int
+    structure: Any
+    arrays: tuple[str, ...]
+
+    @property
+    def form(self) -> Any:
+        """What a part in its place has to share."""
+        return (self.structure, self.arrays) if jax.tree_util.treedef_is_leaf(self.structure) else self.structure
+
+    @property
+    def leaves(self) -> range:
+        return range(self.first, self.first + len(self.arrays))
+
+
+def _counterparts(args_info: PyTree, out_info: PyTree) -> dict[int, int]:
+    """Leaf of the arguments to leaf of the outputs in its place, for every donated argument that comes back.
+
+    It does if a part of the outputs has its structure; those least far down count. As many parts as arguments are paired in
+    order; else each argument takes the first part whose shapes and dtypes fit, or the first. A single array has no structure,
+    so its shape and dtype are taken for one.
+    """
+    positional, keyword = args_info
+    groups: dict[Any, list[_Part]] = {}
+    start = 0
+    for argument in (*positional, *(keyword[name] for name in sorted(keyword))):
+        part = next(_parts(argument, start))
+        start += len(part.arrays)
+        if any(info.donated for info in jax.tree.leaves(argument)):
+            groups.setdefault(part.form, []).append(part)
+    parts = list(_parts(out_info))
+    places: dict[int, int] = {}
+    for form, arguments in groups.items():
+        free = [p for p in parts if p.form == form and set(p.leaves).isdisjoint(places.values())]
+        free = [p for p in free if p.depth == min(q.depth for q in free)]
+        in_order = len(free) == len(arguments)
+        for argument in arguments:
+            if fits := sorted(free, key=lambda p: not in_order and p.arrays != argument.arrays):
+                places |= zip(argument.leaves, fits[0].leaves, strict=True)
+                free.remove(fits[0])
+    return places
+
+
+def _parts(tree: PyTree, first: int = 0, depth: int = 0) -> Iterator[_Part]:
+    """Every part of a tree, the whole first."""
+    leaves, structure = jax.tree.flatten(tree)
+    yield _Part(first, depth, structure, tuple(map(_array, leaves)))
+    for child in jax.tree.leaves(tree, is_leaf=lambda node: node is not tree):
+        if child is not tree:
+            yield from _parts(child, first, depth + 1)
+            first += len(jax.tree.leaves(child))
+
+
 def _parse_aliases(header: str) -> dict[int, int]:
     start = header.find(_START)
     if start < 0:
@@ -71,9 +221,11 @@ def _parse_aliases(header: str) -> dict[int, int]:
         depth += {"{": 1, "}": -1}.get(header[end], 0)
         end += 1
     aliases: dict[int, int] = {}
+    tokens = _TOKENS.search(header)
+    before_outputs, before_arguments = (tokens[2].count("token"), tokens[1].count("token")) if tokens else (0, 0)
     for output, parameter, path in _ENTRY.findall(header, start + len(_START), end - 1):
         # jax hands over flat leaves, so a path has one index at most: none for a single output or a parameter by itself, and
         # one for an output among several or a parameter inside the one tuple that holds them all.
         assert "," not in output + path, f"nested tuples in {header[start:end]}"
-        aliases[int(output or 0)] = int(path or parameter)
+        aliases[int(output or 0) - before_outputs] = int(path or parameter) - before_arguments
     return aliases

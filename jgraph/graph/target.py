@@ -1,7 +1,7 @@
-"""Compile for an H200 on a machine without one, so that capture and donation can be tested anywhere.
+"""Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
 
     python -m jgraph.graph.target install     # 125 MB, once for each jax version
-    python -m jgraph.graph.target show
+    python -m jgraph.graph.target show --gpu b200
 
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
@@ -19,7 +19,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,44 +30,51 @@ from jgraph.graph.capture import CaptureReport, compile_and_report
 from jgraph.graph.options import option_errors
 
 Device: TypeAlias = Any  # jax.Device, which a type checker takes for a variable
+PyTree: TypeAlias = Any
 
 _LIBRARY = "xla_cuda_plugin.so"
+# Each has its description beside this file.
+GPUS = ("h200", "h100", "b200")
 
 
-def devices(count: int = 1, *, directory: Path | None = None) -> list[Device]:
-    """H200s of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
+def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:
+    """GPUs of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
 
     Args:
         count: how many.
+        gpu: which, one of `GPUS`.
         directory: where the plugin was installed; the default cache if None.
 
     Returns:
         Devices for a `jax.sharding.Mesh` or a `SingleDeviceSharding`, the same ones at every call.
 
     Raises:
-        TargetError: the plugin is not installed, or does not fit this jax.
+        TargetError: no such GPU is described, the plugin is not installed, or it does not fit this jax.
     """
+    if gpu not in GPUS:
+        raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}")
     library = find_library(directory)
     if library is None:
         raise TargetError(
             f"no CUDA plugin for jaxlib {_version()} in the environment or in {directory or cache_directory()}; "
             "run python -m jgraph.graph.target install"
         )
-    return list(_compile_only_devices(str(library), count))
+    return list(_compile_only_devices(str(library), gpu, count))
 
 
 def compile_for(
     jitted: object,
     *args: object,
+    gpu: str = "h200",
     compiler_options: Mapping[str, str | bool | int | float] | None = None,
     directory: Path | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a jitted function for an H200.
+    """Compiles a jitted function for a GPU that is not here.
 
     Args:
         jitted: from `jax.jit`.
-        args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct
-            that has a sharding keeps it, everything else is placed on the first device.
+        args: its arguments, as `placed` takes them.
+        gpu: which, one of `GPUS`.
         compiler_options: as `jgraph.graph.compiler_options` returns them.
         directory: where the plugin was installed; the default cache if None.
 
@@ -76,19 +83,49 @@ def compile_for(
 
     Raises:
         CompilerOptionError: XLA refuses an option.
-        TargetError: no plugin, or the program needs a GPU to be compiled.
+        TargetError: no such GPU, no plugin, or the program needs a GPU to be compiled.
     """
     assert isinstance(jitted, jax.stages.Wrapped), "compile_for takes what jax.jit returns"
-    sharding = jax.sharding.SingleDeviceSharding(devices(directory=directory)[0])
-    avals = jax.tree.map(lambda leaf: _placed(leaf, sharding), args)
-    try:
-        with option_errors():
-            compiled, report = compile_and_report(jitted.lower(*avals), compiler_options or {}, platform="gpu")
-    except RuntimeError as e:  # of jax and of XLA: a kernel that only a GPU's own software can supply
-        raise TargetError(f"this program cannot be compiled without a GPU: {str(e).partition(chr(10))[0]}") from e
+    avals = placed(args, gpu=gpu, directory=directory)
+    with needs_no_gpu():
+        lowered = jitted.lower(*avals)
+    return compile_lowered(lowered, compiler_options or {})
+
+
+def placed(args: PyTree, *, gpu: str = "h200", directory: Path | None = None) -> PyTree:
+    """Arguments as shapes on a GPU that is not here.
+
+    Args:
+        args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
+            has a sharding keeps it, everything else is placed on the first device.
+        gpu: which, one of `GPUS`.
+        directory: where the plugin was installed; the default cache if None.
+
+    Raises:
+        TargetError: as `devices`.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu, directory=directory)[0])
+    return jax.tree.map(lambda leaf: _placed(leaf, sharding), args)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, str | bool | int | float]
+) -> tuple[jax.stages.Compiled, CaptureReport]:
+    """The second half of `compile_for`: compiles what was lowered for `placed` arguments. Raises as it does."""
+    with needs_no_gpu(), option_errors():
+        compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
         raise TargetError("XLA wrote down no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
     return compiled, report
+
+
+@contextlib.contextmanager
+def needs_no_gpu() -> Iterator[None]:
+    """Around lowering and compiling for a GPU that is not here: what only a GPU's own software can supply is a TargetError."""
+    try:
+        yield
+    except RuntimeError as e:  # of jax and of XLA
+        raise TargetError(f"this program cannot be compiled without a GPU: {str(e).partition(chr(10))[0]}") from e
 
 
 def _placed(leaf: object, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
@@ -157,8 +194,8 @@ def install(directory: Path | None = None) -> Path:
 
 
 @functools.cache
-def _compile_only_devices(library: str, count: int) -> tuple[Device, ...]:
-    """Devices of the description in h200.textproto, through the plugin in `library`.
+def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[Device, ...]:
+    """Devices of the description in GPU.textproto, through the plugin in `library`.
 
     `jax.experimental.topologies.get_topology_desc` is the public way. It asks jax's own registry for the plugin "cuda", and
     what is registered there becomes a backend that the next `jax.devices()` tries to start. So the plugin is loaded by the
@@ -166,7 +203,7 @@ def _compile_only_devices(library: str, count: int) -> tuple[Device, ...]:
     """
     from jaxlib import xla_client
 
-    description = importlib.resources.files("jgraph.graph").joinpath("h200.textproto").read_text()
+    description = importlib.resources.files("jgraph.graph").joinpath(f"{gpu}.textproto").read_text()
     try:
         api = _load_plugin(library)
         topology = xla_client.make_c_api_device_topology(api, "", target_config=description, topology=f"1x1x{count}")
@@ -191,7 +228,7 @@ def _version() -> str:
 
 
 def _install_command(directory: Path | None = None) -> None:
-    """Download the compiler for an H200, once for each jax version.
+    """Download the compiler for NVIDIA's GPUs, once for each jax version.
 
     Args:
         directory: Where to; a cache under ~/.cache/jgraph by default.
@@ -199,13 +236,14 @@ def _install_command(directory: Path | None = None) -> None:
     print(install(directory))
 
 
-def _show_command(directory: Path | None = None) -> None:
-    """Say where the compiler for an H200 is and which.
+def _show_command(gpu: str = "h200", directory: Path | None = None) -> None:
+    """Say where the compiler is and which GPU it compiles for.
 
     Args:
+        gpu: h200, h100 or b200.
         directory: Where it was installed; by default the environment and then the cache are searched.
     """
-    device = devices(directory=directory)[0]
+    device = devices(gpu=gpu, directory=directory)[0]
     print(f"{device.device_kind}, compile only; jaxlib {_version()}; {find_library(directory)}")
 
 

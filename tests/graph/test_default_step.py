@@ -51,7 +51,9 @@ SMALL = dataclasses.replace(config_of("cpu-tiny", num_layers=1, compute_dtype="b
 def test_with_graphs_off_nothing_is_captured(h200):
     _, report, _ = compile_step(SMALL, graph="off")
     assert (report.command_buffers, report.captured) == (0, 0)
-    assert {outside.reason for outside in report.outside} == {"command buffers are off: --graph auto or full"}
+    assert {(outside.reason, outside.remedy) for outside in report.outside} == {
+        ("command buffers are off", "--graph auto or full")
+    }
 
 
 def test_four_microbatches_are_unrolled_into_the_same_command_buffer(h200):
@@ -65,7 +67,12 @@ def test_sixteen_microbatches_are_a_loop_around_a_command_buffer_and_the_report_
     compiled, report, state = compile_step(SMALL, num_microbatches=16)
     assert (report.command_buffers, report.captured) == (3, report.total - 1)
     (outside,) = report.outside
-    assert (outside.kind, outside.count, outside.reason) == ("While", 1, "WHILE is off by default: --graph full")
+    assert (outside.kind, outside.count, outside.reason, outside.remedy) == (
+        "While",
+        1,
+        "WHILE is off by default",
+        "--graph full",
+    )
     check_identity(compiled, state)
 
 

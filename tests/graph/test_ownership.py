@@ -110,3 +110,11 @@ def test_the_header_of_a_program_is_read_up_to_the_end_of_the_aliases(entry, fou
 def test_aliases_are_read_from_a_program_for_a_gpu(h200):
     program, _ = target.compile_for(jax.jit(lambda s: (update(s), s["w"].sum()), donate_argnums=0, keep_unused=True), STATE)
     assert check_identity(program, STATE) is None
+
+
+def test_tokens_before_arguments_and_outputs_are_not_counted():
+    layout = "entry_computation_layout={(token[], f32[3]{0}, f32[4]{0})->(token[], f32[3]{0}, f32[4]{0})}"
+    header = f"HloModule jit_step, input_output_alias={{ {{1}}: (1, {{}}, may-alias), {{2}}: (2, {{}}, may-alias) }}, {layout}"
+    assert ownership._parse_aliases(header) == {0: 0, 1: 1}
+    only_in = header.replace("->(token[], ", "->(")
+    assert ownership._parse_aliases(only_in) == {1: 0, 2: 1}

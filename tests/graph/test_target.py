@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,25 @@ def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first, p
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.strip() == "[CpuDevice(id=0)] [2. 2.]"
     assert run.stderr == ""
+
+
+@pytest.mark.target
+@pytest.mark.parametrize(("gpu", "capability"), [("h200", "9.0"), ("h100", "9.0"), ("b200", "10.0")])
+def test_every_gpu_that_is_described_compiles_a_train_step_whole(h200, gpu, capability, state):
+    (device,) = target.devices(gpu=gpu)
+    assert gpu.upper() in device.device_kind
+    assert str(device.compute_capability).startswith(capability)
+    step = jax.jit(train_step, donate_argnums=0, keep_unused=True)
+    compiled, report = target.compile_for(step, state, jnp.ones((32, 64)), gpu=gpu)
+    assert (report.command_buffers, report.captured) == (1, report.total)
+    assert check_identity(compiled, state) is None
+
+
+def test_every_description_is_offered_and_others_are_refused_by_name():
+    files = Path(target.__file__).parent.glob("*.textproto")
+    assert {file.stem for file in files} == set(target.GPUS)
+    with pytest.raises(TargetError, match="no GPU is described as 'a100': take one of h200, h100, b200"):
+        target.devices(gpu="a100")
 
 
 @pytest.mark.target
