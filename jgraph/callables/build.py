@@ -1,7 +1,6 @@
 """`make_graphed_callables`: everything checked and compiled once, before anything runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -9,7 +8,7 @@ from typing import Any, Literal
 from flax import linen, nnx
 
 from jgraph.callables.arguments import check_choice, each, homes, schedule_of
-from jgraph.callables.entry import Entry, Part, compile_parts, signature
+from jgraph.callables.entry import Entry, Wanted, compile_parts, signature
 from jgraph.callables.graphed import Graphed
 from jgraph.callables.group import GraphedCallables
 from jgraph.callables.pool import Pool
@@ -19,7 +18,6 @@ from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
 
 Tree = Any
-_Parts = Callable[[Sequence[Kind]], dict[str, Part]]
 HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 
 # Attributes by which Flax modules say that they infer.
@@ -106,42 +104,41 @@ def make_graphed_callables(
 
     traced: dict[Any, Shaped] = {}
 
-    def shape(i: int, sample: tuple[Tree, tuple[Tree, ...], dict[str, Tree]]) -> tuple[Shaped, _Parts]:
+    def shape(i: int, weights: Tree, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Shaped:
         # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose
         # command buffers then find everything where it was at the last call.
-        name = (id(fns[i]), signature(*sample))
+        name = (id(fns[i]), signature(weights, args, kwargs))
         if name not in traced:
-            traced[name] = shape_callable(_function(fns[i], i), i, *sample, placed[i])
-        shaped = replace(traced[name], index=i, device=placed[i])
-        aliased = {*shaped.early, *shaped.late} if param_grads == "aliased" else set(shaped.late) if delayed[i] else set()
-        keep = "residuals" if training else "nothing"
-        return shaped, partial(compile_parts, shaped, aliased=aliased, keep=keep, options=options)
+            traced[name] = shape_callable(_function(fns[i], i), i, weights, args, kwargs, placed[i])
+        return replace(traced[name], index=i, device=placed[i])
+
+    def want(part: Shaped, *kinds: Kind) -> Wanted:
+        late = part.late if delayed[part.index] else ()
+        aliased = frozenset((*part.early, *part.late) if param_grads == "aliased" else late)
+        return Wanted(part, kinds, aliased, "residuals" if training else "nothing")
 
     def backward_kinds(i: int) -> tuple[Kind, ...]:
         return () if not training else ("dgrad", "wgrad") if delayed[i] else ("backward",)
 
-    def forward(i: int) -> tuple[Shaped, _Parts, dict[str, Part]]:
-        _call_hook(hooked[i], "forward_pre", i)
-        shaped, compile_ = shape(i, samples[i])
-        made = compile_(("forward",))
-        _call_hook(hooked[i], "forward", i)
-        return shaped, compile_, made
-
-    def backward(i: int) -> dict[str, Part]:
-        _call_hook(hooked[i], "backward_pre", i)
-        made = shaped[i][1](backward_kinds(i))
-        _call_hook(hooked[i], "backward", i)
-        return made
-
     def again(i: int, *sample: Any) -> Entry:
-        shaped, compile_ = shape(i, sample)
-        return Entry(shaped, compile_(("forward", *backward_kinds(i))))
+        part = shape(i, *sample)
+        return Entry(part, compile_parts([want(part, "forward", *backward_kinds(i))], options)[0])
 
-    # Hooks come one after another; without any, several callables are compiled at a time.
-    with ThreadPoolExecutor(1 if any(hooked) else 16) as pool:
-        shaped = list(pool.map(forward, range(len(fns))))
-        made = list(pool.map(backward, reversed(range(len(fns))) if training else ()))[::-1] or [{}] * len(fns)
-    entries = [Entry(part, first | rest) for (part, _, first), rest in zip(shaped, made, strict=True)]
+    if any(hooked):
+        shaped, made = [], []
+        for i, sample in enumerate(samples):
+            _call_hook(hooked[i], "forward_pre", i)
+            shaped.append(shape(i, *sample))
+            made += compile_parts([want(shaped[i], "forward")], options)
+            _call_hook(hooked[i], "forward", i)
+        for i in reversed(range(len(fns))) if training else ():
+            _call_hook(hooked[i], "backward_pre", i)
+            made[i] |= compile_parts([want(shaped[i], *backward_kinds(i))], options)[0]
+            _call_hook(hooked[i], "backward", i)
+    else:
+        shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
+        made = compile_parts([want(part, "forward", *backward_kinds(i)) for i, part in enumerate(shaped)], options)
+    entries = [Entry(part, parts) for part, parts in zip(shaped, made, strict=True)]
     pools = {name: Pool(name) for name in POOLS} if reuse_buffers else None
     graphed = tuple(
         Graphed(

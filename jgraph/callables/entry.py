@@ -1,13 +1,13 @@
 """One callable's own executables, for calls one by one, and what a call's arguments are checked against."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import jax
 
-from jgraph.callables.program import Compiler, How, Program, Task
+from jgraph.callables.program import Compiler, How, Job, Program, Task
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.schedule.action import Kind
 
@@ -43,24 +43,43 @@ class Entry:
         return frozenset(place for part in self.parts.values() for place in part.updates)
 
 
-def compile_parts(
-    part: Shaped,
-    kinds: Sequence[Kind],
-    *,
-    aliased: Collection[int],
-    keep: Literal["residuals", "nothing"],
-    options: Mapping[str, Any],
-) -> dict[str, Part]:
-    """Compiles some parts of a callable.
+@dataclass(frozen=True)
+class Wanted:
+    """Parts of a callable to compile.
 
-    Args:
-        part: the callable.
+    Attributes:
+        shaped: the callable.
         kinds: which parts.
         aliased: places of the parameters whose gradients are added into main_grad.
         keep: what forward keeps: `nothing` where no backward will come.
-        options: for XLA.
     """
+
+    shaped: Shaped
+    kinds: tuple[Kind, ...]
+    aliased: frozenset[int]
+    keep: Literal["residuals", "nothing"]
+
+
+def compile_parts(wanted: Sequence[Wanted], options: Mapping[str, Any]) -> list[dict[str, Part]]:
+    """Compiles parts of callables, several at a time; by kind, for each of `wanted`."""
     avals: dict[int, jax.ShapeDtypeStruct] = {}
+    tasks = [_tasks(want, avals) for want in wanted]
+    every = set(avals)
+    names: list[tuple[int, Kind]] = [(n, kind) for n, want in enumerate(wanted) for kind in want.kinds]
+    compiler = Compiler({want.shaped.index: want.shaped for want in wanted}, options)
+    programs = compiler.programs([Job([tasks[n][1][kind]], every) for n, kind in names], avals)
+    parts: list[dict[str, Part]] = [{} for _ in wanted]
+    for (n, kind), program in zip(names, programs, strict=True):
+        params, task = tasks[n][0], tasks[n][1][kind]
+        place = {r: i for i, r in enumerate((*params, *task.ins))}
+        updates, new = (tuple(p for p, _, how in task.grads if how == that) for that in ("add", "new"))
+        parts[n][kind] = Part(program, tuple(place[r] for r in program.read), updates, new)
+    return parts
+
+
+def _tasks(want: Wanted, avals: dict[int, jax.ShapeDtypeStruct]) -> tuple[tuple[int, ...], dict[Kind, Task]]:
+    """Registers of a callable's params, new in `avals`, and its parts as tasks."""
+    part, aliased = want.shaped, want.aliased
 
     def registers(side_avals: Sequence[Any]) -> tuple[int, ...]:
         new = tuple(range(len(avals), len(avals) + len(side_avals)))
@@ -86,25 +105,17 @@ def compile_parts(
         return tuple((place, gradients[place], "add" if place in aliased else "new") for place in places)
 
     made = (*y, *(r if source is None else None for r, source in zip(residuals, part.residuals_from, strict=True)))
-    if keep == "nothing":
+    if want.keep == "nothing":
         made = (*y, *[None] * len(residuals))
     kept = residuals[part.num_dgrad :]
     left = (*dx, *(r if source is None else None for r, source in zip(stash, part.stash_from, strict=True)))
     late, every = grads(part.late), grads((*part.early, *part.late))
-    tasks = {
+    return params, {
         "forward": Task("forward", part.index, inputs, made, read("forward")),
         "dgrad": Task("dgrad", part.index, (*residuals, *dy), left, read("dgrad"), grads(part.early)),
         "wgrad": Task("wgrad", part.index, (*kept, *stash), (), read("wgrad"), late),
         "backward": Task("backward", part.index, (*residuals, *dy), dx, read("dgrad") + read("wgrad"), every),
     }
-    runs = [([tasks[kind]], set(avals), set()) for kind in kinds]
-    parts = {}
-    for kind, program in zip(kinds, Compiler({part.index: part}, options).programs(runs, avals), strict=True):
-        task = tasks[kind]
-        place = {r: i for i, r in enumerate((*params, *task.ins))}
-        updates, new = (tuple(p for p, _, how in task.grads if how == that) for that in ("add", "new"))
-        parts[kind] = Part(program, tuple(place[r] for r in program.read), updates, new)
-    return parts
 
 
 def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:

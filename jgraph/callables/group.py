@@ -120,8 +120,8 @@ class GraphedCallables(Sequence[Graphed]):
             inputs: x of each microbatch, for the first callable; never donated.
             loss_fn: `loss_fn(y, *loss_args) -> scalar` of the last callable's y. Gradients are those of the sum over the
                 microbatches.
-            params: of each callable, where it runs (`place`). Never donated. None takes those given when it was built, which are
-                held until `run` is given others.
+            params: of each callable, where it runs (`place`); never donated. None takes those given when it was built, which
+                are held until `run` is given others.
             extra: of each microbatch, the arguments after x, given to every callable that has any.
             loss_args: of each microbatch, arguments of `loss_fn` after y.
             key: folded by `step`, callable and microbatch into every keyword argument that is a random key.

@@ -44,6 +44,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Job:
+    """What to make a program of.
+
+    Attributes:
+        tasks: in their order.
+        wanted: registers that are read outside.
+        dying: registers that nothing reads afterwards.
+        stored: (register to write, register in whose buffer): both of one shape; what was in the buffer is not read.
+    """
+
+    tasks: Sequence[Task]
+    wanted: Collection[int]
+    dying: Collection[int] = ()
+    stored: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
 class Signature:
     """What an executable is made from; equal ones are the same executable.
 
@@ -102,7 +119,7 @@ class Compiler:
 
     def programs(
         self,
-        runs: Sequence[tuple[Sequence[Task], Collection[int], Collection[int]]],
+        jobs: Sequence[Job],
         avals: Mapping[int, jax.ShapeDtypeStruct],
         loss_tree: Any = None,
         *,
@@ -111,7 +128,7 @@ class Compiler:
         """Compiles, several at a time.
 
         Args:
-            runs: of each program its tasks, the registers wanted outside, and those that nothing reads afterwards.
+            jobs: what to compile.
             avals: of all registers.
             loss_tree: structure of the loss's arguments after y.
             copies: whether equal programs are one executable, or `each` has its own; the latter on a GPU only.
@@ -119,7 +136,7 @@ class Compiler:
         Raises:
             DonationError: a sum is not updated in place.
         """
-        plans = [self._plan(*run, avals) for run in runs]
+        plans = [_plan(job, avals) for job in jobs]
         lowered = {}
         for signature, _ in plans:
             if signature not in lowered:
@@ -131,54 +148,11 @@ class Compiler:
         for (signature, _), (compiled, _) in made.items():
             if signature.sums:
                 check_identity(compiled, [jax.ShapeDtypeStruct(*aval) for aval in signature.avals[: len(signature.sums)]])
-        return [_bind(made[name], name[0], names, run[0]) for name, (_, names), run in zip(wanted, plans, runs, strict=True)]
+        return [_bind(made[name], name[0], names, job.tasks) for name, (_, names), job in zip(wanted, plans, jobs, strict=True)]
 
     def _compile(self, lowered: Any, platform: str) -> tuple[jax.stages.Compiled, CaptureReport | None]:
         # On a GPU the report's own directory is among the options, so that jax does not give back an executable it has.
         return compile_and_report(lowered, self._options, platform=platform)
-
-    def _plan(
-        self, tasks: Sequence[Task], wanted: Collection[int], dying: Collection[int], avals: Mapping[int, jax.ShapeDtypeStruct]
-    ) -> tuple[Signature, dict[int, int]]:
-        sums: dict[int, None] = {}
-        made: dict[int, None] = {}
-        taken: dict[int, None] = {}
-        for task in tasks:
-            taken |= dict.fromkeys(r for r in (*task.params, *task.ins) if r not in made)
-            made |= dict.fromkeys(r for r in task.outs if r is not None)
-            for _, register, how in task.grads:
-                if register not in made and how in ("over", "add"):
-                    sums[register] = None
-                made[register] = None
-        outs = [r for r in made if r in wanted and r not in sums]
-        room = Counter((avals[r].shape, avals[r].dtype) for r in outs)
-        donated = []
-        for r in taken:
-            kind = (avals[r].shape, avals[r].dtype)
-            if r in dying and room[kind]:
-                room[kind] -= 1
-                donated.append(r)
-        read = [r for r in taken if r not in donated]
-        names: dict[int, int] = {}
-        for r in (*sums, *donated, *read, *made):
-            names.setdefault(r, len(names))
-
-        def renamed(registers: Iterable[int]) -> tuple[int, ...]:
-            return tuple(names[r] for r in registers)
-
-        inner = tuple(
-            Task(
-                t.kind,
-                t.index,
-                renamed(t.ins),
-                tuple(r if r is None else names[r] for r in t.outs),
-                renamed(t.params),
-                tuple((leaf, names[r], how) for leaf, r, how in t.grads),
-            )
-            for t in tasks
-        )
-        shapes = tuple((avals[r].shape, avals[r].dtype) for r in (*sums, *donated, *read))
-        return Signature(inner, renamed(sums), renamed(donated), renamed(read), renamed(outs), shapes), names
 
     def _lower(self, signature: Signature, loss_tree: Any) -> tuple[Any, str]:
         callables, loss_fn = self._callables, self._loss
@@ -196,6 +170,51 @@ class Compiler:
         a, b = len(signature.sums), len(signature.sums) + len(signature.donated)
         jitted = jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
         return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
+
+
+def _plan(job: Job, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signature, dict[int, int]]:
+    """What the program takes and gives, in registers of its own; and their numbers by those of the job."""
+    sums: dict[int, None] = {}
+    made: dict[int, None] = {}
+    taken: dict[int, None] = {}
+    for task in job.tasks:
+        taken |= dict.fromkeys(r for r in (*task.params, *task.ins) if r not in made)
+        made |= dict.fromkeys(r for r in task.outs if r is not None)
+        for _, register, how in task.grads:
+            if register not in made and how in ("over", "add"):
+                sums[register] = None
+            made[register] = None
+    # jax pairs donated arguments with outputs of their shape in the order of both: what has a buffer to go to comes first.
+    stored = dict(job.stored)
+    outs = [*stored, *(r for r in made if r in job.wanted and r not in sums and r not in stored)]
+    room = Counter((avals[r].shape, avals[r].dtype) for r in outs[len(stored) :])
+    donated = list(stored.values())
+    for r in taken:
+        kind = (avals[r].shape, avals[r].dtype)
+        if r in job.dying and room[kind]:
+            room[kind] -= 1
+            donated.append(r)
+    read = [r for r in taken if r not in donated]
+    names: dict[int, int] = {}
+    for r in (*sums, *donated, *read, *made):
+        names.setdefault(r, len(names))
+
+    def renamed(registers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(names[r] for r in registers)
+
+    tasks = tuple(
+        Task(
+            t.kind,
+            t.index,
+            renamed(t.ins),
+            tuple(r if r is None else names[r] for r in t.outs),
+            renamed(t.params),
+            tuple((leaf, names[r], how) for leaf, r, how in t.grads),
+        )
+        for t in job.tasks
+    )
+    shapes = tuple((avals[r].shape, avals[r].dtype) for r in (*sums, *donated, *read))
+    return Signature(tasks, renamed(sums), renamed(donated), renamed(read), renamed(outs), shapes), names
 
 
 def _bind(

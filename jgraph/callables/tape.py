@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jgraph.callables.program import Compiler, Program, Task
+from jgraph.callables.program import Compiler, Job, Program, Task
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError
 from jgraph.schedule.action import KINDS, Kind
@@ -25,6 +26,9 @@ Outputs = Literal["drop", "keep"]
 
 # Tasks in one executable: beyond, compiling takes longer than the launches that it saves.
 _MOST_JOINED = 64
+# Buffers of a shape that a rank sends from, in turn: the next is written while the last is read. An array that is sent and then
+# freed is free when its transfer is over, and what comes next would lie now here, now there.
+_BERTHS = 3
 # Instructions that have an executable each; of longer tapes equal ones share it.
 _MOST_EXECUTABLES = 512
 _NEVER = 1 << 62
@@ -32,10 +36,11 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Instruction:
-    """Run `program`; then send `sends` (from register, to register, device); then free `frees`."""
+    """Run `program`; send `sends` (from register, to register, device), put back `returns` (from, to), free `frees`."""
 
     program: Program
     sends: tuple[tuple[int, int, Any], ...]
+    returns: tuple[tuple[int, int], ...]
     frees: tuple[int, ...]
 
 
@@ -60,6 +65,8 @@ class Tape:
         sums: (callable, parameter) to register, of all gradients.
         starts: whether the sums are to be `zeros` before it is played; `anything` where its first executables write over them.
         devices: of each rank.
+        berths: registers of the buffers that are sent from, each with its shape and rank.
+        moored: arrays in them, kept from one run to the next; empty before the first.
         pool: registers of buffers that only the tape ever sees, each with its pool.
         home: rank of each register in `pool`.
     """
@@ -80,6 +87,8 @@ class Tape:
     sums: dict[tuple[int, int], int]
     starts: Literal["zeros", "anything"]
     devices: Sequence[Any]
+    berths: Mapping[int, tuple[Any, int]]
+    moored: dict[int, jax.Array]
     pool: Mapping[int, str]
     home: Mapping[int, int]
 
@@ -115,6 +124,16 @@ class _Builder:
     started: set[tuple[int, int]] = field(default_factory=set)
     named: dict[tuple[Any, ...], int] = field(default_factory=dict)
     losses: dict[int, int] = field(default_factory=dict)
+    berths: dict[int, int] = field(default_factory=dict)
+    turns: dict[Any, list[int]] = field(default_factory=dict)
+
+    def berth(self, source: int, rank: int) -> int:
+        """The register of the buffer that an array is written to before it is sent; those of a shape take turns."""
+        aval = self.avals[source]
+        turns = self.turns.setdefault((rank, aval.shape, aval.dtype), [])
+        turns.append(self.register(aval) if len(turns) < _BERTHS else turns.pop(0))
+        self.berths[source] = turns[-1]
+        return turns[-1]
 
     def register(self, aval: Any) -> int:
         register = len(self.avals)
@@ -302,6 +321,8 @@ def make_tape(
         # Then every addition is made by the same executable, whichever comes first: a sum's bits do not depend on the order.
         starts="zeros" if join == "nothing" else "anything",
         devices=devices,
+        berths={r: (builder.avals[r], rank) for (rank, *_), turns in builder.turns.items() for r in turns},
+        moored={},
         pool=builder.pool,
         home=builder.home,
     )
@@ -401,7 +422,7 @@ def _compile(
     }
     made_in |= {b: n for n, segment in enumerate(segments) for unit in segment for _, b, _ in unit.sends}
     sent = {a for segment in segments for unit in segment for a, _, _ in unit.sends}
-    runs = []
+    jobs = []
     for n, segment in enumerate(segments):
         tasks = [task for unit in segment for task in unit.tasks]
         outs = {r for task in tasks for r in task.outs if r is not None}
@@ -413,21 +434,23 @@ def _compile(
             if builder.reuse
             else set()
         )
-        runs.append((tasks, wanted, dying))
+        stored = [(a, builder.berth(a, unit.rank)) for unit in segment for a, _, _ in unit.sends if made_in.get(a) == n]
+        jobs.append(Job(tasks, wanted, dying, stored if builder.reuse else ()))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/measurements.md).
     captures = any(part.device.platform != "cpu" for part in builder.callables)
-    copies = "each" if captures and len(runs) <= _MOST_EXECUTABLES else "shared"
+    copies = "each" if captures and len(jobs) <= _MOST_EXECUTABLES else "shared"
     compiler = Compiler(dict(enumerate(builder.callables)), options, loss_fn)
-    programs = compiler.programs(runs, builder.avals, builder.loss_side.tree, copies=copies)
+    programs = compiler.programs(jobs, builder.avals, builder.loss_side.tree, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():
-        if r not in kept and (made_in[r] < n or r in sent):
+        if r not in kept and r not in builder.berths and (made_in[r] < n or r in sent):
             ended[n if builder.reuse else len(segments) - 1].append(r)
     instructions = []
     for segment, program, frees in zip(segments, programs, ended, strict=True):
         sends = tuple(send for unit in segment for send in unit.sends)
-        instructions.append(Instruction(program, sends, tuple(r for r in frees if r not in program.donated)))
+        returns = tuple((a, builder.berths[a]) for a, _, _ in sends if a in builder.berths)
+        instructions.append(Instruction(program, sends, returns, tuple(r for r in frees if r not in program.donated)))
     return instructions
 
 
@@ -439,6 +462,10 @@ def play(tape: Tape, registers: list[Any], watch: Callable[[int], None] | None =
         registers: arrays by register; updated.
         watch: called with each instruction's number after it was handed over; for tests.
     """
+    for r, (aval, rank) in tape.berths.items():
+        # Also after a run that failed half-way.
+        array = tape.moored.pop(r, None)
+        registers[r] = jnp.zeros(aval.shape, aval.dtype, device=tape.devices[rank]) if array is None else array
     for n, instruction in enumerate(tape.instructions):
         program = instruction.program
         sums, outs = program.compiled(
@@ -454,8 +481,11 @@ def play(tape: Tape, registers: list[Any], watch: Callable[[int], None] | None =
             registers[r] = value
         for source, target, device in instruction.sends:
             registers[target] = jax.device_put(registers[source], device)
+        for source, target in instruction.returns:
+            registers[target], registers[source] = registers[source], None
         for r in instruction.frees:
             registers[r].delete()
             registers[r] = None
         if watch is not None:
             watch(n)
+    tape.moored.update((r, registers[r]) for r in tape.berths)

@@ -239,6 +239,13 @@ def test_replays_trace_nothing_and_compile_nothing():
     assert (len(traces), len(compiled)) == counts
 
 
+def test_what_the_callers_context_says_holds_while_building():
+    # jax keeps such settings by thread.
+    with jax.default_matmul_precision("highest"):
+        call, _ = build()
+    assert "operand_precision={highest,highest}" in call.entry.parts["forward"].program.compiled.as_text()
+
+
 # The pool
 
 
