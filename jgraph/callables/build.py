@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 from flax import linen, nnx
 
 from jgraph.callables.arguments import check_choice, each, homes, schedule_of
-from jgraph.callables.entry import Entry, Wanted, compile_parts, signature
+from jgraph.callables.entry import Entry, Wanted, compile_parts, differences, signature
 from jgraph.callables.graphed import Graphed
 from jgraph.callables.group import GraphedCallables
 from jgraph.callables.pool import Pool
@@ -139,6 +140,8 @@ def make_graphed_callables(
         shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
         made = compile_parts([want(part, "forward", *backward_kinds(i)) for i, part in enumerate(shaped)], options)
     entries = [Entry(part, parts) for part, parts in zip(shaped, made, strict=True)]
+    if schedule is not None:
+        _check_chain(shaped)
     pools = {name: Pool(name) for name in POOLS} if reuse_buffers else None
     graphed = tuple(
         Graphed(
@@ -166,6 +169,18 @@ def make_graphed_callables(
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) else value
+
+
+def _check_chain(shaped: Sequence[Shaped]) -> None:
+    """That each callable takes what the one before it gives, so that an order can be played."""
+    for before, after in pairwise(shaped):
+        if not after.takes_gradient:
+            raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
+        if texts := differences(after.x, before.y.shapes(), "y", None):
+            raise CallableError(
+                f"callable {after.index} does not take what callable {before.index} gives: {'; '.join(texts)}",
+                mismatches=tuple(texts),
+            )
 
 
 def _sample(i: int, args: Any) -> tuple[Tree, ...]:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.callables.arguments import check_choice, each
+from jgraph.callables.dataflow import Join, Outputs
 from jgraph.callables.entry import differences
 from jgraph.callables.graphed import Graphed
 from jgraph.callables.pool import Pool
 from jgraph.callables.shaped import Side, shape_of
-from jgraph.callables.tape import Join, Outputs, Tape, make_tape, play
+from jgraph.callables.tape import Tape, make_tape, play
 from jgraph.errors import CallableError, OrderError
 from jgraph.graph import CaptureReport
 from jgraph.schedule.schedule import Schedule

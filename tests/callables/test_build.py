@@ -98,6 +98,18 @@ def test_arguments_that_do_not_belong_together_are_refused(kwargs, text):
         jgraph.make_graphed_callables(kwargs.pop("callables"), kwargs.pop("params"), kwargs.pop("sample_args"), **kwargs)
 
 
+def test_callables_of_an_order_must_fit_each_other():
+    wide = (jnp.ones((chain.B, chain.D)),), (jnp.ones((chain.B, 5)),)
+    fns = (lambda p, x: x * p, lambda p, x: x * p)
+    with pytest.raises(CallableError, match=r"callable 1 does not take what callable 0 gives: y is float32\[3, 4\], built for"):
+        jgraph.make_graphed_callables(fns, (jnp.ones(()),) * 2, wide, order=[1, 2, -2, -1])
+    tokens = (jnp.ones((chain.B,), jnp.int32),)
+    with pytest.raises(CallableError, match="callable 1 takes integers for x: only the first"):
+        jgraph.make_graphed_callables(
+            (fns[0], lambda p, x: p[x]), (jnp.ones(()), jnp.ones(9)), (wide[0], tokens), order=[1, 2, -2, -1]
+        )
+
+
 def test_params_on_several_devices_need_devices():
     fns, params = chain.make_chain(2)
     spread = tuple(jax.device_put(p, d) for p, d in zip(params, jax.devices(), strict=False))

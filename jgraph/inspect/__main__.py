@@ -1,0 +1,5 @@
+import sys
+
+from jgraph.inspect import main
+
+sys.exit(main())
