@@ -75,13 +75,19 @@ class Flow:
     berths: dict[int, int] = field(default_factory=dict)
     turns: dict[Any, list[int]] = field(default_factory=dict)
 
-    def berth(self, source: int, rank: int) -> int:
-        """The register of the buffer that an array is written to before it is sent; those of a shape take turns."""
+    def berth(self, source: int, rank: int, busy: set[int]) -> int:
+        """The register of the buffer that an array is written to before it is sent; those of a shape take turns.
+
+        `busy` are those that the same executable writes already; the new one is added.
+        """
         aval = self.avals[source]
         turns = self.turns.setdefault((rank, aval.shape, aval.dtype), [])
-        turns.append(self.register(aval) if len(turns) < _BERTHS else turns.pop(0))
-        self.berths[source] = turns[-1]
-        return turns[-1]
+        free = [r for r in turns if r not in busy]
+        berth = free[0] if free and len(turns) >= _BERTHS else self.register(aval)
+        turns[:] = [*(r for r in turns if r != berth), berth]
+        busy.add(berth)
+        self.berths[source] = berth
+        return berth
 
     def register(self, aval: Any) -> int:
         register = len(self.avals)

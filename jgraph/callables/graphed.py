@@ -130,6 +130,12 @@ class Graphed:
             CallableError: no forward waits for its backward; dy is not as y; built for inference.
         """
         if self._delayed:
+            self._check_alive()
+            if self._dgrads:
+                raise CallableError(
+                    f"callable {self.index}: {len(self._dgrads)} microbatches wait for their wgrad, and they go first in, "
+                    f"first out; call wgrad for them, or dgrad for this one"
+                )
             dx = self.dgrad(dy)
             return self.wgrad(), dx
         pending = self._oldest(self._forwards, "backward", "forward")
@@ -205,6 +211,7 @@ class Graphed:
         self._forwards.clear()
         self._dgrads.clear()
         self._entries.clear()
+        self._entry = Entry(self._entry.shaped, {})
         self._is_reset = True
 
     def check_idle(self) -> None:
@@ -269,7 +276,9 @@ class Graphed:
             for leaf in jax.tree.leaves((params, args, kwargs))
             if isinstance(leaf, jax.Array)
         )
-        if self._on_mismatch == "error" or not same_arguments or not here:
+        # main_grad has the shapes of the parameters that it was made for.
+        other_sums = self._entry.aliased and differences(part.params, params, "params", part.device)
+        if self._on_mismatch == "error" or not same_arguments or not here or other_sums:
             raise _mismatch_error(self.index, texts)
         key = signature(params, args, kwargs)
         if key not in self._entries:

@@ -185,8 +185,9 @@ def _compile(
             if builder.reuse
             else set()
         )
-        stored = [(a, builder.berth(a, unit.rank)) for unit in segment for a, _, _ in unit.sends if made_in.get(a) == n]
-        jobs.append(Job(tasks, wanted, dying, stored if builder.reuse else ()))
+        busy: set[int] = set()
+        stored = [(a, builder.berth(a, unit.rank, busy)) for unit in segment for a, _, _ in unit.sends if builder.reuse]
+        jobs.append(Job(tasks, wanted, dying, stored))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/measurements.md).
     captures = any(part.device.platform != "cpu" for part in builder.callables)

@@ -460,6 +460,24 @@ def test_parts_out_of_turn_are_refused():
         whole.dgrad(DY)
 
 
+def test_a_whole_backward_does_not_overtake_a_wgrad_that_waits():
+    call, params = build(delay_wgrad=True)
+    call(params, X)
+    call.dgrad(DY)
+    call(params, OTHER)
+    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad, and they go first in, first out"):
+        call.backward(DY)
+    chain.assert_close(call.wgrad()["w"].value, truth(params)[1]["w"])
+    chain.assert_close(call.backward(DY)[1], truth(params, OTHER)[2])
+
+
+def test_other_parameters_are_no_other_shapes_where_gradients_are_sums():
+    call, params = build(param_grads="aliased", on_mismatch="recompile")
+    wide = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf], axis=leaf.ndim - 1), params)
+    with pytest.raises(CallableError, match="params/b is float32"):
+        call({**params, "b": wide["b"]}, X)
+
+
 def test_a_run_waits_for_no_microbatch_of_single_calls():
     graphed, params = chain.build(1, order=[1, -1])
     graphed[0](params[0], X)
