@@ -49,8 +49,11 @@ def alone(count, delay, param_grads="owned"):
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
-@pytest.mark.parametrize("param_grads", ["owned", "aliased"])
+@pytest.mark.parametrize(
+    ("reuse", "param_grads"),
+    [(False, "owned"), (True, "owned"), (True, "aliased")],
+    ids=["own buffers", "reused buffers", "reused buffers, aliased gradients"],
+)
 def test_an_order_gives_the_bits_of_the_plain_run_over_three_optimizer_steps(order, reuse, param_grads):
     graphed, params = build(order, reuse_buffers=reuse, param_grads=param_grads)
     xs, loss_args = chain.batches(order.count(1))
@@ -151,7 +154,7 @@ def test_a_rounds_forward_dgrad_and_wgrad_are_one_executable_in_the_steady_state
     assert len({id(i.program.compiled) for i in tape.instructions}) < 40
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_random_schedules_with_random_placements_play(seed):
     rng = np.random.default_rng(seed)
@@ -190,23 +193,23 @@ def test_uneven_chunks_of_several_layers_play():
 @pytest.mark.parametrize("join", ["segments", "nothing"])
 def test_many_arrays_of_one_shape_are_sent_at_once(join):
     """More than there are berths: none may be written twice by one executable, or before it was read."""
-    schedule = generate("aligned", pp=3, microbatches=5, chunks=1)
+    schedule = generate("aligned", pp=2, microbatches=4, chunks=1)
 
     def wide(params, x):
         return {name: chain.stage(params, leaf) + leaf * i for i, (name, leaf) in enumerate(x.items())}
 
     names = "abcdef"
-    xs = [{n: jax.random.normal(jax.random.key(m * 10 + i), (2, chain.D)) for i, n in enumerate(names)} for m in range(5)]
-    params = tuple(map(chain.make_params, range(3)))
+    xs = [{n: jax.random.normal(jax.random.key(m * 10 + i), (2, chain.D)) for i, n in enumerate(names)} for m in range(4)]
+    params = tuple(map(chain.make_params, range(2)))
     graphed = jgraph.make_graphed_callables(
-        (wide,) * 3, params, ((xs[0],),) * 3, order=schedule, delay_wgrad=True, reuse_buffers=True, devices=jax.devices()[:3]
+        (wide,) * 2, params, ((xs[0],),) * 2, order=schedule, delay_wgrad=True, reuse_buffers=True, devices=jax.devices()[:2]
     )
 
     def loss_of(y):
         return sum(jnp.sum(jnp.square(leaf)) * (i + 1) for i, leaf in enumerate(y.values()))
 
     def total(params):
-        return sum(loss_of(wide(params[2], wide(params[1], wide(params[0], x)))) for x in xs)
+        return sum(loss_of(wide(params[1], wide(params[0], x))) for x in xs)
 
     for _ in range(2):
         run = graphed.run(None, xs, loss_of, params=graphed.place(params), join=join)
