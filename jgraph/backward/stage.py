@@ -260,7 +260,8 @@ def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: 
     # Where the gradient must go through a cast, it comes in the parameter's dtype and is widened only then.
     dtype = None if plan.exact else jnp.float32
     gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash, dtype))
-    totals, tree = jax.tree.flatten(main_grad, is_leaf=lambda leaf: leaf is None)
+    tree = plan.trees[0]  # which may have None of its own, besides those in the places of early gradients
+    totals = tree.flatten_up_to(main_grad)
     added = [
         total + next(gradients).astype(total.dtype) if late else total for total, late in zip(totals, plan.delayed, strict=True)
     ]

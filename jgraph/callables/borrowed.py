@@ -89,6 +89,27 @@ class Borrowed:
         return f"Borrowed({self._lease.owner}{self._path and ', ' + self._path}: {self.dtype}{list(self.shape)}, {state})"
 
 
+def handles_in(tree: Any) -> list[Borrowed]:
+    """The handles in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed))
+    return [leaf for leaf in leaves if isinstance(leaf, Borrowed)]
+
+
+def arrays_of(tree: Any) -> Any:
+    """The tree with arrays in the places of its handles, for a program to read.
+
+    Raises:
+        OwnershipError: a handle is stale, or is on an accumulator, which the program may update while it reads it.
+    """
+    for handle in handles_in(tree):
+        if handle.slot is None:
+            raise OwnershipError(
+                f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
+                owner=handle._lease.owner,
+            )
+    return jax.tree.map(lambda leaf: leaf, tree)
+
+
 def _rebuild(_: None, children: Any) -> Any:
     # Inside a jit and after tree.map the plain array is in the handle's place.
     return children[0]

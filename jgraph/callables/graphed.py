@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jgraph.callables.borrowed import arrays_of, handles_in
 from jgraph.callables.entry import Entry, differences, signature
 from jgraph.callables.main_grad import MainGrad
 from jgraph.callables.pool import Pool, Slot, slots_of
@@ -84,7 +85,7 @@ class Graphed:
         taken: list[Slot] = []
         if self._pools is not None:
             taken = slots_of((x, extra, kwargs))
-            x, extra, kwargs = _arrays((x, extra, kwargs))
+            x, extra, kwargs = arrays_of((x, extra, kwargs))
         args = (x, *extra)
         weights, params_tree = jax.tree.flatten(params)
         inputs, inputs_tree = jax.tree.flatten((x, (extra, kwargs)))
@@ -99,6 +100,9 @@ class Graphed:
                 if not self._differences(params, args, kwargs):
                     raise
         if outs is None:
+            if handles_in((params, args, kwargs)):
+                params, args, kwargs = arrays_of((params, args, kwargs))
+                return self(params, *args, **kwargs)
             entry = self._other_entry(params, args, kwargs)
             part = entry.shaped
             outs = self._run(entry, "forward", [*weights, *arrays])
@@ -304,7 +308,9 @@ class Graphed:
         side = pending.entry.shaped.y
         taken: list[Slot] = []
         if self._pools is not None:
-            taken, dy = slots_of(dy), _arrays(dy)
+            taken = slots_of(dy)
+        if handles_in(dy):
+            dy = arrays_of(dy)
         leaves, tree = jax.tree.flatten(dy)
         if tree != side.tree:
             raise _mismatch_error(self.index, differences(side, dy, "dy", pending.entry.shaped.device))
@@ -341,11 +347,6 @@ class Graphed:
     def _release(self, pending: _Pending, part: str, name: str = "") -> None:
         for slot in pending.held.pop(part, ()):
             slot.release(f"the {name or part} of callable {self.index}")
-
-
-def _arrays(tree: Tree) -> Tree:
-    """The arrays in the places of their handles. Raises OwnershipError for one that was taken back."""
-    return jax.tree.map(lambda leaf: leaf, tree)
 
 
 def _handed(sources: Sequence[int | None], outs: list[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.callables.arguments import check_choice, each
+from jgraph.callables.borrowed import arrays_of, handles_in
 from jgraph.callables.dataflow import Join, Outputs
 from jgraph.callables.entry import differences
 from jgraph.callables.graphed import Graphed
@@ -302,6 +303,8 @@ def _per_microbatch(name: str, given: Sequence[Any], count: int) -> list[Any]:
 
 def _leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:
     """The leaves of an argument that is as it was built. Raises CallableError with every difference."""
+    if handles_in(tree):
+        tree = arrays_of(tree)
     leaves, structure = jax.tree.flatten(tree)
     if structure != side.tree or not all(_fits(leaf, aval) for leaf, aval in zip(leaves, side.avals, strict=True)):
         texts = differences(side, tree, name, device)
@@ -312,6 +315,8 @@ def _leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:
 def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
     if not isinstance(leaf, jax.Array):
         leaf = shape_of(leaf)
+    elif leaf.is_deleted():
+        return False
     return leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 

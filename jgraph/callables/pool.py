@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jgraph.callables.borrowed import Borrowed, Lease
+from jgraph.callables.borrowed import Borrowed, Lease, handles_in
 
 
 @dataclass
@@ -74,5 +74,4 @@ class Slot:
 
 def slots_of(tree: Any) -> list[Slot]:
     """The places that the handles in a tree are on, each once."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed))
-    return list({id(leaf.slot): leaf.slot for leaf in leaves if isinstance(leaf, Borrowed) and leaf.slot is not None}.values())
+    return list({id(handle.slot): handle.slot for handle in handles_in(tree) if handle.slot is not None}.values())

@@ -129,7 +129,7 @@ class Shaped:
         """Leaves of dx; gradients by place; leaves of the stash."""
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
-        gradients = jax.tree.leaves(early, is_leaf=lambda leaf: leaf is None)
+        gradients = self.params.tree.flatten_up_to(early)
         return jax.tree.leaves(dx), {i: gradients[i] for i in self.early}, jax.tree.leaves(stash)
 
     def wgrad(self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: dict[int, Any] | None):
@@ -143,7 +143,7 @@ class Shaped:
         else:
             total = self.params.unflatten([sums.get(i) for i in range(len(self.params))])
             out = self.split.accumulate(total, weights, kept, left)
-        leaves = jax.tree.leaves(out, is_leaf=lambda leaf: leaf is None)
+        leaves = self.params.tree.flatten_up_to(out)
         return {i: leaves[i] for i in self.late}
 
 

@@ -61,6 +61,16 @@ def test_microbatches_are_first_in_first_out():
         chain.assert_close(grads["b"], truth(params, x)[1]["b"])  # an owned one is of its microbatch
 
 
+def test_parameters_may_have_none_in_their_places():
+    params = {**chain.make_params(0), "absent": None}
+    for kwargs in ({}, {"param_grads": "aliased"}, {"delay_wgrad": True}):
+        call = jgraph.make_graphed_callables(chain.stage, params, (X,), **kwargs)[0]
+        call(params, X)
+        grads, dx = call.backward(DY)
+        chain.assert_close((grads, dx), truth(params)[1:])
+        assert grads["absent"] is None
+
+
 def test_an_x_of_integers_has_no_gradient():
     table = {"e": jnp.arange(12.0).reshape(4, 3)}
     graphed = jgraph.make_graphed_callables(
@@ -189,6 +199,26 @@ def test_reading_a_handle_through_numpy_does_not_keep_the_buffer_from_being_upda
     again, _ = call.backward(DY)
     assert again["w"].value.unsafe_buffer_pointer() == address
     chain.assert_close(2 * view, again["w"].value)
+
+
+def test_an_accumulator_cannot_be_an_argument():
+    square = {"w": jnp.eye(chain.D)}
+    graphed = jgraph.make_graphed_callables(
+        lambda p, x: x @ p["w"], square, (square["w"],), order=[1, -1], param_grads="aliased"
+    )
+    graphed[0](square, square["w"])
+    grads, _ = graphed[0].backward(square["w"])
+    for misuse in (
+        lambda: graphed[0](square, grads["w"]),
+        lambda: graphed[0](grads, square["w"]),
+        lambda: graphed.run(None, [grads["w"]], jnp.sum),
+    ):
+        with pytest.raises(OwnershipError, match=r"main_grad of callable 0.*cannot be an argument.*\.copy\(\)"):
+            misuse()
+    graphed[0](square, grads["w"].copy())
+    with pytest.raises(OwnershipError, match="cannot be an argument"):
+        graphed[0].backward(grads["w"])
+    graphed[0].backward(square["w"])
 
 
 def test_an_accumulator_cannot_be_kept():
@@ -446,6 +476,25 @@ def test_parameters_donated_before_the_backward_are_told_so():
     jax.jit(lambda p: jax.tree.map(lambda a: a + 1, p), donate_argnums=0)(params)
     with pytest.raises(CallableError, match="params/w was donated or deleted by the caller"):
         call.backward(DY)
+
+
+@pytest.mark.parametrize("what", ["inputs", "loss_args", "params"])
+def test_a_run_is_told_which_of_its_arguments_was_deleted(what):
+    graphed, params = chain.build(1, order=[1, -1], reuse_buffers=True)
+    x, target = jnp.array(X), jnp.array(DY)
+    {"inputs": x, "loss_args": target, "params": params[0]["w"]}[what].delete()
+    with pytest.raises(CallableError, match=rf"{what}\[0\]/?.* was donated or deleted by the caller"):
+        graphed.run(None, [x], chain.loss_fn, loss_args=[(target,)], params=params)
+
+
+def test_a_handle_of_other_callables_is_read_as_an_array():
+    first, params = chain.build(1, order=[1, -1], reuse_buffers=True)
+    second, _ = chain.build(1)
+    y = first[0](params[0], X)
+    chain.assert_close(second[0](params[0], y), chain.stage(params[0], y.value))
+    first[0].backward(y)  # takes y back, which only its owner's callables can hold
+    with pytest.raises(OwnershipError, match="backward needs 1 arrays of this microbatch that were donated or deleted"):
+        second[0].backward(DY)
 
 
 def test_parts_out_of_turn_are_refused():
