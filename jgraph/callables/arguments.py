@@ -1,6 +1,6 @@
 """What a user gives, checked: choices, one of something for each callable, orders, devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -28,6 +28,13 @@ def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
     return tuple(given)
 
 
+def named(name: str, i: int, given: Any) -> dict[str, Any]:
+    """The dict that callable i was given; None for an empty one."""
+    if given is not None and not isinstance(given, Mapping):
+        raise CallableError(f"{name} of callable {i} are {given!r}: must be a dict")
+    return dict(given or {})
+
+
 def schedule_of(
     order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
 ) -> tuple[Schedule | None, tuple[bool, ...]]:
@@ -51,7 +58,7 @@ def schedule_of(
         schedule = Schedule((_order(order, layers, delay_wgrad),))
     else:
         # Stages go round the ranks, so that every P-th is this rank's.
-        flags = [delay_wgrad if isinstance(delay_wgrad, bool) else delay_wgrad[r :: len(order)] for r in range(len(order))]
+        flags = [delay_wgrad[r :: len(order)] if isinstance(delay_wgrad, tuple) else delay_wgrad for r in range(len(order))]
         schedule = Schedule(tuple(_order(row, layers, delay) for row, delay in zip(order, flags, strict=True)))
     wanted = _each_flag(delay_wgrad, schedule.num_stages)
     delayed: dict[int, tuple[int, bool]] = {}
@@ -81,6 +88,8 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
                 f"where it runs; a sharded parameter does not go with graphed callables"
             )
         devices = list(held or jnp.zeros(()).devices())
+    if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
+        raise CallableError(f"devices are {devices!r}: must be a list of jax devices, one for each rank, or one for all")
     if schedule is None:
         schedule_ranks, ranks = 1, [0] * len(params)
     else:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from flax import linen, nnx
 
-from jgraph.callables.arguments import check_choice, each, homes, schedule_of
+from jgraph.callables.arguments import check_choice, each, homes, named, schedule_of
 from jgraph.callables.entry import Entry, Wanted, compile_parts, differences, signature
 from jgraph.callables.graphed import Graphed
 from jgraph.callables.group import GraphedCallables
@@ -85,7 +85,7 @@ def make_graphed_callables(
     delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
     every = each("params", params, len(fns))
     samples = [
-        (weights, _sample(i, args), dict(kwargs or {}))
+        (weights, _sample(i, args), named("sample_kwargs", i, kwargs))
         for i, (weights, args, kwargs) in enumerate(
             zip(every, each("sample_args", sample_args, len(fns)), each("sample_kwargs", sample_kwargs, len(fns)), strict=True)
         )
@@ -190,10 +190,12 @@ def _sample(i: int, args: Any) -> tuple[Tree, ...]:
 
 
 def _hooks(i: int, given: Any) -> dict[str, Callable[[int], Any]]:
-    hooks = dict(given or {})
-    for name in hooks:
+    hooks = named("hooks", i, given)
+    for name, hook in hooks.items():
         if name not in HOOKS:
             raise CallableError(f"hooks of callable {i} name {name!r}: must be of {', '.join(HOOKS)}")
+        if not callable(hook):
+            raise CallableError(f"hook {name} of callable {i} is {hook!r}: must be a function of the callable's index")
     return hooks
 
 

@@ -141,6 +141,10 @@ class GraphedCallables(Sequence[Graphed]):
         """
         check_choice("outputs", outputs, get_args(Outputs))
         check_choice("join", join, get_args(Join))
+        if not callable(loss_fn):
+            raise CallableError(f"loss_fn is {type(loss_fn).__name__}: must be a function of the last y and loss_args")
+        if not isinstance(step, int) or not 0 <= step < 2**31:
+            raise CallableError(f"step is {step!r}: must be a whole number from 0 to {2**31 - 1}")
         for graphed in self._graphed:
             graphed.check_idle()
         schedule = self._schedule if order is None else self._parse(order)[0]
@@ -148,8 +152,8 @@ class GraphedCallables(Sequence[Graphed]):
             raise OrderError("no order was given when the callables were built; give run one, e.g. [1, -1]")
         count = schedule.num_microbatches
         inputs = _per_microbatch("inputs", inputs, count)
-        more = _per_microbatch("extra", extra, count) if extra is not None else [()] * count
-        rest = _per_microbatch("loss_args", loss_args, count) if loss_args is not None else [()] * count
+        more = _tuples("extra", extra, count)
+        rest = _tuples("loss_args", loss_args, count)
         if params is None:
             if self._params is None:
                 raise CallableError("run was given params before, and keeps none of its own since: give them at every run")
@@ -215,6 +219,10 @@ class GraphedCallables(Sequence[Graphed]):
                     )
                 if key is None:
                     raise CallableError(f"callable {i} takes the keyword argument {name}: give run a key=")
+                if not isinstance(key, jax.Array) or shape_of(key) != part.extra.avals[place]:
+                    raise CallableError(
+                        f"key is {key!r}: must be one random key like the sample's, {part.extra.avals[place].dtype}"
+                    )
         if extra is not None and not takes_any:
             raise CallableError("extra is given, but no callable takes arguments after x; leave it out")
 
@@ -296,9 +304,21 @@ class GraphedCallables(Sequence[Graphed]):
 
 
 def _per_microbatch(name: str, given: Sequence[Any], count: int) -> list[Any]:
+    if not isinstance(given, (tuple, list)):
+        raise CallableError(f"{name} are {type(given).__name__}: must be a list of {count}, one for each microbatch")
     if len(given) != count:
         raise CallableError(f"{name} has {len(given)} entries, but the order has {count} microbatches; give one for each")
     return list(given)
+
+
+def _tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any, ...]]:
+    """Arguments of each microbatch."""
+    if given is None:
+        return [()] * count
+    for m, arguments in enumerate(_per_microbatch(name, given, count)):
+        if not isinstance(arguments, (tuple, list)):
+            raise CallableError(f"{name}[{m}] is {type(arguments).__name__}: must be a tuple of arguments")
+    return [tuple(arguments) for arguments in given]
 
 
 def _leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:

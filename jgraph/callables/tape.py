@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgraph.callables.dataflow import Flow, Join, Outputs, Unit, devices_of, segments_of, units_of
 from jgraph.callables.program import Compiler, Job, Program
@@ -108,8 +107,11 @@ def make_tape(
         options: for XLA.
     """
     loss_side, last = Side.of(tuple(loss_args)), callables[-1]
-    loss_aval = shape_of(jax.eval_shape(loss_fn, last.y.shapes(), *loss_args))
-    if loss_aval.shape != () or not np.issubdtype(loss_aval.dtype, np.inexact):
+    loss = jax.eval_shape(loss_fn, last.y.shapes(), *loss_args)
+    if not isinstance(loss, jax.ShapeDtypeStruct):
+        raise CallableError(f"loss_fn gives a {type(loss).__name__}: must be a floating scalar alone")
+    loss_aval = shape_of(loss)
+    if loss_aval.shape != () or not jnp.issubdtype(loss_aval.dtype, jnp.floating):
         raise CallableError(f"loss_fn gives {loss_aval.dtype}{list(loss_aval.shape)}: must be a floating scalar")
     devices = devices_of(callables, schedule)
     builder = Flow(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)

@@ -80,6 +80,11 @@ def give(**kwargs):
         (give(sample_args=(jnp.ones(3), jnp.ones(3))), r"sample_args of callable 0 are .*: must be a tuple \(x, \*extra\)"),
         (give(sample_kwargs=({},)), r"sample_kwargs: 1 given for 2"),
         (give(hooks=({"before": print}, {})), r"hooks of callable 0 name 'before': must be of forward_pre, forward"),
+        (give(hooks=({"forward": 3}, {})), r"hook forward of callable 0 is 3: must be a function"),
+        (give(sample_kwargs=(3, {})), r"sample_kwargs of callable 0 are 3: must be a dict"),
+        (give(devices=5), r"devices are 5: must be a list of jax devices"),
+        (give(devices=["cpu:0"]), r"devices are .*: must be a list of jax devices"),
+        (give(order=[[1, -1], [1, -1]], delay_wgrad=1), r"delay_wgrad is 1"),
         (give(param_grads="cloned"), r"param_grads is 'cloned': must be one of owned, aliased"),
         (give(on_mismatch="ignore"), r"on_mismatch is 'ignore': must be one of error, recompile"),
         (give(callables=(), params=(), sample_args=()), "there are no callables"),
@@ -139,6 +144,11 @@ X = jnp.ones((chain.B, chain.D))
         ({"inputs": [X[:1]]}, r"inputs\[0\] is float32\[1, 4\], built for float32\[3, 4\]"),
         ({"loss_args": [(X,), (X,)]}, "loss_args has 2 entries"),
         ({"extra": [(X,)]}, "extra is given, but no callable takes arguments after x"),
+        ({"inputs": X[None]}, "inputs are ArrayImpl: must be a list of 1"),
+        ({"loss_args": [X]}, r"loss_args\[0\] is ArrayImpl: must be a tuple of arguments"),
+        ({"loss_fn": None}, "loss_fn is NoneType: must be a function"),
+        ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn gives a tuple: must be a floating scalar alone"),
+        ({"step": 2**40}, "step is 1099511627776: must be a whole number"),
         ({"outputs": "some"}, "outputs is 'some': must be one of drop, keep"),
         ({"join": "all"}, "join is 'all': must be one of segments, nothing"),
         ({"params": (chain.make_params(0),)}, "params: 1 given for 2 callables"),
@@ -175,6 +185,8 @@ def test_run_needs_a_key_or_keys_among_the_arguments():
     graphed = jgraph.make_graphed_callables(noisy, jnp.ones(()), (X,), sample_kwargs={"key": jax.random.key(0)}, order=[1, -1])
     with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: give run a key="):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
+    with pytest.raises(CallableError, match=r"key is 3: must be one random key like the sample's"):
+        graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)], key=3)
 
 
 def test_params_of_the_build_are_held_until_run_is_given_others():
