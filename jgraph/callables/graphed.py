@@ -246,6 +246,13 @@ class Graphed:
             return self._run(pending.entry, kind, [*pending.params, *pending.residuals, *rest])
         except (TypeError, ValueError, RuntimeError) as e:
             part = pending.entry.shaped
+            read = (*pending.params, *pending.residuals, *rest)
+            if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
+                raise OwnershipError(
+                    f"callable {self.index}: {kind} updates main_grad, {part.params.paths[shared[0]]!r}, in place, and reads "
+                    f"the same array, which was given as params, x, dy or an extra argument; pass a copy of it",
+                    owner=f"main_grad of callable {self.index}",
+                ) from e
             gone = sum(array.is_deleted() for array in (*pending.residuals, *pending.stash))
             if gone:
                 raise OwnershipError(
@@ -293,7 +300,15 @@ class Graphed:
                     mismatches=tuple(texts),
                 )
             _LOG.warning("callable %d is compiled again (entry %d): %s", self.index, len(self._entries) + 1, "; ".join(texts))
-            self._entries[key] = self._build(params, args, kwargs)
+            entry = self._build(params, args, kwargs)
+            if entry.aliased != self._entry.aliased:
+                paths = [part.params.paths[i] for i in sorted(entry.aliased ^ self._entry.aliased)]
+                raise CallableError(
+                    f"callable {self.index}: with these shapes other gradients live in main_grad than it was built for "
+                    f"({', '.join(paths)}); build another callable for them: {'; '.join(texts)}",
+                    mismatches=tuple(texts),
+                )
+            self._entries[key] = entry
         return self._entries[key]
 
     def _oldest(self, waiting: deque[_Pending], what: str, before: str) -> _Pending:

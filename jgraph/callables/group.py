@@ -15,7 +15,7 @@ from jgraph.callables.graphed import Graphed
 from jgraph.callables.pool import Pool
 from jgraph.callables.shaped import Side, shape_of
 from jgraph.callables.tape import Tape, make_tape, play
-from jgraph.errors import CallableError, OrderError
+from jgraph.errors import CallableError, OrderError, OwnershipError
 from jgraph.graph import CaptureReport
 from jgraph.schedule.schedule import Schedule
 
@@ -138,6 +138,7 @@ class GraphedCallables(Sequence[Graphed]):
         Raises:
             OrderError: the order cannot run or does not fit.
             CallableError: an argument is not as it was built; every difference is listed.
+            OwnershipError: an argument is an array of main_grad.
         """
         check_choice("outputs", outputs, get_args(Outputs))
         check_choice("join", join, get_args(Join))
@@ -273,8 +274,15 @@ class GraphedCallables(Sequence[Graphed]):
                 owned = [place for j, place in tape.sums if i == j and (i, place) not in tape.main_grad]
                 for place, zeros in zip(owned, graphed.gradients.blank(tuple(owned)), strict=True):
                     registers[tape.sums[i, place]] = zeros
+        given = {id(array) for array in registers if array is not None}
         for (i, place), register in tape.main_grad.items():
-            registers[register] = self._graphed[i].gradients.open()[place]
+            total = self._graphed[i].gradients.open()[place]
+            if id(total) in given:
+                raise OwnershipError(
+                    f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy",
+                    owner=f"main_grad of callable {i}",
+                )
+            registers[register] = total
         try:
             play(tape, registers)
         finally:

@@ -160,9 +160,12 @@ def shape_callable(
     """Traces a callable's parts; computes nothing.
 
     Raises:
-        CallableError: x mixes floating and other leaves, or y has a leaf that is not floating.
+        CallableError: a parameter is complex, x mixes floating and other leaves, or y has a leaf that is not floating.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
+    for path, aval in zip(weights.paths, weights.avals, strict=True):
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; give its real and imaginary parts")
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in x.avals]
     takes_gradient = all(floating)
     if any(floating) and not takes_gradient:

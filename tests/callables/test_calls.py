@@ -527,6 +527,48 @@ def test_other_parameters_are_no_other_shapes_where_gradients_are_sums():
         call({**params, "b": wide["b"]}, X)
 
 
+def by_length(params, x):
+    # Another function for long inputs: there the gradient of w comes from wgrad, else from dgrad.
+    return x @ params["w"] if len(x) > chain.B else x * jnp.sin(params["w"][0])
+
+
+def test_other_shapes_that_move_a_gradient_into_main_grad_are_refused_before_anything_runs():
+    params = {"w": jnp.eye(chain.D)}
+    graphed = jgraph.make_graphed_callables(by_length, params, (X,), delay_wgrad=True, on_mismatch="recompile")
+    for _ in range(2):
+        with pytest.raises(CallableError, match=r"other gradients live in main_grad than it was built for \(w\)"):
+            graphed[0](params, jnp.ones((chain.B + 1, chain.D)))
+    graphed[0](params, X)
+    assert isinstance(graphed[0].backward(DY)[0]["w"], jax.Array)
+
+
+def test_complex_parameters_are_refused_when_it_is_built():
+    with pytest.raises(CallableError, match="params/w is complex64; give its real and imaginary parts"):
+        jgraph.make_graphed_callables(chain.stage, {**chain.make_params(0), "w": jnp.ones((chain.D, chain.D), complex)}, (X,))
+
+
+def product(params, x):
+    return x @ params["w"]
+
+
+@pytest.mark.parametrize("place", ["x", "dy"])
+def test_the_array_of_main_grad_cannot_come_back_as_an_argument(place):
+    eye = jnp.eye(chain.D)
+    graphed = jgraph.make_graphed_callables(product, {"w": eye}, (eye,), order=[1, -1, -1.5], delay_wgrad=True)
+    call, params = graphed[0], {"w": eye + 1}
+    call(params, eye)
+    call.dgrad(eye)
+    total = call.wgrad()["w"].value
+    if place == "x":
+        with pytest.raises(OwnershipError, match="run updates main_grad of callable 0 in place and was given that array"):
+            graphed.run(None, [total], jnp.sum, params=[params])
+    total = call.main_grad["w"].value
+    call(params, total if place == "x" else eye)
+    call.dgrad(total if place == "dy" else eye)
+    with pytest.raises(OwnershipError, match="wgrad updates main_grad, 'w', in place, and reads the same array"):
+        call.wgrad()
+
+
 def test_a_run_waits_for_no_microbatch_of_single_calls():
     graphed, params = chain.build(1, order=[1, -1])
     graphed[0](params[0], X)
