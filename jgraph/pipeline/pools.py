@@ -1,0 +1,47 @@
+"""Pools inside a program: every leaf of what is kept has one array, with the slots as its first axis."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["slots"])
+@dataclass(frozen=True)
+class Pool:
+    """Arrays of one life.
+
+    A pool of one slot has no axis of slots: writing to it is giving the array another name, so nothing is copied.
+
+    Attributes:
+        leaves: one array a leaf, [slots, ...]; [...] where there is one slot.
+        slots: how many.
+    """
+
+    leaves: tuple[Array, ...]
+    slots: int
+
+    @classmethod
+    def of(cls, avals: Sequence[Any], slots: int) -> "Pool":
+        """Zeros for arrays of these shapes; no slot at all is nothing at all."""
+        lead = () if slots == 1 else (slots,)
+        return cls(tuple(jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals) if slots else (), slots)
+
+    def read(self, slot: Array) -> tuple[Array, ...]:
+        """The leaves in a slot, an int32 scalar. Of a pool without slots, nothing."""
+        if self.slots == 1:
+            return self.leaves
+        return tuple(lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in self.leaves)
+
+    def write(self, slot: Array, values: Sequence[Array]) -> "Pool":
+        """With these leaves in a slot, in place where the program allows it."""
+        if not self.slots:
+            return self
+        if self.slots == 1:
+            return Pool(tuple(values), 1)
+        written = [lax.dynamic_update_index_in_dim(leaf, v, slot, 0) for leaf, v in zip(self.leaves, values, strict=True)]
+        return Pool(tuple(written), self.slots)

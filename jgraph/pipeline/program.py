@@ -1,0 +1,188 @@
+"""`Pipeline`: a model in parts and a schedule, as one function from parameters and microbatches to loss and gradients."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.backward import Split, split_backward
+from jgraph.errors import ConfigError, OrderError
+from jgraph.pipeline import aligned, general
+from jgraph.pipeline.columns import columns
+from jgraph.pipeline.machine import Machine
+from jgraph.pipeline.parts import Layout, Parts
+from jgraph.pipeline.rank import AXIS, Rank
+from jgraph.schedule.action import BACKWARD
+from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.table import phases, tick_table
+
+Tree = Any
+Runtime = Literal["auto", "aligned", "general"]
+Remat = Literal["nothing", "layer"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A whole iteration but for the optimizer, as one SPMD program over the axes `data` and `pipe` of a mesh.
+
+    Attributes:
+        parts: of the model.
+        schedule: what runs when; as many ranks as the mesh's `pipe` axis has.
+        layout: which layer is where.
+        mesh: with the axes `data` and `pipe`.
+        compute_dtype: matrices of the layers, and those that the head reads, are cast to it once a step; None: no cast.
+        runtime: `aligned` needs a schedule in whose ticks all ranks do the same; `general` plays any; `auto` takes the first
+            where it can.
+        remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
+    """
+
+    parts: Parts
+    schedule: Schedule
+    layout: Layout
+    mesh: Mesh
+    compute_dtype: Any = None
+    runtime: Runtime = "auto"
+    remat: Remat = "nothing"
+
+    @classmethod
+    def of(cls, parts: Parts, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
+        """Checks that they go together.
+
+        Raises:
+            OrderError: too few layers for the stages, or the schedule cannot be played by the runtime asked for.
+            ConfigError: the mesh has another number of ranks than the schedule.
+        """
+        ranks = mesh.shape[AXIS]
+        if ranks != schedule.num_ranks:
+            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but --pp is {ranks}: must be equal", field="pp")
+        pipeline = cls(parts, schedule, Layout.of(schedule, num_layers), mesh, **choices)
+        if pipeline.runtime == "auto":
+            return replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")
+        if pipeline.runtime == "aligned":
+            _check_aligned(schedule)
+        return pipeline
+
+    def stack(self, ends: Tree, layers: list[Tree]) -> Tree:
+        """The parameters as the program takes them, from `ends` and one tree a layer."""
+        return {"ends": ends, "layers": self.layout.stack(layers)}
+
+    def unstack(self, params: Tree) -> tuple[Tree, list[Tree]]:
+        """The inverse of `stack`."""
+        return params["ends"], self.layout.unstack(params["layers"])
+
+    def specs(self, params: Tree) -> Tree:
+        """How the parameters lie on the mesh: a tree of PartitionSpec."""
+        ends = jax.tree_util.tree_map_with_path(self._ends_spec, params["ends"])
+        return {"ends": ends, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), params["layers"])}
+
+    def shardings(self, params: Tree) -> Tree:
+        """As `specs`, as shardings."""
+        return jax.tree.map(
+            partial(NamedSharding, self.mesh), self.specs(params), is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
+
+    def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
+        """Mean loss and mean gradients over all microbatches. Pure; to be jitted.
+
+        Args:
+            params: as `stack` gives them, sharded as `specs` says.
+            inputs: leaves [M, B, ...]; B is spread over the axis `data`.
+            key: a random key of this step, folded for each microbatch and layer; layers then take a third argument.
+
+        Returns:
+            Float32 scalar; float32 gradients as `params`.
+        """
+        specs = self.specs(params)
+        rest = () if key is None else (jax.random.key_data(key),)
+        run = partial(self._local, impl=None if key is None else jax.random.key_impl(key))
+        mapped = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(None, "data"), *[PartitionSpec()] * len(rest)),
+            out_specs=(PartitionSpec(), specs),
+            # Idle ranks compute with what they have and throw it away, which the types of varying values cannot say.
+            check_vma=False,
+        )
+        return mapped(params, inputs, *rest)
+
+    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, impl: Any) -> tuple[Array, Tree]:
+        """On one rank."""
+        layers = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+        ends, layout = params["ends"], self.layout
+        if key is not None:
+            key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index("data")))
+        stages = []
+        for c, own in enumerate(self._cast(layers)):
+            extra = {}
+            if not layout.is_even:
+                extra["active"] = self._own(layout.active()[:, c])
+            if key is not None:
+                extra["first"] = self._own(layout.first_layers()[:, c])
+            stages.append((own, extra))
+        rank = Rank(self.parts, self._split(impl), ends, self._cast(ends), stages, inputs, key, impl)
+        sharing = "all" if self.runtime == "aligned" else "rank"
+        machine = Machine(rank, columns(self.schedule, sharing=sharing), layout.num_stages)
+        state = (aligned if self.runtime == "aligned" else general).play(machine)
+        count = self.schedule.num_microbatches
+        summed = jax.tree_util.tree_map_with_path(
+            lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.ends
+        )
+        grads = {"ends": summed, "layers": [own for own, _ in state.grads]}
+        loss, grads = jax.tree.map(lambda a: lax.pmean(a / count, "data"), (lax.psum(state.loss, AXIS), grads))
+        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
+
+    def _split(self, impl: Any) -> Split:
+        layer = jax.checkpoint(self.parts.layer) if self.remat == "layer" else self.parts.layer
+
+        def stage(params: Tree, x: Array, *key: Array) -> Array:
+            layers, extra = params
+            for j, own in enumerate(layers):
+                keys = [jax.random.fold_in(jax.random.wrap_key_data(key[0], impl=impl), extra["first"] + j)] if key else []
+                y = layer(own, x, *keys)
+                x = jnp.where(extra["active"][j], y, x) if "active" in extra else y
+            return x
+
+        return split_backward(stage)
+
+    def _cast(self, tree: Tree) -> Tree:
+        if self.compute_dtype is None:
+            return tree
+        return jax.tree.map(lambda p: p.astype(self.compute_dtype) if p.ndim > 1 else p, tree)
+
+    def _own(self, table: Any) -> Array:
+        """This rank's row of a table."""
+        return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
+
+    def _axis(self, path: Any) -> int | None:
+        return self.parts.sharded.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+
+    def _ends_spec(self, path: Any, leaf: Any) -> PartitionSpec:
+        axis = self._axis(path)
+        if axis is None:
+            return PartitionSpec()
+        ranks = self.mesh.shape[AXIS]
+        if leaf.shape[axis] % ranks:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ConfigError(
+                f"axis {axis} of {name} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp", field="pp"
+            )
+        return PartitionSpec(*[None] * axis, AXIS)
+
+
+def _check_aligned(schedule: Schedule) -> None:
+    """Raises OrderError where the aligned runtime cannot play a schedule."""
+    phases(tick_table(schedule))
+    if any((order.kinds == BACKWARD).any() for order in schedule):
+        raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
+
+
+def _is_aligned(schedule: Schedule) -> bool:
+    try:
+        _check_aligned(schedule)
+    except OrderError:
+        return False
+    return True
