@@ -9,13 +9,10 @@ the same way (`peers/protocol.py`). Results are written after every row. What fa
 import functools
 import gc
 import itertools
-import resource
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -24,10 +21,10 @@ import tyro
 from flax import nnx
 
 import jgraph
-from benchmarks.harness import environment, write_results
+from benchmarks.harness import count_gpus, environment, line, ratio, resident_bytes, spread, write_results
 from benchmarks.peers.protocol import Clock, ask, last_error
+from benchmarks.works import MLPSize, half_square, mlp_layer, mlp_layers, schedule_of
 from jgraph.config import ModelConfig
-from jgraph.schedule import generate
 from models.gpt import Block, rotary
 
 # M microbatches, N tokens, D model, F hidden, B batch, T sequence
@@ -52,33 +49,22 @@ class BlockSize:
 
 
 @dataclass(frozen=True)
-class PipelineSize:
-    """Layers x + gelu(x @ a) @ b, shared out evenly among the stages."""
-
-    d_model: int
-    d_ff: int
-    tokens: int
-    layers: int
-    microbatches: int
-
-
-@dataclass(frozen=True)
 class Sizes:
     blocks: BlockSize
-    pipelines: dict[str, PipelineSize]
+    pipelines: dict[str, MLPSize]
 
 
 SIZES = {
     "full": Sizes(
         BlockSize(num_blocks=12, d_model=256, num_heads=4, d_ff=1024, batch=2, length=128),
         {
-            "launch-bound, d 1024, 512 tokens": PipelineSize(1024, 4096, 512, layers=16, microbatches=16),
-            "large, d 4096, 4096 tokens": PipelineSize(4096, 16384, 4096, layers=16, microbatches=16),
+            "launch-bound, d 1024, 512 tokens": MLPSize(1024, 4096, 512, layers=16, microbatches=16),
+            "large, d 4096, 4096 tokens": MLPSize(4096, 16384, 4096, layers=16, microbatches=16),
         },
     ),
     "tiny": Sizes(
         BlockSize(num_blocks=3, d_model=64, num_heads=4, d_ff=256, batch=2, length=32),
-        {"tiny": PipelineSize(32, 64, 16, layers=8, microbatches=8)},
+        {"tiny": MLPSize(32, 64, 16, layers=8, microbatches=8)},
     ),
 }
 
@@ -160,7 +146,7 @@ def ask_peers(options: Options, clock: Clock, report: Report) -> None:
         if failure:
             report.add("blocks", variant="torch", failed=failure)
     for schedule in options.peers if "pipeline" in options.parts else ():
-        request = {"schedule": schedule, "clock": asdict(clock)}
+        request = {"schedule": schedule, "compile": False, "clock": asdict(clock)}
         request["sizes"] = {name: asdict(size) for name, size in sizes.pipelines.items()}
         if gpus >= options.ranks:
             rows, failure = ask("benchmarks.peers.pipelining", request, ranks=options.ranks, timeout=options.peer_timeout)
@@ -170,15 +156,6 @@ def ask_peers(options: Options, clock: Clock, report: Report) -> None:
         for name in sizes.pipelines:
             row = answered.get(name, {"schedule": schedule, "failed": failure or "failed: no answer"})
             report.add("pipeline", size=name, system="torch", **row)
-
-
-def count_gpus() -> int:
-    """Without jax or torch, which would take hold of them."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(done.stdout.splitlines())
 
 
 # Blocks
@@ -314,35 +291,14 @@ def time_blocks(build: Callable[[], Callable[[], Any]], clock: Clock, replays: i
 # Pipeline
 
 
-def mlp_stage(params: tuple[tuple[jax.Array, jax.Array], ...], x_ND: jax.Array) -> jax.Array:
-    for a_DF, b_FD in params:
-        x_ND = x_ND + jax.nn.gelu(x_ND @ a_DF, approximate=True) @ b_FD
+def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
+    for layer in params:
+        x_ND = mlp_layer(layer, x_ND)
     return x_ND
 
 
-def half_square(y_ND: jax.Array) -> jax.Array:
-    return 0.5e-3 * jnp.sum(jnp.square(y_ND.astype(jnp.float32)))
-
-
-def mlp_params(size: PipelineSize, stages: int) -> tuple[Any, ...]:
-    """Of each stage, uniform as torch's nn.Linear."""
-
-    @jax.jit
-    def layer(key):
-        shapes = (size.d_model, size.d_ff), (size.d_ff, size.d_model)
-        keys = jax.random.split(key)
-        return tuple(
-            jax.random.uniform(k, shape, jnp.bfloat16, -(shape[0] ** -0.5), shape[0] ** -0.5)
-            for k, shape in zip(keys, shapes, strict=True)
-        )
-
-    keys = iter(jax.random.split(jax.random.key(0), size.layers))
-    return tuple(tuple(layer(next(keys)) for _ in range(size.layers // stages)) for _ in range(stages))
-
-
-def measure_pipeline(name: str, size: PipelineSize, text: str, options: Options, clock: Clock, report: Report) -> None:
-    schedule, _, chunks = text.partition(":")
-    build = functools.cache(lambda: Pipeline.build(size, schedule, int(chunks or 1), options.ranks))
+def measure_pipeline(name: str, size: MLPSize, text: str, options: Options, clock: Clock, report: Report) -> None:
+    build = functools.cache(lambda: Pipeline.build(size, text, options.ranks))
     for join in options.joins:
         named = {"size": name, "system": "jgraph", "schedule": text, "join": join}
         report.attempt("pipeline", named, lambda join=join: build().time(join, clock))
@@ -360,15 +316,16 @@ class Pipeline:
     build_seconds: float
 
     @classmethod
-    def build(cls, size: PipelineSize, name: str, chunks: int, ranks: int) -> "Pipeline":
+    def build(cls, size: MLPSize, name: str, ranks: int) -> "Pipeline":
         devices = jax.devices()[:ranks]
         if len(devices) < ranks:
             raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
-        schedule = generate(name, pp=ranks, microbatches=size.microbatches, chunks=chunks)
+        schedule = schedule_of(name, ranks, size.microbatches)
         stages = schedule.num_stages
         if size.layers % stages:
             raise RuntimeError(f"{size.layers} layers cannot be shared out evenly to {stages} stages")
-        params = mlp_params(size, stages)
+        layers = mlp_layers(size)
+        params = tuple(tuple(layers[i : i + size.layers // stages]) for i in range(0, size.layers, size.layers // stages))
         keys = jax.random.split(jax.random.key(1), size.microbatches)
         inputs = tuple(jax.random.normal(key, (size.tokens, size.d_model), jnp.bfloat16) for key in keys)
         start = time.perf_counter()
@@ -432,9 +389,8 @@ def count_bytes(iteration: Callable[[], Any]) -> Row:
             jax.block_until_ready(latest)
             del latest
             gc.collect()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
             stats = jax.devices()[0].memory_stats()
-            after.append((stats["bytes_in_use"] if stats else None, pages * resource.getpagesize()))
+            after.append((stats["bytes_in_use"] if stats else None, resident_bytes()))
     (device, host), (device_later, host_later) = after
     grown = None if device is None or device_later is None else device_later - device
     return {
@@ -485,8 +441,7 @@ def pipeline_table(rows: list[Row], results: dict[str, Any]) -> list[str]:
     for name, size in results["sizes"]["pipelines"].items():
         here = [row for row in rows if row["size"] == name]
         peer = min((row for row in here if row["system"] == "torch" and "ms" in row), key=lambda row: row["ms"], default=None)
-        # Two products a layer, each with two more in the backward; 2 FLOPs a multiplication.
-        flops = 12 * size["tokens"] * size["d_model"] * size["d_ff"] * size["layers"] * size["microbatches"]
+        flops = MLPSize(**size).flops
         shape = f"{size['layers']} layers, {size['microbatches']} microbatches, {ranks} ranks"
         lines += [f"## Pipeline, {name}, {shape}", ""]
         lines += ["| schedule | join | ms a step | fastest, slowest | ms / fastest torch | host ms | TFLOP/s a GPU | loss |"]
@@ -518,18 +473,6 @@ def replays_table(rows: list[Row], results: dict[str, Any]) -> list[str]:
                 cells += ["" if row[f"{place}_growth"] is None else f"{row[f'{place}_growth']:+,}"]
         lines += [line(cells)]
     return lines
-
-
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def spread(row: Row) -> str:
-    return f"{min(row['repeats_ms']):.3f}, {max(row['repeats_ms']):.3f}"
-
-
-def ratio(row: Row, to: Row | None, key: str) -> str:
-    return f"{row[key] / to[key]:.3f}" if to else ""
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ A card at its power limit runs its first second faster than all others, so the w
 import json
 import math
 import platform
+import resource
 import statistics
 import subprocess
 import time
@@ -84,6 +85,20 @@ def read_card() -> tuple[float, float] | None:
         return None
 
 
+def count_gpus() -> int:
+    """By nvidia-smi; without jax or torch, which would take hold of them."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return len(done.stdout.splitlines())
+
+
+def resident_bytes() -> int:
+    """Memory of this process, as Linux counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def environment(*, revision: str = "") -> dict[str, Any]:
     """Versions, date and git revision, for the JSON; `revision` where the tree travelled without its .git."""
     packages = ("jax", "jaxlib", "flax", "optax", "torch")
@@ -101,6 +116,19 @@ def write_results(name: str, results: dict[str, Any], table: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
     (RESULTS / f"{name}.md").write_text(table)
+
+
+def line(cells: list[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def spread(row: dict[str, Any]) -> str:
+    return f"{min(row['repeats_ms']):.3f}, {max(row['repeats_ms']):.3f}"
+
+
+def ratio(row: dict[str, Any], to: dict[str, Any] | None, key: str) -> str:
+    return f"{row[key] / to[key]:.3f}" if to else ""
 
 
 def _version(package: str) -> str | None:

@@ -6,14 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.config import TrainConfig
+from jgraph.distributed import agree, devices_of_ranks
 from jgraph.errors import ConfigError
+from jgraph.forms import Form, Staged, Whole
 from jgraph.graph import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.packing import Packing
+from jgraph.pipeline import Pipeline, choose, find_schedule
+from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.step import TrainState, init_state, optimizer, train_step
 
 PyTree = Any
@@ -27,18 +33,67 @@ class Assembly:
     config: TrainConfig
     model_class: Any
     graphdef: Any
-    packing: Packing
+    form: Form
     transform: optax.GradientTransformation
+    mesh: Mesh | None
+    """The ranks' devices over "data" and "pipe", those of all processes; None on one device."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Assembly":
-        """Finds the model and traces its construction; computes nothing. Raises ConfigError as `find_model` does."""
+        """Finds the model and traces its construction; computes nothing.
+
+        Raises:
+            ConfigError: as `find_model` does; there are more ranks than devices; the model cannot be a pipeline; the schedule
+                is for another one.
+            OrderError: there is no such schedule.
+        """
         model_class = find_model(config.model.module)
         model = nnx.eval_shape(lambda: model_class(config.model, rngs=nnx.Rngs(config.seed)))
         graphdef, params = nnx.split(model, nnx.Param)
-        packing = Packing.of(nnx.to_pure_dict(params))
-        transform = optimizer(config.optimizer, config.steps, decay_mask=packing.decay_mask())
-        return cls(config, model_class, graphdef, packing, transform)
+        mesh, tree = _mesh(config), nnx.to_pure_dict(params)
+        form: Form
+        if config.is_pipeline:
+            assert mesh is not None
+            form = Staged.of(_pipeline(config, mesh, tree), tree)
+        else:
+
+            def loss(tree: PyTree, tokens_BS: Array) -> Array:
+                return nnx.merge(graphdef, tree).loss(tokens_BS)
+
+            form = Whole(Packing.of(tree), loss, config.num_microbatches, mesh)
+        transform = optimizer(config.optimizer, config.steps, decay_mask=form.decay_mask)
+        return cls(config, model_class, graphdef, form, transform, mesh)
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    def batch_sharding(self) -> NamedSharding | None:
+        """Where int32 tokens (rows, seq_len + 1) lie: rows over the data ranks. None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec("data"))
+
+    def batch_part(self) -> tuple[int, int]:
+        """Which part of the batch this process feeds, and of how many: 0 of 1 where it feeds all."""
+        sharding, rows = self.batch_sharding(), self.config.batch_size
+        if sharding is None:
+            return 0, 1
+        parts = [index[0].indices(rows) for index in sharding.addressable_devices_indices_map((rows,)).values() if index]
+        start, stop = min(start for start, _, _ in parts), max(stop for _, stop, _ in parts)
+        return start // (stop - start), rows // (stop - start)
+
+    def place(self, tokens_BS: np.ndarray) -> Array | np.ndarray:
+        """The batch of a step as one array over all processes, from the rows that this one feeds."""
+        sharding = self.batch_sharding()
+        if sharding is None:
+            return tokens_BS
+        return jax.make_array_from_process_local_data(sharding, tokens_BS, (self.config.batch_size, *tokens_BS.shape[1:]))
+
+    def place_whole(self, tokens_BS: np.ndarray) -> Array | np.ndarray:
+        """As `place`, from rows that every process has all of; those that the ranks cannot share evenly go to each."""
+        sharding = self.batch_sharding()
+        if sharding is None or len(tokens_BS) % sharding.mesh.shape["data"]:
+            return tokens_BS
+        return jax.make_array_from_callback(tokens_BS.shape, sharding, lambda index: tokens_BS[index])
 
     def loss(self, packed: PyTree, tokens_BS: Array) -> Array:
         """Mean next-token loss of packed parameters, nats."""
@@ -49,37 +104,39 @@ class Assembly:
         return self._model(packed).logits(tokens_BT)
 
     def init(self) -> TrainState:
-        """The state before the first step, made on the default device in one program."""
-        return jax.jit(self._init)()
+        """The state before the first step, made in one program where it belongs."""
+        return jax.jit(self._init, out_shardings=None if self.mesh is None else self._shardings())()
 
     def state_shapes(self) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s."""
-        return jax.eval_shape(self._init)
+        """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
+        shapes = jax.eval_shape(self._init)
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, self._shardings()
+        )
 
     def group_names(self) -> list[str]:
         """Names of the parameter groups in the order of `StepMetrics.grad_square_sums`."""
-        return sorted(group.name for group in self.packing.groups)
+        paths, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self._init).params)
+        return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
 
     def step(self) -> jax.stages.Wrapped:
         """The jitted `(state, tokens_BS) -> (state, StepMetrics)`, with the state donated."""
-        config = self.config
-        step = train_step(
-            self.loss,
-            self.transform,
-            num_microbatches=config.num_microbatches,
-            clip_norm=config.optimizer.clip_norm,
-        )
-        return jax.jit(step, donate_argnums=0, keep_unused=True)
+        step = train_step(self.form.loss_and_grads, self.transform, clip_norm=self.config.optimizer.clip_norm)
+        results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self._shardings(), self._replicated())}
+        return jax.jit(step, donate_argnums=0, keep_unused=True, **results)
 
     def step_shapes(self, num_rows: int) -> tuple[TrainState, jax.ShapeDtypeStruct]:
-        """Arguments of `step` as shapes; `num_rows` is the part of the batch that this process feeds."""
-        return self.state_shapes(), jax.ShapeDtypeStruct((num_rows, self.config.seq_len + 1), jnp.int32)
+        """Arguments of `step` as shapes; `num_rows` is the batch's, over all processes."""
+        tokens_BS = jax.ShapeDtypeStruct((num_rows, self.config.seq_len + 1), jnp.int32, sharding=self.batch_sharding())
+        return self.state_shapes(), tokens_BS
 
     def compile_step(self, num_rows: int) -> tuple[jax.stages.Compiled, CaptureReport | None]:
         """Compiles the step and proves that it updates the state in place.
 
         Args:
-            num_rows: rows of the batch that this process feeds.
+            num_rows: rows of the batch, over all processes.
 
         Returns:
             The compiled `step`, and what of it is captured.
@@ -95,13 +152,93 @@ class Assembly:
         check_identity(compiled, state)
         return compiled, report
 
+    def about_pipeline(self, compiled: jax.stages.Compiled) -> str:
+        """One line on the schedule, and on the memory that it was predicted to take and takes; empty without a pipeline."""
+        if not isinstance(self.form, Staged):
+            return ""
+        pipeline = self.form.pipeline
+        schedule = pipeline.schedule
+        predicted = sum(pipeline.bytes_per_rank(self.form.shapes, _tokens_by_microbatch(self.config)).values())
+        memory = compiled.memory_analysis()
+        idle = simulate(schedule, Costs(), execution="lockstep").bubble
+        text = (
+            f"pipeline: {schedule.name} ({pipeline.runtime} runtime), {schedule.num_ranks} ranks x "
+            f"{pipeline.layout.num_chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
+        )
+        if memory is None:
+            return text
+        return f"{text}; a step takes {predicted / 2**30:.2f} GiB predicted, {memory.temp_size_in_bytes / 2**30:.2f} compiled"
+
     def _init(self) -> TrainState:
         model = self.model_class(self.config.model, rngs=nnx.Rngs(self.config.seed))
         _, params = nnx.split(model, nnx.Param)
-        return init_state(self.packing.pack(nnx.to_pure_dict(params)), self.transform)
+        return init_state(self.form.pack(nnx.to_pure_dict(params)), self.transform)
+
+    def _replicated(self) -> NamedSharding | None:
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def _shardings(self) -> Any:
+        """Of the state. Said, not left to the compiler: an update in place needs results that lie as the arguments do."""
+        state, replicated = jax.eval_shape(self._init), self._replicated()
+        params = self.form.shardings(state.params)
+        moments = optax.tree_map_params(
+            self.transform,
+            lambda _, sharding: sharding,
+            state.opt_state,
+            params,
+            transform_non_params=lambda _: replicated,
+        )
+        return jax.tree.unflatten(jax.tree.structure(state), [replicated, replicated, *jax.tree.leaves((params, moments))])
 
     def _model(self, packed: PyTree) -> Any:
-        return nnx.merge(self.graphdef, self.packing.unpack(packed))
+        return nnx.merge(self.graphdef, self.form.unpack(packed))
+
+
+def _mesh(config: TrainConfig) -> Mesh | None:
+    ranks = config.dp * config.pp
+    # Asked in this order: alone and on one device, nothing here starts a backend, which may be for a target that is not here.
+    if ranks == 1 and not config.is_pipeline and not jax.distributed.is_initialized():
+        return None
+    flags = " ".join(f"--{name} {count}" for name, count in (("dp", config.dp), ("pp", config.pp)) if count > 1)
+    devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
+    if len(devices) == 1 and not config.is_pipeline:
+        return None
+    return Mesh(np.array(devices).reshape(config.dp, config.pp), ("data", "pipe"))
+
+
+def _pipeline(config: TrainConfig, mesh: Mesh, tree: PyTree) -> Pipeline:
+    """The model as a pipeline, with the schedule that the flags ask for."""
+    module = config.model.module.partition(":")[0]
+    make = getattr(importlib.import_module(module), "pipeline_parts", None)
+    if make is None:
+        raise ConfigError(
+            f"--pp is {config.pp}: must be 1 for {config.model.module}, because {module} has no pipeline_parts(config, ranks)",
+            field="pp",
+        )
+    parts = make(config.model, config.pp)
+    dtype = jnp.dtype(config.model.compute_dtype)
+
+    def under(schedule: Schedule) -> Pipeline:
+        return Pipeline.of(parts, schedule, mesh, num_layers=config.model.num_layers, compute_dtype=dtype, remat=config.remat)
+
+    sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
+    if config.schedule != "auto":
+        return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
+    pipeline = under(generate("gpipe", **sizes))
+    params = jax.eval_shape(lambda tree: pipeline.stack(*parts.split(tree)), tree)
+    choice = choose(
+        pipeline,
+        params,
+        _tokens_by_microbatch(config),
+        memory_limit=config.memory_limit * 2**30 or None,
+        share=lambda seconds: agree(int(seconds * 1e9))[0] / 1e9,
+    )
+    return under(choice.schedule)
+
+
+def _tokens_by_microbatch(config: TrainConfig) -> jax.ShapeDtypeStruct:
+    rows = config.batch_size // config.num_microbatches
+    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), jnp.int32)
 
 
 def find_model(name: str) -> Any:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax import Array
 
+from jgraph.distributed import agree, is_first, together
 from jgraph.errors import CheckpointError
 
 State = TypeVar("State")
@@ -30,7 +31,7 @@ _TRASH = "deleted"
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run, under `directory/STEP/`.
+    """The last `keep` checkpoints of a run, under `directory/STEP/`, which all its processes share and use together.
 
     Args:
         directory: made when missing; what an interrupted save left there is removed.
@@ -142,14 +143,18 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, **items: Any) -> Any:
+        restored, reason = None, ""
         with _quiet_garbage():
             # Damaged bytes reach Orbax, TensorStore and JSON alike; what they raise has no common family.
             try:
-                return self._manager.restore(step, args=ocp.args.Composite(**items))
+                restored = self._manager.restore(step, args=ocp.args.Composite(**items))
             except Exception as e:
                 reason = f"{next(iter(items))} cannot be read: {_first_line(e)}"
-        # Not from `e`: its traceback would keep alive what `_quiet_garbage` collects.
-        raise _DamagedError(reason)
+        # A process reads only what it has of the state, so damage may be seen by one alone.
+        if any(agree(bool(reason))):
+            # Not from `e`: its traceback would keep alive what `_quiet_garbage` collects.
+            raise _DamagedError(reason or f"{next(iter(items))} cannot be read by another process")
+        return restored
 
     def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         differing = [
@@ -167,15 +172,17 @@ class Checkpoints:
             return
         with self._write_errors():
             self._manager.close()
-            for step in damaged:
+        with together(), self._write_errors():
+            for step in damaged if is_first() else ():
                 target = self._directory / f"damaged-{step}"
                 shutil.rmtree(target, ignore_errors=True)
                 (self._directory / str(step)).rename(target)
+        with self._write_errors():
             self._manager = self._open()
 
     def _empty_trash(self) -> None:
         trash = self._directory / _TRASH
-        for old in trash.iterdir() if trash.exists() else ():
+        for old in trash.iterdir() if is_first() and trash.exists() else ():
             shutil.rmtree(old, ignore_errors=True)
 
     @contextlib.contextmanager

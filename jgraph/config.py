@@ -144,6 +144,39 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Which process of a run this is. Slurm and Open MPI tell of themselves; elsewhere, three flags go together."""
+
+    setup: Literal["auto", "off"] = "auto"
+    """Connect to the other processes where flags, Slurm or Open MPI tell of any, or never."""
+    coordinator: str = ""
+    """HOST:PORT at which process 0 can be reached by all; the port must be free there."""
+    num_processes: int | None = None
+    """Processes of the run."""
+    process_id: int | None = None
+    """Which of them this one is, from 0."""
+
+    def __post_init__(self):
+        flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
+        given = [name for name, value in flags.items() if value is not None]
+        for name, value in flags.items() if given else ():
+            _require(value is not None, f"distributed.{name}", value, f"given where {flag(f'distributed.{given[0]}')} is")
+        if self.num_processes is None or self.process_id is None:
+            return
+        _require(self.setup != "off", "distributed.setup", "off", "auto where --distributed.coordinator is given")
+        host, _, port = self.coordinator.rpartition(":")
+        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        _require(is_address, "distributed.coordinator", self.coordinator, "HOST:PORT, as all processes reach process 0")
+        _require_positive(self, "num_processes", prefix="distributed.")
+        _require(
+            0 <= self.process_id < self.num_processes,
+            "distributed.process_id",
+            self.process_id,
+            f"at least 0 and less than --distributed.num-processes {self.num_processes}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run."""
 
@@ -157,10 +190,23 @@ class TrainConfig:
     """Tokens per sequence that the model predicts."""
     num_microbatches: int = 1
     """Slices of the batch whose gradients are summed before the update; must divide batch_size."""
+    dp: int = 1
+    """Replicas of the model, each with its part of the batch."""
+    pp: int = 1
+    """Ranks of the pipeline, each with its part of the layers and of the vocabulary."""
+    chunks: int = 1
+    """Stages of each pipeline rank."""
+    schedule: str = "aligned"
+    """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule --help`); a .csv or
+    .json file; or `auto`, which measures and takes the fastest that fits."""
+    memory_limit: float = 0.0
+    """With --schedule auto: GiB of a device for what waits between the parts of the backward; 0 for all that is free."""
+    remat: Literal["nothing", "layer"] = "nothing"
+    """What of a pipeline's layer its backward makes again: nothing, or all but its input."""
     data: str = "python-docs"
     """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
     run_dir: str = ""
-    """Where everything is written; runs/PRESET when empty."""
+    """Where everything is written; runs/PRESET when empty. On a disk that all processes share."""
     seed: int = 0
     """Seeds the weights and the order of the data."""
     resume: bool = True
@@ -185,11 +231,13 @@ class TrainConfig:
     """Length of the text generated at the end; 0 for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
         _require_positive(
             self,
-            "steps batch_size seq_len num_microbatches log_every eval_every eval_batches checkpoint_every checkpoint_keep",
+            "steps batch_size seq_len num_microbatches dp pp chunks log_every eval_every eval_batches checkpoint_every "
+            "checkpoint_keep",
         )
         _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
@@ -200,6 +248,22 @@ class TrainConfig:
             self.num_microbatches,
             f"a divisor of --batch-size {self.batch_size}",
         )
+        _require(
+            self.batch_size // self.num_microbatches % self.dp == 0,
+            "dp",
+            self.dp,
+            f"a divisor of the {self.batch_size // self.num_microbatches} sequences of a microbatch "
+            f"(--batch-size {self.batch_size}, --num-microbatches {self.num_microbatches})",
+        )
+        _require(
+            self.model.num_layers >= self.pp * self.chunks,
+            "pp",
+            self.pp,
+            f"such that --pp x --chunks {self.chunks} is at most the {self.model.num_layers} layers (--model.num-layers)",
+        )
+        _require(
+            math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive"
+        )
         for option in self.xla_options:
             _require("=" in option, "xla_options", option, "name=value")
         if not self.run_dir:
@@ -209,6 +273,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the step plays a schedule; it does on one rank too, where anything about it was asked for."""
+        return (self.pp, self.chunks, self.schedule, self.remat) != (1, 1, "aligned", "nothing")
+
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
@@ -216,7 +285,8 @@ class TrainConfig:
         try:
             model = ModelConfig(**fields.pop("model"))
             optimizer = OptimizerConfig(**fields.pop("optimizer"))
+            distributed = DistributedConfig(**fields.pop("distributed", {}))
             options = tuple(fields.pop("xla_options", ()))
-            return cls(**fields, xla_options=options, model=model, optimizer=optimizer)
+            return cls(**fields, xla_options=options, model=model, optimizer=optimizer, distributed=distributed)
         except (TypeError, KeyError) as e:
             raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e

@@ -6,9 +6,10 @@ none; what is saved is the gradient itself (the idea of Liger Kernel's fused lin
 exception: XLA of jax 0.10 fuses the chunks' last kernels into one, and so holds the logits' gradients of the whole batch.
 """
 
-# N tokens (B*T), D model, V vocabulary, C tokens of a chunk
+# N tokens (B*T), D model, V vocabulary (of this device, where it is split), C tokens of a chunk
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -31,47 +32,76 @@ def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
     return next(chunk for chunk in range(limit, 0, -1) if num_tokens % chunk == 0)
 
 
-def cross_entropy(x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int = 0) -> Array:
+def cross_entropy(
+    x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int = 0, axis: str | None = None, vocab_size: int = 0
+) -> Array:
     """Mean next-token loss in nats. Float32 logits are never stored: statistics are float32, inside the fusion that reads them.
+
+    With `axis`, under `jax.shard_map`, each device of that axis has a part of the vocabulary and does that part of the work
+    (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3): the label's logit and the sum of exponentials are summed over
+    the devices, and so must be what they each give as the gradient of x.
 
     Args:
         x_BTD: final hidden states, bfloat16 or float32.
         head_DV: output projection, same dtype as `x_BTD`.
         labels_BT: integer token ids in [0, V).
         chunk: tokens whose logits (in the dtype of `x_BTD`) are held at once; must divide B*T; 0 for `auto_chunk`.
+        axis: of the mesh, over which the vocabulary is split; `x_BTD` and `labels_BT` are the same on all its devices.
+        vocab_size: of all devices, with `axis`; columns beyond it are padding. 0: there is none.
 
     Returns:
-        Scalar float32. Its gradients have the dtypes of `x_BTD` and `head_DV`; products accumulate in float32.
+        Scalar float32, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`; products
+        accumulate in float32.
 
     Raises:
         ShapeError: the shapes or dtypes disagree, or `chunk` does not divide B*T.
     """
-    d_model, vocab_size = head_DV.shape
+    d_model, width = head_DV.shape
     if x_BTD.shape != (*labels_BT.shape, d_model) or x_BTD.dtype != head_DV.dtype:
         raise ShapeError(
             f"cross_entropy got x {x_BTD.dtype}{x_BTD.shape}, head {head_DV.dtype}{head_DV.shape}, labels {labels_BT.shape}: "
             "x must be labels' shape plus the head's first axis, of the head's dtype"
         )
     num_tokens = labels_BT.size
-    chunk = chunk or auto_chunk(num_tokens, vocab_size, x_BTD.dtype)
+    chunk = chunk or auto_chunk(num_tokens, width, x_BTD.dtype)
     if chunk < 1 or num_tokens % chunk:
         raise ShapeError(f"loss chunk is {chunk}: must divide the {num_tokens} tokens of a microbatch; see --model.loss-chunk")
-    return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk)
+    vocabulary = _Vocabulary(axis, vocab_size)
+    return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk, vocabulary)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int) -> Array:
-    losses = [jnp.sum(_losses(_margins(x_CD @ head_DV, labels_C))) for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)]
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Over which axis the vocabulary is split, if it is, and its whole size, if it is padded."""
+
+    axis: str | None
+    size: int
+
+    def sum(self, x: Array) -> Array:
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def own(self, labels_C: Array, width: int) -> Array:
+        """Labels as columns of this device; outside [0, width) where another one has them."""
+        return labels_C if self.axis is None else labels_C - jax.lax.axis_index(self.axis) * width
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int, vocabulary: _Vocabulary) -> Array:
+    losses = [
+        jnp.sum(_losses(_margins(x_CD @ head_DV, labels_C, vocabulary), vocabulary))
+        for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)
+    ]
     return _sum(losses) / labels_N.size
 
 
-def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int):
+def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int, vocabulary: _Vocabulary):
     losses, dx, dhead = [], [], []
     for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
         logits_CV = x_CD @ head_DV
-        margins_CV = _margins(logits_CV, labels_C)
-        losses_C = _losses(margins_CV)
-        one_hot_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
+        margins_CV = _margins(logits_CV, labels_C, vocabulary)
+        losses_C = _losses(margins_CV, vocabulary)
+        own_C = vocabulary.own(labels_C, head_DV.shape[1])
+        one_hot_CV = own_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
         softmax_CV = jnp.exp(margins_CV - losses_C[:, None])
         dlogits_CV = ((softmax_CV - one_hot_CV) / labels_N.size).astype(logits_CV.dtype)
         losses.append(jnp.sum(losses_C))
@@ -80,8 +110,9 @@ def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int)
     return _sum(losses) / labels_N.size, (jnp.concatenate(dx), _sum(dhead).astype(head_DV.dtype))
 
 
-def _mean_loss_backward(chunk: int, gradients, dloss: Array):
+def _mean_loss_backward(chunk: int, vocabulary: _Vocabulary, gradients, dloss: Array):
     dx_ND, dhead_DV = gradients
+    dloss = vocabulary.sum(dloss)  # each device may use the loss, or only one of them
     return (dx_ND * dloss).astype(dx_ND.dtype), (dhead_DV * dloss).astype(dhead_DV.dtype), None
 
 
@@ -96,16 +127,26 @@ def _sum(parts: list[Array]) -> Array:
     return functools.reduce(jnp.add, parts)
 
 
-def _margins(logits_CV: Array, labels_C: Array) -> Array:
-    """By how much each logit exceeds the label's, in float32, at most `_LARGEST_MARGIN`."""
-    label_logits_C1 = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)
-    return jnp.minimum(logits_CV.astype(jnp.float32) - label_logits_C1.astype(jnp.float32), _LARGEST_MARGIN)
+def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Array:
+    """By how much each logit exceeds the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
+    width = logits_CV.shape[1]
+    own_C = vocabulary.own(labels_C, width)
+    if vocabulary.axis is None:
+        label_logits_C1 = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1).astype(jnp.float32)
+    else:
+        found_C1 = jnp.take_along_axis(logits_CV, jnp.clip(own_C, 0, width - 1)[:, None], axis=-1).astype(jnp.float32)
+        label_logits_C1 = vocabulary.sum(jnp.where(((own_C >= 0) & (own_C < width))[:, None], found_C1, 0))
+    margins_CV = jnp.minimum(logits_CV.astype(jnp.float32) - label_logits_C1, _LARGEST_MARGIN)
+    if vocabulary.size:
+        columns_V = jnp.arange(width) - vocabulary.own(jnp.zeros((), jnp.int32), width)
+        margins_CV = jnp.where(columns_V < vocabulary.size, margins_CV, -jnp.inf)
+    return margins_CV
 
 
-def _losses(margins_CV: Array) -> Array:
+def _losses(margins_CV: Array, vocabulary: _Vocabulary) -> Array:
     """Loss of each token: log(sum(exp(margins))).
 
     The usual log-sum-exp subtracts the largest logit, which takes a pass over the logits of its own to find. Subtracting the
     label's is as safe from underflow, because the label's own term is exp(0) = 1, and needs one pass.
     """
-    return jnp.log(jnp.sum(jnp.exp(margins_CV), axis=-1))
+    return jnp.log(vocabulary.sum(jnp.sum(jnp.exp(margins_CV), axis=-1)))

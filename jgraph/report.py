@@ -91,6 +91,7 @@ class Reporter:
     def config(self) -> None:
         """The resolved configuration, compactly."""
         fields = dataclasses.asdict(self._config)
+        del fields["distributed"]  # differs from process to process; the trainer says how many there are
         for title in ("model", "optimizer"):
             fields[title] = _pairs(fields[title])
         nested = {title: fields.pop(title) for title in ("model", "optimizer")}

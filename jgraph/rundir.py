@@ -20,6 +20,8 @@ FREE_FIELDS = frozenset(
         "checkpoint_every",
         "checkpoint_keep",
         "on_nonfinite",
+        "dp",
+        "distributed",
         "graph",
         "xla_options",
         "sample_tokens",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.config import OptimizerConfig
 
@@ -87,18 +88,16 @@ def init_state(params: PyTree, transform: optax.GradientTransformation) -> Train
 
 
 def train_step(
-    loss_fn: Callable[[PyTree, Array], Array],
+    loss_and_grads: Callable[[PyTree, Array], tuple[Array, PyTree]],
     transform: optax.GradientTransformation,
     *,
-    num_microbatches: int = 1,
     clip_norm: float = 1.0,
 ) -> Callable[[TrainState, Array], tuple[TrainState, StepMetrics]]:
     """Makes the step.
 
     Args:
-        loss_fn: (params, tokens_BS) -> mean loss of a microbatch, scalar float32.
+        loss_and_grads: (params, tokens_BS) -> mean loss of a batch, scalar float32, and its gradients, as params.
         transform: optax transformation of the clipped gradient.
-        num_microbatches: slices of the batch, along its first axis, whose gradients are averaged in float32.
         clip_norm: the gradient is scaled so that its global norm is at most this.
 
     Returns:
@@ -106,7 +105,7 @@ def train_step(
     """
 
     def step(state: TrainState, tokens_BS: Array) -> tuple[TrainState, StepMetrics]:
-        loss, grads = _loss_and_grads(loss_fn, state.params, tokens_BS, num_microbatches)
+        loss, grads = loss_and_grads(state.params, tokens_BS)
         square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         norm = jnp.sqrt(jnp.sum(square_sums))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -127,17 +126,38 @@ def train_step(
     return step
 
 
-def _loss_and_grads(loss_fn, params: PyTree, tokens_BS: Array, num_microbatches: int) -> tuple[Array, PyTree]:
-    """Mean loss and mean gradient over microbatches, both float32."""
+def accumulate(
+    loss_fn: Callable[[PyTree, Array], Array], num_microbatches: int = 1, mesh: Mesh | None = None
+) -> Callable[[PyTree, Array], tuple[Array, PyTree]]:
+    """Mean loss and mean gradient over microbatches, summed in float32, as a function of (params, tokens_BS).
+
+    Args:
+        loss_fn: (params, tokens_BS) -> mean loss of a microbatch, scalar float32.
+        num_microbatches: slices of the batch, along its first axis.
+        mesh: over whose axis `data` the batch is spread; None for one device.
+    """
     grad_fn = jax.value_and_grad(loss_fn)
-    if num_microbatches == 1:
-        return grad_fn(params, tokens_BS)
-    tokens_MBS = tokens_BS.reshape(num_microbatches, -1, *tokens_BS.shape[1:])
 
-    def accumulate(carry, tokens_BS):
-        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), carry, grad_fn(params, tokens_BS)), None
+    def loss_and_grads(params: PyTree, tokens_BS: Array) -> tuple[Array, PyTree]:
+        if num_microbatches == 1:
+            return grad_fn(params, tokens_BS)
 
-    main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
-    sums, _ = jax.lax.scan(accumulate, (jnp.zeros((), jnp.float32), main_grad), tokens_MBS, unroll=unroll)
-    return jax.tree.map(lambda a: a / num_microbatches, sums)
+        def add(carry, tokens_BS):
+            return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), carry, grad_fn(params, tokens_BS)), None
+
+        main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
+        tokens_MBS = by_microbatch(tokens_BS, num_microbatches, mesh)
+        sums, _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), main_grad), tokens_MBS, unroll=unroll)
+        return jax.tree.map(lambda a: a / num_microbatches, sums)
+
+    return loss_and_grads
+
+
+def by_microbatch(tokens_BS: Array, num_microbatches: int, mesh: Mesh | None) -> Array:
+    """(M, B/M, S), every microbatch spread over the data ranks."""
+    tokens_MBS = jnp.reshape(tokens_BS, (num_microbatches, -1, *tokens_BS.shape[1:]))
+    if mesh is None:
+        return tokens_MBS
+    # A rank's rows of the batch are whole microbatches; without this it would wait while others do theirs.
+    return jax.lax.with_sharding_constraint(tokens_MBS, NamedSharding(mesh, PartitionSpec(None, "data")))

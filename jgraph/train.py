@@ -1,7 +1,8 @@
-"""Train a GPT on one device, or go on with a run that was interrupted.
+"""Train a GPT on one device or several, or go on with a run that was interrupted.
 
     python -m jgraph.train
     python -m jgraph.train --preset gpt-124m --data tokens/ --run-dir runs/first
+    srun --ntasks-per-node 8 python -m jgraph.train --preset gpt-1b3 --dp 16
 
 The presets are {presets}; every flag overrides a field of the one chosen, and the defaults below are those of {preset}.
 Everything is written to the run directory: config.json, metrics.jsonl (one JSON object a logged step) and checkpoints/.

@@ -1,9 +1,14 @@
 """The loop: steps handed to the device without waiting for them, and everything that happens between two of them."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import json
 import math
+import os
 import platform
+import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints, check_space
 from jgraph.config import TrainConfig
 from jgraph.data import Batches, Corpus, heldout_batches, load
+from jgraph.distributed import agree, connect, is_first, together
 from jgraph.errors import ConfigError, NonFiniteError
 from jgraph.graph import compiler_options
 from jgraph.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes, read_metrics
@@ -33,6 +39,8 @@ _PROMPT_TOKENS = 64
 def train(config: TrainConfig, *, console: Console) -> Summary:
     """Trains until `config.steps` or a signal, going on from the last checkpoint of the run directory.
 
+    Of several processes, which all call this, the first writes and talks; they stop and fail together.
+
     Args:
         config: the whole run.
         console: where to tell of it.
@@ -47,13 +55,18 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     """
     # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
     compiler_options(config.graph, config.xla_options, platform="gpu")
-    corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
-    run_dir = RunDir(Path(config.run_dir))
-    run_dir.check(config, _corpus_entry(corpus))
-    _check_attention(config)
-    assembly = Assembly.of(config)
-    reporter = Reporter(console, config)
+    connect(config.distributed)
+    with together():
+        corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+        run_dir = RunDir(Path(config.run_dir))
+        run_dir.check(config, _corpus_entry(corpus))
+        _check_attention(config)
+        assembly = Assembly.of(config)
+    _check_alike(config, corpus)
+    reporter = Reporter(console if is_first() else Console(quiet=True), config)
     reporter.config()
+    if jax.process_count() > 1:
+        reporter.line(f"devices: {assembly.num_devices}, of {jax.process_count()} processes")
     with StopRequest() as stop, _memory_errors(config):
         return _train(assembly, corpus, run_dir, reporter, stop)
 
@@ -75,19 +88,23 @@ def _memory_errors(config: TrainConfig) -> Iterator[None]:
 
 def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest) -> Summary:
     config, shapes = assembly.config, assembly.state_shapes()
-    batches = _batches(config, corpus)
-    if not (config.resume and run_dir.checkpoints.exists()):
-        check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
+    batches = _batches(assembly, corpus)
+    step = None
+    # The first process's word, because it may already be writing where another looks.
+    if not agree(config.resume and run_dir.checkpoints.exists())[0]:
+        with together():
+            check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Before the directory changes: what does not compile must not replace a run that did.
         step = _compile(assembly, reporter)
-        if not config.resume:
-            run_dir.reset()
-    else:
-        step = None
-    run_dir.write(config, _corpus_entry(corpus), _versions())
+    with together():
+        if is_first():
+            if not config.resume:
+                run_dir.reset()
+            run_dir.write(config, _corpus_entry(corpus), _versions())
     checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn)
     try:
-        checkpoints.check_space(shapes)
+        with together():
+            checkpoints.check_space(shapes)
         done, state = checkpoints.restore_latest(shapes) or (0, assembly.init())
         if done >= config.steps:
             reporter.line(f"this run is finished: {done} of --steps {config.steps} are done")
@@ -96,7 +113,8 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
             if done:
                 reporter.line(f"resumed from step {done}")
             step = step or _compile(assembly, reporter)
-            with contextlib.closing(MetricsLog(run_dir.metrics, first_step=done)) as log, reporter:
+            metrics = run_dir.metrics if is_first() else Path(os.devnull)
+            with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 clock = StepClock(next((entry["seconds"] for entry in reversed(read_metrics(run_dir.metrics))), 0.0))
                 loop = _Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock)
                 done, state = loop.run(done, state, stop)
@@ -118,7 +136,7 @@ class _Loop:
     def __init__(
         self,
         assembly: Assembly,
-        step: Callable[[TrainState, np.ndarray], tuple[TrainState, StepMetrics]],
+        step: Callable[[TrainState, jax.Array | np.ndarray], tuple[TrainState, StepMetrics]],
         batches: Batches,
         evaluate: Callable[[TrainState], float],
         checkpoints: Checkpoints,
@@ -127,6 +145,8 @@ class _Loop:
         clock: StepClock,
     ):
         self.config = assembly.config
+        self.place = assembly.place
+        self.num_devices = assembly.num_devices
         self.group_names = assembly.group_names()
         self.step = step
         self.batches = batches
@@ -143,9 +163,9 @@ class _Loop:
         """From `done` steps to the end or to a signal; what is reached is saved."""
         config = self.config
         self.skipped = int(state.skipped)
-        while done < config.steps and not stop.name:
+        while done < config.steps and not self._stops(done, stop):
             self.clock.start()
-            state, metrics = self.step(state, self.batches[done])
+            state, metrics = self.step(state, self.place(self.batches[done]))
             self.pending.append((done, metrics))
             if len(self.pending) > _RUN_AHEAD:
                 jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)
@@ -158,6 +178,17 @@ class _Loop:
         self._save(done, state)
         return done, state
 
+    def _stops(self, done: int, stop: StopRequest) -> bool:
+        """Whether a signal is to end the run before step `done`: one that any process has had, told to all."""
+        # Only where a step was just logged and no device is at work: to ask takes a word with every process.
+        if jax.process_count() > 1 and (done - 1) % self.config.log_every:
+            return False
+        number = max(agree(signal.Signals[stop.name] if stop.name else 0))
+        if number:
+            stop.name = signal.Signals(number).name
+        # Not what `stop` says by now, which is this process's alone.
+        return bool(number)
+
     def _log(self, index: int, evaluated: TrainState | None) -> None:
         """Writes and shows the entry of step `index`, the last one handed over; evaluates if given the state."""
         last = self._settle()
@@ -169,7 +200,7 @@ class _Loop:
             "grad_norm": float(last.grad_norm),
             "tokens_per_second": self.config.tokens_per_step / step_seconds,
             "step_time_ms": 1e3 * step_seconds,
-            "mfu": flops_per_step(self.config) / step_seconds / peak if peak else None,
+            "mfu": flops_per_step(self.config) / step_seconds / (peak * self.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
             "seconds": self.clock.seconds,
@@ -232,21 +263,38 @@ def _check_attention(config: TrainConfig) -> None:
         )
 
 
+def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
+    """Refuses processes that would not compute the same step, or not write to the same place."""
+    fields = dataclasses.asdict(config) | {"distributed": None, "corpus": corpus.fingerprint}
+    sums = agree(zlib.crc32(json.dumps(fields).encode()) >> 1)  # into an int32
+    differing = [process for process, total in enumerate(sums) if total != sums[0]]
+    if differing:
+        raise ConfigError(
+            f"process {differing[0]} was started with other flags or another text of --data than process 0: "
+            "only --distributed.process-id may differ",
+            field="distributed.process_id",
+        )
+
+
 def _compile(assembly: Assembly, reporter: Reporter):
-    step, report = assembly.compile_step(assembly.config.batch_size // jax.process_count())
+    step, report = assembly.compile_step(assembly.config.batch_size)
     if report is not None:
         reporter.line(str(report))
+    if about := assembly.about_pipeline(step):
+        reporter.line(about)
     return step
 
 
-def _batches(config: TrainConfig, corpus: Corpus) -> Batches:
+def _batches(assembly: Assembly, corpus: Corpus) -> Batches:
+    config = assembly.config
+    process_index, process_count = assembly.batch_part()
     return Batches(
         corpus.train,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=process_index,
+        process_count=process_count,
     )
 
 
@@ -261,7 +309,8 @@ def _evaluator(assembly: Assembly, corpus: Corpus) -> Callable[[TrainState], flo
     )
     loss = jax.jit(assembly.loss)
     # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
-    return lambda state: float(np.mean(jax.device_get([loss(state.params, tokens_BS) for tokens_BS in batches])))
+    place = assembly.place_whole
+    return lambda state: float(np.mean(jax.device_get([loss(state.params, place(tokens_BS)) for tokens_BS in batches])))
 
 
 def _sample(assembly: Assembly, state: TrainState, corpus: Corpus) -> tuple[str, str]:

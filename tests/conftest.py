@@ -1,4 +1,4 @@
-"""What every test may count on: a CPU backend of four devices, unless tests for a GPU were asked for; the fixture `h200`."""
+"""What every test may count on: a CPU backend of eight devices, unless tests for a GPU were asked for; the fixture `h200`."""
 
 import os
 
@@ -9,4 +9,4 @@ def pytest_configure(config):
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         # Before jax is imported, and for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+        os.environ["JAX_NUM_CPU_DEVICES"] = "8"

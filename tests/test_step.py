@@ -11,7 +11,7 @@ import pytest
 from jgraph.config import OptimizerConfig
 from jgraph.errors import DonationError
 from jgraph.graph import check_identity
-from jgraph.step import init_state, optimizer, train_step
+from jgraph.step import accumulate, init_state, optimizer, train_step
 
 MICROBATCHES = [1, 2, 4, 16]  # up to 8 are unrolled, 16 are a loop
 
@@ -34,10 +34,10 @@ def batch():
     return np.random.default_rng(0).standard_normal((32, 9)).astype(np.float32)
 
 
-def run(batch, *, state=None, loss=squared_error, transform=None, **settings):
+def run(batch, *, state=None, loss=squared_error, transform=None, num_microbatches=1, **settings):
     """One step from `state`, or from new parameters; plain gradient descent unless told otherwise, without clipping."""
     transform = transform or optax.sgd(1.0)
-    step = jax.jit(train_step(loss, transform, **({"clip_norm": 1e9} | settings)))
+    step = jax.jit(train_step(accumulate(loss, num_microbatches), transform, **({"clip_norm": 1e9} | settings)))
     return step(state or init_state(new_params(), transform), batch)
 
 
@@ -250,9 +250,9 @@ def test_betas_and_epsilon_are_those_of_the_configuration():
 # --- Donation ---
 
 
-def compiled(transform, batch, **settings):
+def compiled(transform, batch, num_microbatches=1):
     state = init_state(new_params(), transform)
-    step = jax.jit(train_step(squared_error, transform, **settings), donate_argnums=0, keep_unused=True)
+    step = jax.jit(train_step(accumulate(squared_error, num_microbatches), transform), donate_argnums=0, keep_unused=True)
     return step.lower(state, batch).compile(), state
 
 

@@ -49,7 +49,7 @@ class Clock:
 
 
 def ask(module: str, request: dict[str, Any], *, ranks: int = 0, timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """Runs a peer and gives back its rows, and why it stopped early ("" if it did not); never raises.
+    """Runs a peer and gives back its rows, and why it stopped early ("" if it did not); never raises. Shows stderr then.
 
     Args:
         module: of a script that reads `request()` and prints rows by `answer`.
@@ -72,6 +72,8 @@ def ask(module: str, request: dict[str, Any], *, ranks: int = 0, timeout: float)
             process.kill()
             out, err = process.communicate()
         failure = f"failed: not done after {timeout:g} s"
+    if failure:
+        print(err[-4000:], file=sys.stderr)
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return rows, failure
 

@@ -4,12 +4,14 @@ Equal rounds are one `lax.scan`. Two kinds of tick have a `lax.cond` on the rank
 wgrad while the others do a forward or a dgrad, and wgrads that not all ranks have. What idle ranks make goes to free slots.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
-from jgraph.pipeline.machine import Machine, Row, State
+from jgraph.pipeline.machine import Machine, Made, Row, State
 from jgraph.schedule.action import DGRAD, FORWARD, KINDS, WGRAD
 from jgraph.schedule.table import phases
 
@@ -23,9 +25,7 @@ def play(machine: Machine) -> State:
         kinds = [KINDS.index(of_tick[0]) for of_tick in phase.kinds]
 
         def run(state: State, rows: Row, kinds=kinds, ticks=ticks) -> State:
-            for j, kind in enumerate(kinds):
-                state = _tick(machine, state, kind, {name: row[j] for name, row in rows.items()}, ticks[:, j])
-            return state
+            return _round(machine, state, kinds, rows, ticks)
 
         rows = {name: row[ticks[0, 0] : ticks[-1, -1] + 1].reshape(ticks.shape) for name, row in machine.rows.items()}
         if phase.rounds == 1:
@@ -35,36 +35,54 @@ def play(machine: Machine) -> State:
     return state
 
 
-def _tick(machine: Machine, state: State, kind: int, row: Row, ticks: np.ndarray) -> State:
-    """One tick, in which ranks do `kind`, or a wgrad, or nothing; `ticks` are all those that this code is run for."""
-    kinds = machine.columns.table.kind[ticks]
-    does, fills_in = row["kind"] == kind, row["kind"] == WGRAD
-    if kind == WGRAD:
-        if (kinds == WGRAD).all():
-            _, grads = machine.wgrad(state, row)
+def _round(machine: Machine, state: State, kinds: list[int], rows: Row, ticks: np.ndarray) -> State:
+    """A round; `ticks` [rounds, ticks of a round] are all those that this code is run for."""
+    table, stashed = machine.columns.table, None
+    for j, kind in enumerate(kinds):
+        row = {name: row[j] for name, row in rows.items()}
+        if kind == FORWARD:
+            state = _forward(machine, state, row, ticks[:, j])
+        elif kind == WGRAD:
+            state = _wgrad(machine, state, row, ticks[:, j], stashed)
         else:
-            grads = lax.cond(fills_in, lambda: machine.wgrad(state, row)[1], lambda: state.grads)
-        return replace(state, grads=grads)
+            # A wgrad that follows its dgrad at once on every rank takes the stash from its hands.
+            same = (np.array_equal(column[ticks[:, j]], column[ticks[:, j + 1]]) for column in (table.stage, table.microbatch))
+            is_handed = kinds[j + 1 :] == [WGRAD] and (table.kind[ticks[:, j + 1]] == WGRAD).all() and all(same)
+            state, made = _dgrad(machine, state, row, ticks[:, j])
+            if is_handed:
+                stashed = made.stash
+            else:
+                state = state.write("stash", row["write stash"], made.stash)
+    return state
 
-    if kind == FORWARD:
-        x = machine.x(state, row, ticks)
 
-        def act():
-            return machine.forward(state, row, x)
-    else:
-        dy = machine.dy(state, row)
-        counts = None if (kinds == DGRAD).all() else does
+def _forward(machine: Machine, state: State, row: Row, ticks: np.ndarray) -> State:
+    x = machine.x(state, row, ticks)
+    made, state = _or_wgrad(machine, state, row, ticks, lambda: machine.forward(state, row, x))
+    state = state.write("forward_dgrad", row["write forward_dgrad"], made.forward_dgrad)
+    state = state.write("forward_wgrad", row["write forward_wgrad"], made.forward_wgrad)
+    state = machine.leave(state, row, made.out, ticks, row["kind"] == FORWARD)
+    return machine.send(state, row, made.out, ["activation"])
 
-        def act():
-            return machine.dgrad(state, row, dy, counts)
 
-    made, grads = lax.cond(fills_in, lambda: machine.wgrad(state, row), act) if (kinds == WGRAD).any() else act()
-    state = replace(state, grads=grads)
-    if kind == FORWARD:
-        state = state.write("forward_dgrad", row["write forward_dgrad"], made.forward_dgrad)
-        state = state.write("forward_wgrad", row["write forward_wgrad"], made.forward_wgrad)
-        state = machine.leave(state, row, made.out, ticks, does)
-        return machine.send(state, row, made.out, ["activation"])
-    state = state.write("stash", row["write stash"], made.stash)
+def _dgrad(machine: Machine, state: State, row: Row, ticks: np.ndarray) -> tuple[State, Made]:
+    dy, does = machine.dy(state, row), row["kind"] == DGRAD
+    counts = None if (machine.columns.table.kind[ticks] == DGRAD).all() else does
+    made, state = _or_wgrad(machine, state, row, ticks, lambda: machine.dgrad(state, row, dy, counts))
     state = machine.back(state, row, made.out, ticks, does)
-    return machine.send(state, row, made.out, ["gradient"])
+    return machine.send(state, row, made.out, ["gradient"]), made
+
+
+def _wgrad(machine: Machine, state: State, row: Row, ticks: np.ndarray, stashed: tuple[Array, ...] | None) -> State:
+    if (machine.columns.table.kind[ticks] == WGRAD).all():
+        return replace(state, grads=machine.wgrad(state, row, stashed)[1])
+    return replace(state, grads=lax.cond(row["kind"] == WGRAD, lambda: machine.wgrad(state, row)[1], lambda: state.grads))
+
+
+def _or_wgrad(
+    machine: Machine, state: State, row: Row, ticks: np.ndarray, act: Callable[[], tuple[Made, Any]]
+) -> tuple[Made, State]:
+    """What `act` makes; in a tick in which some ranks do a wgrad instead, those do."""
+    has_wgrad = (machine.columns.table.kind[ticks] == WGRAD).any()
+    made, grads = lax.cond(row["kind"] == WGRAD, lambda: machine.wgrad(state, row), act) if has_wgrad else act()
+    return made, replace(state, grads=grads)

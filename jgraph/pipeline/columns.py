@@ -1,7 +1,7 @@
 """A schedule as columns of numbers: what each rank does in each tick, and which slots it reads and writes then. No jax.
 
-Every rank runs every write of the program, also where it makes nothing that is to be kept. Such a write goes to a slot that is
-free at that time, or, if there is none, to one slot more.
+All ranks run the same writes, also a rank that makes nothing that is to be kept. Such a write goes to a slot that is free at
+that time, or, if there is none, to one slot more.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,14 @@ from jgraph.schedule.table import SOURCES, Source, TickTable, tick_table
 
 # T ticks, P ranks, S stages, M microbatches
 
-_MAKERS = {"forward_dgrad": (FORWARD,), "forward_wgrad": (FORWARD,), "stash": (DGRAD,), "loss": (FORWARD,)}
+_MAKERS = {
+    "forward_dgrad": (FORWARD,),
+    "forward_wgrad": (FORWARD,),
+    "stash": (DGRAD,),
+    "loss": (FORWARD,),
+    "activation": (FORWARD,),
+    "gradient": (DGRAD, BACKWARD),
+}
 
 
 @dataclass(frozen=True)
@@ -46,33 +53,32 @@ class Columns:
     hops: Mapping[Source, tuple[tuple[int, int], ...]]
 
 
-def columns(schedule: Schedule, *, sharing: Literal["rank", "all"]) -> Columns:
+def columns(schedule: Schedule, *, writing: Literal["makers", "all"] = "all") -> Columns:
     """The columns of a schedule.
 
     Args:
         schedule: what runs when.
-        sharing: as in `assign`: with `all`, what is written in a tick is written to the same slot on every rank.
+        writing: in which ticks a program writes to a pool: `all` of them, or those in which some rank makes something for it.
 
     Raises:
         OrderError: consecutive stages are on ranks that are not neighbours.
     """
-    assigned = assign(schedule, sharing=sharing)
+    assigned = assign(schedule)
     table = tick_table(schedule, assigned)
     ranges, numbers = live_ranges(schedule), dict(assigned.numbers)
     counts = {pool: int(assigned.counts[pool].max()) for pool in POOLS}
     ranges["loss"], numbers["loss"], counts["loss"] = _loss_pool(schedule)
     home = np.repeat(schedule.rank_of_stage[:, None], schedule.num_microbatches, 1)
-    taken = {pool: _taken(numbers[pool], ranges[pool], counts[pool], home, table.kind.shape, sharing) for pool in numbers}
+    taken = {pool: _taken(numbers[pool], ranges[pool], counts[pool], home, table.kind.shape) for pool in numbers}
     slots = dict(counts)
 
     def complete(pool: str, column: np.ndarray, late: int) -> np.ndarray:
         """Fills the places where nothing is to be kept; `late` ticks after the column's own is when it is written."""
-        # With sharing="all" a tick has one number, if it has any.
-        known = np.where(column.max(1, keepdims=True) >= 0, column.max(1, keepdims=True), -1) if sharing == "all" else column
+        makes = np.isin(table.kind, _MAKERS[pool]).any(1, keepdims=True) | (writing == "all")
         times = np.minimum(np.arange(len(column)) + late, len(column))
         free = np.argmin(taken[pool][:, times], 0)
         full = np.take_along_axis(taken[pool][:, times], free[None], 0)[0]
-        filled = np.where(known >= 0, known, np.where(full, counts[pool], free)).astype(np.int32)
+        filled = np.where(column >= 0, column, np.where(full & makes, counts[pool], free)).astype(np.int32)
         slots[pool] = max(slots[pool], int(filled.max()) + 1)
         return filled
 
@@ -82,7 +88,7 @@ def columns(schedule: Schedule, *, sharing: Literal["rank", "all"]) -> Columns:
     writes = {
         pool: complete(pool, np.where(np.isin(kind, makers), at[pool], -1), 0)
         for pool, makers in _MAKERS.items()
-        if counts[pool]
+        if counts[pool] and pool not in ("activation", "gradient")
     }
     arrivals = {}
     for source in SOURCES:
@@ -127,7 +133,6 @@ def _taken(
     count: int,
     home: np.ndarray,
     shape: tuple[int, int],
-    sharing: str,
 ) -> np.ndarray:
     """bool [count (at least 1), T + 1, P]: whether a slot is in use in a tick."""
     ticks, ranks = shape
@@ -135,7 +140,7 @@ def _taken(
     for (s, m), slot in np.ndenumerate(numbers):
         if slot >= 0:
             taken[slot, ranges[0][s, m] : ranges[1][s, m] + 1, home[s, m]] = True
-    return np.broadcast_to(taken.any(2, keepdims=True), taken.shape) if sharing == "all" else taken
+    return taken
 
 
 def _hops(table: TickTable, arrivals: Mapping[tuple[Source, str], np.ndarray]) -> dict[Source, tuple[tuple[int, int], ...]]:

@@ -128,9 +128,11 @@ class Machine:
         grads = self.rank.add_early(row["chunk"], state.grads, early, counts)
         return replace(self.nothing(), out=dx, stash=stash.arrays), grads
 
-    def wgrad(self, state: State, row: Row) -> tuple[Made, tuple[Tree, ...]]:
+    def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> tuple[Made, tuple[Tree, ...]]:
+        """`stashed` is what the pool `stash` would give, where it is at hand."""
         residuals = self._residuals(state, row).after_dgrad()
-        stash = Stash(state.pools["stash"].read(row["read stash"]), self.rank.shapes.stash.plan)
+        arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
+        stash = Stash(arrays, self.rank.shapes.stash.plan)
         return self.nothing(), self.rank.wgrad(row["chunk"], state.grads, residuals, stash)
 
     def backward(self, state: State, row: Row, dy: Array) -> tuple[Made, tuple[Tree, ...]]:

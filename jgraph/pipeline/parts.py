@@ -20,20 +20,24 @@ class Parts:
 
     A pipeline of P ranks has one embedding and one head, not P. What `embed` returns counts on the rank of the first stage, the
     loss of `head` on the rank of the last one; the others' results are thrown away. So plain functions work as they are. To
-    share the work, a function may use collectives over `pipe`: `jgraph.pipeline.vocabulary` splits it by vocabulary. `head`
-    gets the y of the last stage on that rank and zeros on the others, so a psum of y is the last stage's.
+    share the work, a function may use collectives over `pipe`, as `split_embedding` and `jgraph.cross_entropy(axis="pipe")`
+    do. `head` gets the y of the last stage on that rank and zeros on the others, so a psum of y is the last stage's.
 
     Attributes:
         embed: `embed(ends, inputs) -> x`, a floating array; `ends` as they are kept, in float32.
         layer: `layer(params, x) -> x`, shape and dtype kept; `layer(params, x, key)` where a key is given.
         head: `head(ends, x, inputs) -> loss`, scalar float32, the mean over the microbatch; `ends` cast as the layers are.
         sharded: paths (`/` between names) of the leaves of `ends` of which each rank holds 1/P, and along which axis.
+        split: `split(params) -> (ends, layers)`: a model's tree of parameters as the ends and a list of one tree a layer.
+        join: its inverse, `join(ends, layers) -> params`.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
     layer: Callable[..., jax.Array]
     head: Callable[[Tree, jax.Array, Tree], jax.Array]
     sharded: dict[str, int] = field(default_factory=dict)
+    split: Callable[[Tree], tuple[Tree, list[Tree]]] = lambda params: params
+    join: Callable[[Tree, list[Tree]], Tree] = lambda ends, layers: (ends, layers)
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class Layout:
 
     def active(self) -> np.ndarray:
         """bool [P, C, n]: which places hold a layer."""
-        counts = np.array([[np.subtract(*self._bounds(stage)[::-1]) for stage in stages] for stages in self.placement])
-        return np.arange(self.layers_per_stage) < counts[..., None]
+        bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
+        return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
 
     def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
         """From one tree a layer to `[chunk][place]` trees whose leaves have the ranks as their first axis."""
@@ -130,3 +134,21 @@ class Layout:
         least, longer = divmod(self.num_layers, self.num_stages)
         first = stage * least + min(stage, longer)
         return first, first + least + (stage < longer)
+
+
+def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of an embedding of which each rank of `pipe` holds V/P, in order.
+
+    Args:
+        table_VD: this rank's rows, float32; their gradient is summed over repeated tokens in float32.
+        tokens: integer ids of any shape.
+        dtype: of the result.
+
+    Returns:
+        [*tokens.shape, D], the same on all ranks.
+    """
+    own = tokens - jax.lax.axis_index("pipe") * len(table_VD)
+    is_own = (own >= 0) & (own < len(table_VD))
+    rows = table_VD[jnp.clip(own, 0, len(table_VD) - 1)].astype(dtype)
+    # All but one rank add zeros, so the sum is exact in any dtype.
+    return jax.lax.psum(jnp.where(is_own[..., None], rows, 0), "pipe")

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.backward import Split, split_backward
 from jgraph.errors import ConfigError, OrderError
 from jgraph.pipeline import aligned, general
-from jgraph.pipeline.columns import columns
+from jgraph.pipeline.columns import Columns, columns
 from jgraph.pipeline.machine import Machine
 from jgraph.pipeline.parts import Layout, Parts
 from jgraph.pipeline.rank import AXIS, Rank
@@ -99,15 +99,70 @@ class Pipeline:
         specs = self.specs(params)
         rest = () if key is None else (jax.random.key_data(key),)
         run = partial(self._local, impl=None if key is None else jax.random.key_impl(key))
-        mapped = jax.shard_map(
+        return self._mapped(run, params, (PartitionSpec(), specs), len(rest))(params, inputs, *rest)
+
+    def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
+        """What a rank holds during a step besides parameters and optimizer state, predicted from the schedule.
+
+        Args:
+            params, inputs: as `loss_and_grads` takes them; shapes are enough.
+
+        Returns:
+            Bytes of each pool; of `main_grad`; of `cast`, the parameters in `compute_dtype`.
+        """
+        slots = self._columns().slots
+        pools = {pool: slots[pool] * size for pool, size in self.slot_bytes(params, inputs).items()}
+        ranks = self.mesh.shape[AXIS]
+
+        def of(tree: Tree, dtype: Any) -> int:
+            return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+        ends = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct((leaf.size // (1 if self._axis(path) is None else ranks),), leaf.dtype),
+            params["ends"],
+        )
+        matrices = [leaf for leaf in jax.tree.leaves(own) if leaf.ndim > 1]
+        cast = 0 if self.compute_dtype in (None, jnp.float32) else of([matrices, ends], self.compute_dtype)
+        return pools | {"main_grad": of([own, ends], jnp.float32), "cast": cast}
+
+    def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
+        """Bytes of one slot of each pool; of a stage, or of so many layers."""
+        x = self._shapes(params, inputs)
+        stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
+        stage = [stage[0]] * layers if layers else stage
+        spec = self.split(None).spec((jax.eval_shape(self._cast, stage), {}), x)
+        size = x.size * x.dtype.itemsize
+        return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
+
+    def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
+        """A layer's parameters, as it computes with them, and its input."""
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
+        return jax.eval_shape(self._cast, layer), self._shapes(params, inputs)
+
+    def _shapes(self, params: Tree, inputs: Tree) -> Any:
+        """Of what passes between stages. Embedding may use the axis, so it is traced as the program traces it."""
+        x: list[Any] = []
+
+        def embed(params: Tree, inputs: Tree) -> None:
+            first = jax.tree.map(lambda leaf: leaf[0], inputs)
+            x.append(jax.eval_shape(self.parts.embed, params["ends"], first))
+
+        jax.eval_shape(self._mapped(embed, params, None, 0), params, inputs)
+        return x[0]
+
+    def _mapped(self, run: Any, params: Tree, out_specs: Any, num_rest: int) -> Any:
+        return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(specs, PartitionSpec(None, "data"), *[PartitionSpec()] * len(rest)),
-            out_specs=(PartitionSpec(), specs),
+            in_specs=(self.specs(params), PartitionSpec(None, "data"), *[PartitionSpec()] * num_rest),
+            out_specs=out_specs,
             # Idle ranks compute with what they have and throw it away, which the types of varying values cannot say.
             check_vma=False,
         )
-        return mapped(params, inputs, *rest)
+
+    def _columns(self) -> Columns:
+        return columns(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, impl: Any) -> tuple[Array, Tree]:
         """On one rank."""
@@ -123,19 +178,18 @@ class Pipeline:
             if key is not None:
                 extra["first"] = self._own(layout.first_layers()[:, c])
             stages.append((own, extra))
-        rank = Rank(self.parts, self._split(impl), ends, self._cast(ends), stages, inputs, key, impl)
-        sharing = "all" if self.runtime == "aligned" else "rank"
-        machine = Machine(rank, columns(self.schedule, sharing=sharing), layout.num_stages)
+        rank = Rank(self.parts, self.split(impl), ends, self._cast(ends), stages, inputs, key, impl)
+        machine = Machine(rank, self._columns(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(machine)
-        count = self.schedule.num_microbatches
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.ends
         )
         grads = {"ends": summed, "layers": [own for own, _ in state.grads]}
-        loss, grads = jax.tree.map(lambda a: lax.pmean(a / count, "data"), (lax.psum(state.loss, AXIS), grads))
+        loss, grads = jax.tree.map(lambda a: lax.pmean(a, "data"), (lax.psum(state.loss, AXIS), grads))
         return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
-    def _split(self, impl: Any) -> Split:
+    def split(self, impl: Any) -> Split:
+        """A stage in its parts; `impl` is the kind of the keys, None where there are none."""
         layer = jax.checkpoint(self.parts.layer) if self.remat == "layer" else self.parts.layer
 
         def stage(params: Tree, x: Array, *key: Array) -> Array:

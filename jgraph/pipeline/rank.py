@@ -131,7 +131,7 @@ class Rank:
         return pull_back(dx)[0]
 
     def head(self, m: Any, y: Array, here: Array) -> tuple[Array, Tree, Array]:
-        """Loss, gradients as `ends`, dy.
+        """This microbatch's share of the mean loss, and of it the gradients as `ends`, and dy.
 
         Args:
             m: the microbatch.
@@ -140,8 +140,10 @@ class Rank:
         """
         y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda ends, y: self._parts.head(ends, y, self._of(m)), self._head_ends, y)
-        d_ends, dy = pull_back(here.astype(loss.dtype))
-        return jnp.where(here, loss, 0), d_ends, dy
+        # The mean is taken here, of one number, and not at the end, of all gradients.
+        share = 1 / len(jax.tree.leaves(self._inputs)[0])
+        d_ends, dy = pull_back(jnp.where(here, share, 0).astype(loss.dtype))
+        return jnp.where(here, loss * share, 0), d_ends, dy
 
     def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1 or isinstance(chunk, int):

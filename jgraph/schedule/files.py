@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,11 +73,13 @@ def to_json(schedule: Schedule) -> str:
     ticks = [t.tolist() for t in schedule.ticks]
     keep = all(len(row) == len(entries) for row, entries in zip(ticks, numbers, strict=True))
     body = {"name": schedule.name, "placement": schedule.placement, "orders": numbers} | ({"ticks": ticks} if keep else {})
+    body |= {"wgrads": schedule[0].wgrads} if schedule[0].wgrads != "oldest" else {}
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()) + "\n}\n"
 
 
 def from_json(text: str) -> Schedule:
-    """The schedule of an object with `orders`, and, where wanted, `placement`, `ticks` and `name`; or of a bare list of orders.
+    """The schedule of an object with `orders`, and, where wanted, `placement`, `ticks`, `wgrads` and `name`; or of a bare list
+    of orders.
 
     Raises:
         OrderError: the text says no schedule that can run.
@@ -89,13 +92,14 @@ def from_json(text: str) -> Schedule:
         body = {"orders": body}
     if not isinstance(body, dict) or not isinstance(body.get("orders"), list):
         raise OrderError('a schedule is {"orders": [[1, -1], ...]}, one list of signed numbers per rank')
-    unknown = sorted(set(body) - {"name", "placement", "orders", "ticks"})
+    unknown = sorted(set(body) - {"name", "placement", "orders", "ticks", "wgrads"})
     if unknown:
-        raise OrderError(f"a schedule has no field {unknown[0]!r}; it has orders, placement, ticks and name")
+        raise OrderError(f"a schedule has no field {unknown[0]!r}; it has orders, placement, ticks, wgrads and name")
     orders = []
     for r, numbers in enumerate(body["orders"]):
         try:
-            orders.append(Order.parse(numbers))
+            order = Order.parse(numbers)
+            orders.append(replace(order, wgrads=body.get("wgrads", "oldest")))
         except OrderError as error:
             raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
     rows = {}

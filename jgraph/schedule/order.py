@@ -1,7 +1,7 @@
 """An Order: everything one rank does in a step, in sequence. Made only if it can run.
 
-The microbatch of an entry is not said but counted: the k-th forward of a chunk is microbatch k, and so are its k-th dgrad and
-wgrad (first in, first out).
+The microbatch of an entry is not said but counted: the k-th forward of a chunk is microbatch k, and so are its k-th dgrad and,
+first in, first out, its k-th wgrad. An order may say instead that a wgrad is that of the newest dgrad that still waits.
 """
 
 import math
@@ -9,12 +9,14 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, get_args, overload
 
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action, check_choice
+
+Wgrads = Literal["oldest", "newest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,8 @@ class Order(Sequence[Action]):
         chunks: int32 [N], 0-based; every chunk of the rank appears.
         num_layers_per_chunk: of each chunk; () says one each. Exactly one where a chunk's wgrad is delayed: an entry says the
             chunk, so it could not say which layer's wgrad it means.
+        wgrads: of which dgrad that waits a wgrad is: the `oldest`, as everywhere else, or the `newest`, whose arrays a program
+            has at hand.
         microbatches: int32 [N], counted from the entries.
 
     Raises:
@@ -35,6 +39,7 @@ class Order(Sequence[Action]):
     kinds: np.ndarray
     chunks: np.ndarray
     num_layers_per_chunk: tuple[int, ...] = ()
+    wgrads: Wgrads = "oldest"
     microbatches: np.ndarray = field(init=False)
 
     def __post_init__(self):
@@ -43,7 +48,8 @@ class Order(Sequence[Action]):
         kinds, chunks = np.array(kinds, np.int8), np.array(chunks, np.int32)
         num_chunks = int(chunks.max()) + 1
         layers = _per_chunk("num_layers_per_chunk", self.num_layers_per_chunk or 1, num_chunks, int) or ()
-        microbatches = _check(kinds, chunks, layers)
+        check_choice("wgrads", self.wgrads, get_args(Wgrads))
+        microbatches = _check(kinds, chunks, layers, self.wgrads)
         for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
             array.flags.writeable = False
             object.__setattr__(self, name, array)
@@ -78,7 +84,7 @@ class Order(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Self:
-        """An order from its actions, whose microbatches must count up as they would be counted."""
+        """An order from its actions, whose microbatches must be as they would be counted, with either choice of `wgrads`."""
         actions = list(actions) if isinstance(actions, Iterable) else [actions]
         for i, action in enumerate(actions):
             if not isinstance(action, Action) or action.kind not in KINDS:
@@ -87,7 +93,14 @@ class Order(Sequence[Action]):
                 )
         if not actions:
             raise OrderError("the order is empty; it needs at least one forward and one backward")
-        order = cls(np.array([KINDS.index(a.kind) for a in actions], np.int8), np.array([a.chunk for a in actions], np.int32))
+        kinds, chunks = (
+            np.array([KINDS.index(a.kind) for a in actions], np.int8),
+            np.array([a.chunk for a in actions], np.int32),
+        )
+        order, said = cls(kinds, chunks), [a.microbatch for a in actions]
+        if said != order.microbatches.tolist():
+            newest = cls(kinds, chunks, wgrads="newest")
+            order = newest if said == newest.microbatches.tolist() else order
         for i, (said, counted) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
             if said.microbatch != counted:
                 raise OrderError(
@@ -118,10 +131,11 @@ class Order(Sequence[Action]):
             and np.array_equal(self.kinds, other.kinds)
             and np.array_equal(self.chunks, other.chunks)
             and self.num_layers_per_chunk == other.num_layers_per_chunk
+            and np.array_equal(self.microbatches, other.microbatches)
         )
 
     def __hash__(self) -> int:
-        return hash((self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk))
+        return hash((self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()))
 
     @property
     def num_chunks(self) -> int:
@@ -156,7 +170,7 @@ class Order(Sequence[Action]):
             return self
         kinds = np.repeat(np.where(fused, DGRAD, self.kinds), 1 + fused)
         kinds[np.flatnonzero(fused) + np.arange(1, fused.sum() + 1)] = WGRAD
-        return Order(kinds, np.repeat(self.chunks, 1 + fused), self.num_layers_per_chunk)
+        return Order(kinds, np.repeat(self.chunks, 1 + fused), self.num_layers_per_chunk, self.wgrads)
 
 
 def _entries(numbers: Iterable[object]) -> list[object]:
@@ -267,7 +281,23 @@ def _check_chunks(chunks: np.ndarray) -> None:
         )
 
 
-def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
+def newest_waiting(kinds: np.ndarray) -> np.ndarray:
+    """For every wgrad, in sequence, the position of the newest dgrad that waits then; dgrads and wgrads match as brackets do.
+
+    There must be a dgrad for every wgrad.
+    """
+    waiting = np.cumsum((kinds == DGRAD).astype(np.int64) - (kinds == WGRAD))
+    at = np.flatnonzero((kinds == DGRAD) | (kinds == WGRAD))
+    # Between a dgrad and its wgrad the others come in pairs, so both have the same number waiting inside of them.
+    depth = (waiting + (kinds == WGRAD))[at]
+    by_depth = at[np.lexsort((at, depth))]
+    wgrads = np.flatnonzero(kinds[by_depth] == WGRAD)
+    found = np.full(len(kinds), -1)
+    found[by_depth[wgrads]] = by_depth[wgrads - 1]
+    return found[kinds == WGRAD]
+
+
+def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:
     """Everything an order must be; returns the microbatches. One pass per chunk, no Python loop over entries."""
     _check_chunks(chunks)
     assert len(layers) == chunks.max() + 1
@@ -278,7 +308,7 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np
     counts, faults = [], []
     for c, at in enumerate(positions):
         try:
-            counts.append(_check_chunk(c, kinds[at], at, microbatches, layers[c]))
+            counts.append(_check_chunk(c, kinds[at], at, microbatches, layers[c], wgrads))
         except OrderError as error:
             faults.append(error)
     if faults:
@@ -296,8 +326,8 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...]) -> np
     return microbatches
 
 
-def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.ndarray, layers: int) -> int:
-    """One chunk by itself: forward before dgrad before wgrad, first in first out, as many of each. Returns how many.
+def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.ndarray, layers: int, wgrads: Wgrads) -> int:
+    """One chunk by itself: forward before dgrad before wgrad, as many of each. Returns how many.
 
     `kinds` are those of the chunk's entries and `at` their positions. Fills in `microbatches`.
     """
@@ -316,7 +346,8 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
         found = np.flatnonzero(mask)
         return f"move it after entry {at[found[count]]}" if count < len(found) else f"only {len(found)} come in all"
 
-    bad = np.flatnonzero((dgrad > forward) | (wgrad > dgrad) | ((kinds == BACKWARD) & (wgrad != dgrad)))
+    overtakes = (kinds == BACKWARD) & (wgrad != dgrad) & (wgrads == "oldest")
+    bad = np.flatnonzero((dgrad > forward) | (wgrad > dgrad) | overtakes)
     if len(bad):
         i = int(bad[0])
         if dgrad[i] > forward[i]:
@@ -327,6 +358,8 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
             i,
             f"with its wgrad, while the wgrad of microbatch {wgrad[i] - 1} is pending; wgrads go first in, first out: split it",
         )
+    if wgrads == "newest":
+        microbatches[at[kinds == WGRAD]] = k[newest_waiting(kinds)]
     total = int(forward[-1])
     if dgrad[-1] < total:
         fail(int(np.flatnonzero(kinds == FORWARD)[dgrad[-1]]), f"and its dgrad never comes; add {-(c + 1)} for it")

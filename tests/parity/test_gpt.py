@@ -16,7 +16,7 @@ from flax import nnx  # noqa: E402
 
 from jgraph.config import ModelConfig, OptimizerConfig  # noqa: E402
 from jgraph.packing import Packing  # noqa: E402
-from jgraph.step import init_state, optimizer, train_step  # noqa: E402
+from jgraph.step import accumulate, init_state, optimizer, train_step  # noqa: E402
 from models import gpt  # noqa: E402
 from tests.parity import weights  # noqa: E402
 
@@ -179,12 +179,10 @@ def our_training(
     packing = Packing.of(params, small=2000)  # some matrices are packed, others stay alone
     decay_mask = {name: decayed or decay_vectors for name, decayed in packing.decay_mask().items()}
     transform = optimizer(settings, STEPS, decay_mask=decay_mask)
-    step = train_step(
-        lambda packed, tokens_BS: scale * nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS),
-        transform,
-        num_microbatches=MICROBATCHES,
-        clip_norm=settings.clip_norm,
+    loss_and_grads = accumulate(
+        lambda packed, tokens_BS: scale * nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS), MICROBATCHES
     )
+    step = train_step(loss_and_grads, transform, clip_norm=settings.clip_norm)
     step = jax.jit(step, donate_argnums=0, keep_unused=True)
     state = before(init_state(packing.pack(params), transform))
     losses, norms = [], []

@@ -8,7 +8,7 @@ Within a tick everything that was sent in the tick before arrives first; then ev
 given to an arrival in the tick of its last use counts as a clash, as it would in a program.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -26,16 +26,22 @@ class Foul(AssertionError):  # noqa: N818 - it is what a referee calls
 
 
 def counted(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
-    """Per rank (tick, kind, stage, microbatch) of its actions, microbatches counted here: first in, first out per kind."""
+    """Per rank (tick, kind, stage, microbatch) of its actions, microbatches counted here: first in, first out per kind, but for
+    wgrads where the order says that they are those of the newest dgrads."""
     rows = []
     for r, order in enumerate(schedule.orders):
         seen: Counter[tuple[int, int]] = Counter()
+        waiting: defaultdict[int, list[int]] = defaultdict(list)
         row = []
         for i, (kind, chunk) in enumerate(zip(order.kinds.tolist(), order.chunks.tolist(), strict=True)):
             parts = (DGRAD, WGRAD) if kind == BACKWARD else (kind,)
             microbatches = {seen[part, chunk] for part in parts}
             for part in parts:
                 seen[part, chunk] += 1
+            if kind == DGRAD:
+                waiting[chunk].append(max(microbatches))
+            if kind == WGRAD and order.wgrads == "newest":
+                microbatches = {waiting[chunk].pop()}
             if len(microbatches) > 1:
                 raise Foul(f"rank {r}, entry {i}: a fused backward is about two microbatches, {sorted(microbatches)}")
             (m,) = microbatches
