@@ -78,7 +78,7 @@ SIZES: dict[str, dict[str, Size]] = {
     "full": {
         "mlp-large": MLPSize(4096, 16384, 4096, layers=4, microbatches=16),
         "mlp-launch-bound": MLPSize(1024, 4096, 512, layers=4, microbatches=16),
-        "gpt-1b3": GPTSize(preset("gpt-1b3").model, batch=1, length=2048, microbatches=16),
+        "gpt-1b3": GPTSize(preset("gpt-1b3").model, batch=4, length=2048, microbatches=16),
     },
     "tiny": {
         "mlp-large": MLPSize(64, 128, 32, layers=4, microbatches=8),

@@ -31,7 +31,7 @@ class Pipeline:
 
     Attributes:
         parts: of the model.
-        schedule: what runs when; as many ranks as the mesh's `pipe` axis has.
+        schedule: what runs when; as many ranks as the mesh's `pipe` axis has. The aligned runtime takes wgrads newest first.
         layout: which layer is where.
         mesh: with the axes `data` and `pipe`.
         compute_dtype: matrices of the layers, and those that the head reads, are cast to it once a step; None: no cast.
@@ -61,10 +61,11 @@ class Pipeline:
             raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but --pp is {ranks}: must be equal", field="pp")
         pipeline = cls(parts, schedule, Layout.of(schedule, num_layers), mesh, **choices)
         if pipeline.runtime == "auto":
-            return replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")
-        if pipeline.runtime == "aligned":
-            _check_aligned(schedule)
-        return pipeline
+            pipeline = replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")
+        if pipeline.runtime == "general":
+            return pipeline
+        _check_aligned(schedule)
+        return replace(pipeline, schedule=schedule.newest_first())
 
     def stack(self, ends: Tree, layers: list[Tree]) -> Tree:
         """The parameters as the program takes them, from `ends` and one tree a layer."""
@@ -75,7 +76,11 @@ class Pipeline:
         return params["ends"], self.layout.unstack(params["layers"])
 
     def specs(self, params: Tree) -> Tree:
-        """How the parameters lie on the mesh: a tree of PartitionSpec."""
+        """How the parameters lie on the mesh: a tree of PartitionSpec. Raises ConfigError where `sharded` does not fit them."""
+        names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params["ends"])[0]]
+        for name in self.parts.sharded:
+            if name not in names:
+                raise ConfigError(f"Parts.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
         ends = jax.tree_util.tree_map_with_path(self._ends_spec, params["ends"])
         return {"ends": ends, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), params["layers"])}
 
@@ -212,7 +217,7 @@ class Pipeline:
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _axis(self, path: Any) -> int | None:
-        return self.parts.sharded.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        return self.parts.sharded.get(_name(path))
 
     def _ends_spec(self, path: Any, leaf: Any) -> PartitionSpec:
         axis = self._axis(path)
@@ -220,11 +225,15 @@ class Pipeline:
             return PartitionSpec()
         ranks = self.mesh.shape[AXIS]
         if leaf.shape[axis] % ranks:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ConfigError(
-                f"axis {axis} of {name} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp", field="pp"
+                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp",
+                field="pp",
             )
         return PartitionSpec(*[None] * axis, AXIS)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _check_aligned(schedule: Schedule) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jgraph.backward import Residuals, Split, Stash
+from jgraph.errors import ShapeError
 from jgraph.pipeline.parts import Parts
 
 Tree = Any
@@ -61,7 +62,7 @@ class Rank:
         x = jax.eval_shape(parts.embed, ends, self._of(0))
         spec = split.spec(stages[0], x, *self._keys(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
-            raise TypeError(f"a stage makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep shape and dtype")
+            raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
         self.shapes = Shapes(x, spec.residuals, spec.stash)
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 
 from jgraph.errors import OrderError
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
-from jgraph.schedule.order import Order, newest_waiting
+from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule, loop, vee
 
 # P ranks, r this rank, M microbatches, C chunks per rank, n = M * C forwards of a rank
@@ -194,9 +194,6 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     the ticks after its first dgrad: where the others still have forwards, or still have dgrads. It does a pending wgrad
     there, so these ticks alone are mixed, and with M >= 2P - 1 there are M * C + P - 1 ticks of forwards, as many of dgrads,
     and M * C - (P - 1) of wgrads: 3 * M * C + P - 1. With fewer microbatches there is no wgrad yet for some of the idle places.
-
-    A wgrad is that of the newest dgrad that waits. So in the steady rounds it is that of the dgrad just done, whose arrays need
-    not be kept, and the first few dgrads wait for the idle places.
     """
     # With fewer microbatches than ranks a group would be too short for the ring: the places beyond M stay empty.
     chunk, microbatch = _grouped(P, max(M, P) if C > 1 else M, C)
@@ -256,9 +253,8 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
         tick, kinds = np.delete(tick, surplus), np.delete(kinds, surplus)
         chunks = np.empty(len(kinds), np.int32)
         chunks[kinds == FORWARD] = chunk[microbatch < M]
-        chunks[kinds == DGRAD] = back_chunk[microbatch < M]
-        chunks[kinds == WGRAD] = chunks[newest_waiting(kinds)]
-        orders.append(Order(kinds, chunks, wgrads="newest"))
+        chunks[kinds == DGRAD] = chunks[kinds == WGRAD] = back_chunk[microbatch < M]
+        orders.append(Order(kinds, chunks))
         ticks.append(tick)
     return Schedule(tuple(orders), loop(P, C), tuple(ticks), name="aligned")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jgraph.errors import OrderError
 from jgraph.schedule.action import FORWARD, WGRAD
-from jgraph.schedule.order import Order
+from jgraph.schedule.order import Order, newest_waiting
 
 Placement = tuple[tuple[int, ...], ...]
 
@@ -76,6 +76,19 @@ class Schedule(Sequence[Order]):
     def split(self) -> "Schedule":
         """The same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
+
+    def newest_first(self) -> "Schedule":
+        """The same ticks, but every wgrad is that of the newest dgrad that waits on its rank, whatever the chunk.
+
+        Then a wgrad that comes right after a dgrad is that one's, whose arrays need not be kept, and only those few dgrads wait
+        whose wgrads fill idle ticks. Gradients are summed in another order.
+        """
+        orders = []
+        for order in self.orders:
+            chunks = order.chunks.copy()
+            chunks[order.kinds == WGRAD] = chunks[newest_waiting(order.kinds)]
+            orders.append(Order(order.kinds, chunks, order.num_layers_per_chunk, "newest"))
+        return Schedule(tuple(orders), self.placement, self.ticks, self.name)
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,135 @@
+"""A small model in parts, the same model plainly on one device, and how the two are compared."""
+
+# D model, F hidden, V vocabulary, B batch, T sequence, L layers, M microbatches, P ranks
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jgraph.graph.options import installed_options
+from jgraph.pipeline import Parts, Pipeline
+from jgraph.schedule import Schedule
+
+Tree = Any
+D, F, V, B, T = 8, 16, 12, 4, 3
+
+# Compiling is nearly all of these tests' time; without the emitters, which jax 0.12 does not have, it is half of it.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+FAST |= {name: False for name in ["xla_cpu_use_fusion_emitters"] if name in (installed_options() or ())}
+
+
+def layer(p: Tree, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Norm, MLP, and dropout where there is a key. With zeros as parameters it is not the identity, so padding would show."""
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6).astype(x.dtype) * p["norm"].astype(x.dtype)
+    u = jax.nn.gelu(h @ p["up"])
+    if key is not None:
+        u = jnp.where(jax.random.bernoulli(key, 0.8, u.shape), u / 0.8, 0).astype(x.dtype)
+    return 0.9 * x + u @ p["down"]
+
+
+def embed(ends: Tree, inputs: Tree) -> jax.Array:
+    return ends["table"][inputs["tokens"]]
+
+
+def head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    """Mean cross-entropy; the table is the embedding's."""
+    logits = (x * ends["scale"].astype(x.dtype)) @ ends["table"].T.astype(x.dtype)
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(log_p, inputs["labels"][..., None], -1))
+
+
+PARTS = Parts(embed, layer, head)
+
+
+@cache
+def params(L: int) -> tuple[Tree, list[Tree]]:
+    """Of the ends, and of each layer."""
+    rng = np.random.default_rng(L)
+
+    def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> jax.Array:
+        return jnp.asarray(mean + scale * rng.standard_normal(shape), jnp.float32)
+
+    ends = {"table": normal(V, D, scale=0.3), "scale": normal(D, scale=0.1, mean=1)}
+    layers = [
+        {"norm": normal(D, scale=0.1, mean=1), "up": normal(D, F, scale=D**-0.5), "down": normal(F, D, scale=F**-0.5)}
+        for _ in range(L)
+    ]
+    return ends, layers
+
+
+@cache
+def batch(M: int, seed: int = 0) -> Tree:
+    rng = np.random.default_rng([M, seed])
+    tokens, labels = jnp.asarray(rng.integers(V, size=(2, M, B, T)), jnp.int32)
+    return {"tokens": tokens, "labels": labels}
+
+
+def plain_loss(ends: Tree, layers: Sequence[Tree], inputs: Tree, key: jax.Array | None) -> jax.Array:
+    """Of one microbatch."""
+    x = embed(ends, inputs)
+    for j, p in enumerate(layers):
+        x = layer(p, x) if key is None else layer(p, x, jax.random.fold_in(key, j))
+    return head(ends, x, inputs)
+
+
+_plain = jax.jit(jax.value_and_grad(plain_loss, (0, 1)), compiler_options=FAST)
+
+
+def plain(ends: Tree, layers: Sequence[Tree], inputs: Tree, *, dp: int = 1, key: jax.Array | None = None) -> tuple[Any, Tree]:
+    """Loss and gradients of one device that takes one microbatch of one data rank after another; summed in float64."""
+    M = len(inputs["tokens"])
+    total = None
+    for d in range(dp):
+        for m in range(M):
+            own = jax.tree.map(lambda leaf, d=d, m=m: leaf[m].reshape(dp, -1, T)[d], inputs)
+            folded = None if key is None else jax.random.fold_in(jax.random.fold_in(key, d), m)
+            one = jax.tree.map(partial(np.asarray, dtype=np.float64), _plain(ends, layers, own, folded))
+            total = one if total is None else jax.tree.map(np.add, total, one)
+    return jax.tree.map(lambda a: a / (M * dp), total)
+
+
+@cache
+def expected(L: int, M: int, dp: int = 1, dropout: int | None = None) -> tuple[Any, Tree]:
+    """`plain` for the parameters and the batch of these sizes; `dropout` is the seed of the key."""
+    return plain(*params(L), batch(M), dp=dp, key=None if dropout is None else jax.random.key(dropout))
+
+
+def mesh(P: int, dp: int = 1) -> Mesh:
+    return Mesh(np.array(jax.devices()[: P * dp]).reshape(dp, P), ("data", "pipe"))
+
+
+def pipeline(schedule: Schedule, L: int, *, dp: int = 1, parts: Parts = PARTS, **choices: Any) -> Pipeline:
+    return Pipeline.of(parts, schedule, mesh(schedule.num_ranks, dp), num_layers=L, **choices)
+
+
+def placed(pipe: Pipeline, ends: Tree, layers: Sequence[Tree]) -> Tree:
+    stacked = pipe.stack(ends, list(layers))
+    return jax.device_put(stacked, pipe.shardings(stacked))
+
+
+def piped(pipe: Pipeline, *, dropout: int | None = None) -> tuple[Any, Tree]:
+    """Loss and gradients of a pipeline, as `expected` gives them."""
+    keys = () if dropout is None else (jax.random.key(dropout),)
+    run = jax.jit(pipe.loss_and_grads, compiler_options=FAST)
+    inputs = batch(pipe.schedule.num_microbatches)
+    loss, grads = run(placed(pipe, *params(pipe.layout.num_layers)), inputs, *keys)
+    # On the host first: every slice of an array on several devices would be compiled.
+    loss, grads = jax.device_get((loss, grads))
+    return loss, pipe.unstack(grads)
+
+
+def assert_same(got: tuple[Any, Tree], want: tuple[Any, Tree], *, within: float = 1e-6) -> None:
+    """Loss, and every gradient up to `within` of the largest of all."""
+    (loss, grads), (want_loss, want_grads) = got, want
+    np.testing.assert_allclose(loss, want_loss, rtol=within)
+    largest = max(np.abs(g).max() for g in jax.tree.leaves(want_grads))
+    named, want_leaves = jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads)
+    for (path, g), w in zip(named, want_leaves, strict=True):
+        where = jax.tree_util.keystr(path)
+        assert g.dtype == np.float32, where
+        np.testing.assert_allclose(g, w, rtol=0, atol=within * largest, err_msg=where)

@@ -1,0 +1,140 @@
+"""Columns are played here with names in place of arrays: every rank runs every write of every tick, as the program does.
+
+A name is (pool, stage, microbatch). What a rank makes for nobody is None, and may overwrite only what nobody waits for.
+"""
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jgraph.errors import OrderError
+from jgraph.pipeline.columns import Columns, columns
+from jgraph.schedule import NAMES, Schedule, assign, generate, tick_table
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
+from tests.schedule.strategies import delayed_ticks, schedules
+
+# T ticks, P ranks, r this rank, M microbatches
+
+Name = tuple[str, int, int] | None
+Writing = Literal["makers", "all"]
+
+# What each kind of action finds in the pools, besides what was sent to it, and which of that it is the last to use.
+FINDS = {
+    FORWARD: ((), ()),
+    DGRAD: (("forward_dgrad", "forward_wgrad"), ("forward_dgrad",)),
+    WGRAD: (("forward_wgrad", "stash"), ("forward_wgrad", "stash")),
+    BACKWARD: (("forward_dgrad", "forward_wgrad"), ("forward_dgrad", "forward_wgrad")),
+    IDLE: ((), ()),
+}
+MAKES = {FORWARD: ("forward_dgrad", "forward_wgrad"), DGRAD: ("stash",), WGRAD: (), BACKWARD: (), IDLE: ()}
+# And for which pools it may make something, on this rank or another.
+SENDS = {FORWARD: ("activation", "loss"), DGRAD: ("gradient",), WGRAD: (), BACKWARD: ("gradient",), IDLE: ()}
+
+
+def play(schedule: Schedule, cs: Columns, writing: Writing) -> None:
+    """Fails where a name is not found, or is overwritten before its last use."""
+    table, last, home = cs.table, schedule.num_stages - 1, schedule.rank_of_stage
+    pools: list[dict[str, list[Name]]] = [{pool: [None] * count for pool, count in cs.slots.items()} for _ in schedule]
+    awaited: set[Name] = set()
+    used = 0
+
+    def write(pool: str, r: int, slot: int, name: Name) -> None:
+        assert slot >= 0
+        before = pools[r][pool][slot]
+        assert before not in awaited, f"{name} overwrites {before} on rank {r}"
+        if name is not None and not (name[0] == pool and 0 <= name[1] <= last and home[name[1]] == r):
+            name = None
+        pools[r][pool][slot] = name
+        if name is not None:
+            awaited.add(name)
+
+    for t in range(len(table.kind)):
+        sent: list[Name] = [None] * len(schedule)
+        writes: list[tuple[str, int, int, Name]] = []
+        for r in range(len(schedule)):
+            kind, s, m = (int(column[t, r]) for column in (table.kind, table.stage, table.microbatch))
+            finds, ends = FINDS[kind]
+            if kind == FORWARD:
+                finds = ends = ("activation",) if s > 0 else ()
+                assert s > 0 or cs.enter[t] == m
+                assert s < last or cs.leave[t] == m
+                sent[r] = "activation", s + 1, m
+            if kind in (DGRAD, BACKWARD):
+                dy = "gradient" if s < last else "loss"
+                finds, ends = (*finds, dy), (*ends, dy)
+                assert s > 0 or cs.back[t] == m
+                sent[r] = "gradient", s - 1, m
+            for pool in finds:
+                assert pools[r][pool][cs.reads[pool][t, r]] == (pool, s, m), (t, r, kind)
+            awaited -= {(pool, s, m) for pool in ends}
+            used += len(ends)
+            for pool, column in cs.writes.items():
+                made = pool in MAKES[kind] or (pool == "loss" and kind == FORWARD and s == last)
+                writes.append((pool, r, int(column[t, r]), (pool, s, m) if made else None))
+        # The program reads before it writes, and takes what comes after it wrote.
+        for (source, pool), column in cs.arrivals.items():
+            came = dict(enumerate(sent)) if source == "same" else {to: sent[r] for r, to in cs.hops[source]}
+            writes += [(pool, r, int(column[t, r]), came.get(r)) for r in range(len(schedule))]
+        kinds = table.kind[t].tolist()
+        made_now = {pool for r in range(len(schedule)) for pool in MAKES[kinds[r]] + SENDS[kinds[r]]}
+        for pool, r, slot, name in writes:
+            if writing == "all" or pool in made_now:
+                write(pool, r, slot, name)
+    assert not awaited
+    split = int((table.kind == WGRAD).sum())
+    S, M = schedule.num_stages, schedule.num_microbatches
+    # Residuals twice and stash where split; activations and gradients between stages; the loss's dy.
+    assert used == 2 * S * M + split + 2 * (S - 1) * M + M
+
+
+def check(schedule: Schedule, writing: Writing) -> None:
+    cs = columns(schedule, writing=writing)
+    play(schedule, cs, writing)
+    for numbers in (cs.enter, cs.leave, cs.back):
+        assert sorted(numbers[numbers >= 0]) == list(range(schedule.num_microbatches))
+    for pairs in cs.hops.values():
+        senders, receivers = zip(*pairs, strict=True)
+        assert len(set(senders)) == len(senders)
+        assert len(set(receivers)) == len(receivers)
+    for pool, counts in assign(schedule).counts.items():
+        # At most one more, for what is made for nobody while all are taken.
+        assert counts.max() <= cs.slots[pool] <= counts.max() + 1
+    assert all(column.dtype == np.int32 for group in (cs.reads, cs.writes, cs.arrivals) for column in group.values())
+
+
+@pytest.mark.parametrize("C", [1, 2, 3])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
+    played = 0
+    for M in (1, P, 2 * P, 2 * P + 1):
+        try:
+            schedule = generate(name, pp=P, microbatches=M, chunks=C)
+        except OrderError as error:
+            assert "needs at least" in str(error) or C > 1  # noqa: PT017 - what there is not is not played
+            continue
+        check(schedule, "all")
+        check(schedule, "makers")
+        played += 1
+    assert played > 0 or C > 1
+
+
+@given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from(["all", "makers"]))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_random_schedules_with_pauses_are_played_too(schedule, seed, writing):
+    try:
+        tick_table(schedule)
+    except OrderError:
+        assume(False)  # stages that follow each other are on ranks that are no neighbours
+    check(schedule, writing)
+    check(delayed_ticks(np.random.default_rng(seed), schedule), writing)
+
+
+def test_stages_on_ranks_that_are_no_neighbours_are_refused():
+    schedule = generate("1f1b", pp=4, microbatches=4)
+    moved = Schedule(tuple(schedule.orders[s] for s in (0, 2, 1, 3)), ((0,), (2,), (1,), (3,)))
+    with pytest.raises(OrderError, match="not its neighbour"):
+        columns(moved)

@@ -1,0 +1,132 @@
+"""Whatever the schedule, loss and gradients are those of the model on one device, up to float32 rounding.
+
+The bound is 1e-6 of the largest gradient; found were at most 2e-7. Sums over microbatches are in another order than the
+reference's, which is in float64.
+"""
+
+import numpy as np
+import pytest
+
+from jgraph.errors import OrderError
+from jgraph.schedule import Order, Schedule, generate, read, write
+from tests.pipeline import model
+from tests.schedule.strategies import delayed_ticks, random_schedule
+
+CHUNKS = {
+    "aligned": (1, 2),
+    "1f1b": (1,),
+    "interleaved-1f1b": (1, 2),
+    "zb-h1": (1,),
+    "zb-h2": (1,),
+    "zb-v": (2,),
+    "dualpipe-v": (2,),
+    "gpipe": (1, 2),
+}
+
+
+def grid() -> list[tuple[str, int, int, int, str]]:
+    """(name, ranks, chunks, microbatches, runtime); what two names have in common is there once."""
+    found = {}
+    for name, chunks in CHUNKS.items():
+        for P, C in [(P, C) for P in (1, 2, 4, 8) for C in chunks]:
+            for M in (P, 2 * P, 3 * P + 1):
+                try:
+                    schedule = generate(name, pp=P, microbatches=M, chunks=C)
+                except OrderError:  # dualpipe-v with few microbatches
+                    continue
+                orders = tuple(tuple(order.to_list()) for order in schedule)
+                ticks = tuple(tuple(row.tolist()) for row in schedule.ticks)
+                for runtime in ("aligned", "general") if name == "aligned" else ("general",):
+                    found.setdefault((orders, schedule.placement, ticks, runtime), (name, P, C, M, runtime))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("name", "P", "C", "M", "runtime"), grid())
+def test_loss_and_gradients_are_those_of_one_device(name, P, C, M, runtime):
+    schedule = generate(name, pp=P, microbatches=M, chunks=C)
+    pipe = model.pipeline(schedule, P * C, runtime=runtime)
+    model.assert_same(model.piped(pipe), model.expected(P * C, M))
+
+
+@pytest.mark.parametrize(
+    ("P", "C", "M", "runtime"),
+    [(4, 1, 1, "aligned"), (4, 1, 3, "aligned"), (4, 2, 1, "aligned"), (2, 3, 3, "aligned"), (4, 2, 1, "general")],
+)
+def test_fewer_microbatches_than_ranks_and_more_chunks_are_right_too(P, C, M, runtime):
+    pipe = model.pipeline(generate("aligned", pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
+    model.assert_same(model.piped(pipe), model.expected(P * C, M))
+
+
+@pytest.mark.parametrize("runtime", ["aligned", "general"])
+def test_a_rank_that_waits_while_others_do_dgrads_adds_nothing(runtime):
+    order = Order.parse([1, 1, -1, -1, -1.5, -1.5])
+    # In tick 4 the first rank has a gradient to go on with, and waits.
+    schedule = Schedule((order, order), ticks=(np.array([0, 1, 5, 6, 7, 8]), np.array([1, 2, 3, 4, 7, 8])))
+    model.assert_same(model.piped(model.pipeline(schedule, 2, runtime=runtime)), model.expected(2, 2))
+
+
+@pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 2, "aligned"), ("zb-v", 2, "general")])
+def test_nine_layers_on_eight_stages_are_right(name, C, runtime):
+    pipe = model.pipeline(generate(name, pp=4, microbatches=5, chunks=C), 9, runtime=runtime)
+    assert not pipe.layout.is_even
+    model.assert_same(model.piped(pipe), model.expected(9, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "C", "L", "runtime", "remat"),
+    [
+        ("aligned", 1, 2, "aligned", "nothing"),
+        ("aligned", 1, 5, "general", "layer"),
+        ("zb-v", 2, 5, "general", "nothing"),
+        ("1f1b", 1, 5, "general", "layer"),
+    ],
+)
+def test_dropout_in_backward_is_that_of_forward(name, C, L, runtime, remat):
+    pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), L, runtime=runtime, remat=remat)
+    model.assert_same(model.piped(pipe, dropout=5), model.expected(L, 4, dropout=5))
+
+
+def test_two_keys_give_different_losses():
+    pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2)
+    (one, _), (other, _), (none, _) = (model.piped(pipe, dropout=seed) for seed in (5, 6, None))
+    assert len({float(one), float(other), float(none)}) == 3
+
+
+@pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general")])
+def test_a_layer_made_again_in_its_backward_gives_the_same_gradients(name, C, runtime):
+    pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), 4, runtime=runtime, remat="layer")
+    model.assert_same(model.piped(pipe), model.expected(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 2, 2), ("1f1b", 2, 4), ("1f1b", 4, 2), ("1f1b", 4, 1)]
+)
+def test_data_ranks_share_a_microbatch_and_drop_out_each_on_its_own(name, dp, P):
+    pipe = model.pipeline(generate(name, pp=P, microbatches=4), P, dp=dp)
+    model.assert_same(model.piped(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
+
+
+def users_schedule(seed: int) -> Schedule:
+    """A random one with pauses, on several ranks with equal numbers of stages."""
+    rng = np.random.default_rng(seed)
+    while True:
+        schedule = delayed_ticks(rng, random_schedule(rng, most_ranks=3))
+        if schedule.num_ranks > 1 and len(set(map(len, schedule.placement))) == 1:
+            return schedule
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
+    write(users_schedule(seed), tmp_path / "own.csv")
+    schedule = read(tmp_path / "own.csv")
+    pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
+    model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+
+
+@pytest.mark.parametrize("seed", range(4, 8))
+def test_a_schedule_from_a_users_json_is_played(seed, tmp_path):
+    # Signed numbers cannot say that a chunk has both whole and split backwards.
+    write(users_schedule(seed).split(), tmp_path / "own.json")
+    schedule = read(tmp_path / "own.json")
+    pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
+    model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))

@@ -1,0 +1,146 @@
+"""Models in parts: which layer is where, ends that ranks share, and what does not go together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jgraph.errors import ConfigError, OrderError, ShapeError
+from jgraph.pipeline import Layout, Parts, Pipeline
+from jgraph.schedule import Order, Schedule, generate, vee
+from tests.pipeline import model
+
+
+@pytest.mark.parametrize(
+    ("name", "P", "C", "L"), [("aligned", 4, 2, 8), ("aligned", 4, 2, 9), ("zb-v", 4, 2, 15), ("1f1b", 1, 1, 3)]
+)
+def test_unstack_is_the_inverse_of_stack(name, P, C, L):
+    pipe = model.pipeline(generate(name, pp=P, microbatches=2 * P, chunks=C), L)
+    ends, layers = model.params(L)
+    jax.tree.map(np.testing.assert_array_equal, pipe.unstack(pipe.stack(ends, layers)), (ends, layers))
+
+
+def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
+    layout = Layout(vee(2), 6)
+    assert layout.placement == ((0, 3), (1, 2))
+    assert layout.layers_per_stage == 2
+    assert layout.first_layers().tolist() == [[0, 5], [2, 4]]
+    assert layout.active().tolist() == [[[True, True], [True, False]], [[True, True], [True, False]]]
+    stacked = layout.stack([np.full(1, i + 1.0) for i in range(6)])
+    values = [[leaf.ravel().tolist() for leaf in chunk] for chunk in stacked]
+    assert values == [[[1, 3], [2, 4]], [[6, 5], [0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"), [("aligned", "aligned"), ("1f1b", "general"), ("zb-v", "general"), ("gpipe", "general")]
+)
+def test_auto_takes_the_aligned_runtime_where_it_can(name, runtime):
+    schedule = generate(name, pp=1, microbatches=2) if name == "gpipe" else generate(name, pp=2, microbatches=4)
+    assert model.pipeline(schedule, 4).runtime == runtime
+
+
+# Ends that all ranks share, written with nothing but collectives: each rank has V / P rows of the table.
+
+
+def own_rows(table, ids):
+    """Of these ids, the rows that this rank has; and whether it has them."""
+    rows = len(table)
+    local = ids - lax.axis_index("pipe") * rows
+    return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
+
+
+def shared_embed(ends, inputs):
+    rows, here = own_rows(ends["table"], inputs["tokens"])
+    return lax.psum(jnp.where(here[..., None], ends["table"][rows], 0), "pipe")
+
+
+def shared_head(ends, y, inputs):
+    logits = (lax.psum(y, "pipe") * ends["scale"]) @ ends["table"].T
+    top = lax.pmax(lax.stop_gradient(logits).max(-1), "pipe")
+    total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "pipe")
+    rows, here = own_rows(ends["table"], inputs["labels"])
+    picked = lax.psum(jnp.where(here, jnp.take_along_axis(logits, rows[..., None], -1)[..., 0], 0), "pipe")
+    return jnp.mean(jnp.log(total) + top - picked)
+
+
+SHARED = Parts(shared_embed, model.layer, shared_head, sharded={"table": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "P", "C", "runtime"),
+    [
+        ("aligned", 4, 1, "aligned"),
+        ("aligned", 4, 1, "general"),
+        ("aligned", 2, 2, "aligned"),
+        ("1f1b", 2, 1, "general"),
+        ("zb-v", 2, 2, "general"),
+    ],
+)
+def test_gradients_of_ends_shared_by_psum_are_right(name, P, C, runtime):
+    pipe = model.pipeline(generate(name, pp=P, microbatches=5, chunks=C), 4, parts=SHARED, runtime=runtime)
+    stacked = model.placed(pipe, *model.params(4))
+    assert pipe.specs(stacked)["ends"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
+    assert stacked["ends"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
+    model.assert_same(model.piped(pipe), model.expected(4, 5))
+
+
+def test_shared_ends_go_with_data_ranks():
+    pipe = model.pipeline(generate("1f1b", pp=2, microbatches=4), 2, dp=2, parts=SHARED)
+    model.assert_same(model.piped(pipe, dropout=5), model.expected(2, 4, 2, 5))
+
+
+# What does not go together
+
+
+def test_fewer_layers_than_stages_are_refused():
+    with pytest.raises(OrderError, match=r"7 layers do not make 8 stages \(4 ranks x 2 chunks\)"):
+        model.pipeline(generate("aligned", pp=4, microbatches=4, chunks=2), 7)
+
+
+def test_ranks_with_unequal_numbers_of_stages_are_refused():
+    orders = (Order.parse([1, 2, -2, -1]), Order.parse([1, -1]))
+    with pytest.raises(OrderError, match="the ranks have 2, 1 stages"):
+        model.pipeline(Schedule(orders, ((0, 2), (1,))), 3)
+
+
+def test_a_mesh_with_another_number_of_ranks_is_refused():
+    with pytest.raises(ConfigError, match="the schedule has 4 ranks, but --pp is 2") as caught:
+        Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), num_layers=4)
+    assert caught.value.field == "pp"
+
+
+def test_a_schedule_whose_ranks_do_different_things_is_refused_by_the_aligned_runtime():
+    with pytest.raises(OrderError, match="tick 3 has forward and backward"):
+        model.pipeline(generate("1f1b", pp=2, microbatches=4), 2, runtime="aligned")
+
+
+def test_backwards_that_are_not_split_are_refused_by_the_aligned_runtime():
+    with pytest.raises(OrderError, match="gpipe has backwards that are not split"):
+        model.pipeline(generate("gpipe", pp=1, microbatches=2), 1, runtime="aligned")
+
+
+def test_a_shared_leaf_that_does_not_divide_is_refused():
+    pipe = model.pipeline(generate("1f1b", pp=8, microbatches=8), 8, parts=SHARED)
+    ends, layers = model.params(8)
+    with pytest.raises(ConfigError, match="axis 0 of table has 12 rows for 8 ranks: must be divisible"):
+        pipe.specs(pipe.stack(ends, layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [(lambda y: y[..., :4], r"float32\(4, 3, 4\)"), (lambda y: y.astype(jnp.bfloat16), r"bfloat16\(4, 3, 8\)")],
+)
+def test_a_layer_that_changes_shape_or_dtype_is_refused(change, made):
+    parts = Parts(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
+    pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
+    with pytest.raises(ShapeError, match=rf"a layer makes {made} of float32\(4, 3, 8\); it must keep them"):
+        model.piped(pipe)
+
+
+def test_a_sharded_path_that_is_no_parameter_is_refused():
+    parts = Parts(model.embed, model.layer, model.head, sharded={"embeding": 0})
+    pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
+    with pytest.raises(ConfigError, match=r"Parts.sharded has 'embeding': must be one of "):
+        model.piped(pipe)

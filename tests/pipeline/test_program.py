@@ -1,0 +1,155 @@
+"""What the compiled program of an aligned schedule is made of: branches, products, pools."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph import split_backward
+from jgraph.pipeline.columns import columns
+from jgraph.pipeline.machine import Machine
+from jgraph.schedule import generate, phases
+from jgraph.schedule.action import WGRAD
+from tests.pipeline import model
+
+P, M = 4, 12  # so many that rounds of all three kinds repeat
+SCHEDULE = generate("aligned", pp=P, microbatches=M)
+COLUMNS = columns(SCHEDULE, writing="makers")
+
+
+class Hlo:
+    """Operations of a compiled program by the computation they are in."""
+
+    def __init__(self, text: str):
+        self.bodies: dict[str, list[str]] = {}
+        for block in re.split(r"\n(?=\S.*\{\n)", text):
+            header, _, body = block.partition("{\n")
+            name = "ENTRY" if header.startswith("ENTRY") else header.split()[0] if header.split() else ""
+            self.bodies[name] = body.splitlines()
+
+    def count(self, operation: str, name: str = "ENTRY") -> int:
+        """How often the operation is written in a computation and in those that it calls, each call for itself."""
+        total = 0
+        for line in self.bodies[name]:
+            total += f" {operation}(" in line
+            called = re.findall(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=(%[\w.\-]+)", line)
+            for group in re.findall(r"branch_computations=\{([^}]*)\}", line):
+                called += re.findall(r"%[\w.\-]+", group)
+            total += sum(self.count(operation, each) for each in called)
+        return total
+
+    def loops(self) -> list[tuple[int, str]]:
+        """(rounds, body) of the program's own loops, in the order of their rounds in time."""
+        lines = [line for line in self.bodies["ENTRY"] if " while(" in line]
+        found = [re.search(r'body=(%[\w.\-]+).*"known_trip_count":\{"n":"(\d+)"\}', line) for line in lines]
+        return [(int(match[2]), match[1]) for match in found if match]
+
+
+def hlo(function, *args) -> Hlo:
+    return Hlo(jax.jit(function, compiler_options=model.FAST).lower(*args).compile().as_text() or "")
+
+
+@cache
+def program() -> Hlo:
+    pipe = model.pipeline(SCHEDULE, P, runtime="aligned")
+    return hlo(pipe.loss_and_grads, model.placed(pipe, *model.params(P)), model.batch(M))
+
+
+def steady_body() -> str:
+    """Of the loop over rounds in which all ranks do a forward, a dgrad and a wgrad."""
+    (full,) = [p for p in phases(COLUMNS.table) if p.kinds == (("forward",), ("dgrad",), ("wgrad",))]
+    (body,) = [body for rounds, body in program().loops() if rounds == full.rounds]
+    assert full.rounds > 3
+    return body
+
+
+def branches() -> int:
+    """How many ticks of the program's text cannot be the same code on all ranks and in all rounds."""
+    count = 0
+    for phase in phases(COLUMNS.table):
+        for j in range(len(phase.kinds)):
+            ticks = phase.first_tick + j + len(phase.kinds) * np.arange(phase.rounds)
+            wgrads = COLUMNS.table.kind[ticks] == WGRAD
+            count += bool(wgrads.any() and not wgrads.all())
+            # The ends are a branch where only some rounds of a phase have them.
+            for numbers in (COLUMNS.enter, COLUMNS.leave, COLUMNS.back):
+                has = numbers[ticks] >= 0
+                count += bool(has.any() and not has.all())
+    return count
+
+
+def test_every_phase_of_several_rounds_is_one_loop():
+    rounds = [phase.rounds for phase in phases(COLUMNS.table) if phase.rounds > 1]
+    assert sorted(n for n, _ in program().loops()) == sorted(rounds)
+
+
+def test_a_steady_round_has_no_branch():
+    assert program().count("conditional", steady_body()) == 0
+
+
+def test_the_program_has_a_branch_only_where_ranks_differ():
+    assert branches() == 3  # forwards with wgrads, once in a loop and once alone; dgrads with wgrads
+    assert program().count("conditional") == branches()
+
+
+def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
+    ends, layers = model.params(P)
+    x = jnp.zeros((model.B, model.T, model.D))
+    inputs = jax.tree.map(lambda leaf: leaf[0], model.batch(M))
+    split = split_backward(model.layer)
+    _, residuals = split.forward(layers[0], x)
+    _, _, stash = split.dgrad(layers[0], residuals, x)
+    parts = {
+        "forward": hlo(split.forward, layers[0], x),
+        "dgrad": hlo(split.dgrad, layers[0], residuals, x),
+        "wgrad": hlo(split.wgrad, layers[0], residuals, stash),
+        "head": hlo(jax.value_and_grad(model.head, (0, 1)), ends, x, inputs),
+    }
+    products = {name: part.count("dot") for name, part in parts.items()}
+    assert products == {"forward": 2, "dgrad": 2, "wgrad": 2, "head": 3}
+    assert program().count("dot", steady_body()) == sum(products.values())
+
+
+def started(monkeypatch, pipe) -> dict:
+    """The pools of a rank at the start of the program, as shapes."""
+    seen = []
+    start = Machine.start
+    monkeypatch.setattr(Machine, "start", lambda machine: seen.append(start(machine)) or seen[-1])
+    stacked = model.placed(pipe, *model.params(pipe.layout.num_layers))
+    jax.eval_shape(pipe.loss_and_grads, stacked, model.batch(pipe.schedule.num_microbatches))
+    (state,) = seen
+    return state.pools
+
+
+def nbytes(pool) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in pool.leaves)
+
+
+@pytest.mark.parametrize(
+    ("name", "C", "runtime"),
+    [
+        ("aligned", 1, "aligned"),
+        ("aligned", 2, "aligned"),
+        ("aligned", 2, "general"),
+        ("zb-v", 2, "general"),
+        ("gpipe", 1, "general"),
+    ],
+)
+def test_pools_take_the_bytes_of_their_slots_and_no_more(monkeypatch, name, C, runtime):
+    schedule = generate(name, pp=P, microbatches=M, chunks=C)
+    pools = started(monkeypatch, model.pipeline(schedule, P * C, runtime=runtime))
+    slots = columns(schedule, writing="makers" if runtime == "aligned" else "all").slots
+    x = jax.ShapeDtypeStruct((model.B, model.T, model.D), jnp.float32)
+    one = split_backward(model.layer).spec(model.params(1)[1][0], x).nbytes()
+    one |= dict.fromkeys(("activation", "gradient", "loss"), 4 * x.size)
+    assert {pool: nbytes(held) for pool, held in pools.items()} == {pool: n * one[pool] for pool, n in slots.items()}
+    assert [pool for pool, n in slots.items() if n == 0] == (["stash"] if name == "gpipe" else [])
+
+
+def test_of_a_layer_that_is_made_again_nothing_is_kept_but_its_input(monkeypatch):
+    pools = started(monkeypatch, model.pipeline(SCHEDULE, P, remat="layer"))
+    held = [leaf.shape[1:] for pool in ("forward_dgrad", "forward_wgrad") for leaf in pools[pool].leaves]
+    assert held == [(model.B, model.T, model.D)]

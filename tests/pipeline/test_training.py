@@ -1,0 +1,96 @@
+"""Steps of an optimizer on a pipeline's gradients, and gradients of a model that computes in bfloat16."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.pipeline import Parts
+from jgraph.schedule import generate
+from tests.pipeline import model
+
+L, M, STEPS = 4, 4, 10
+OPTIMIZERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(1e-2)}
+
+
+def trained(optimizer: optax.GradientTransformationExtraArgs, params, gradients):
+    """Parameters after STEPS steps, each with a batch of its own."""
+
+    @jax.jit
+    def update(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for step in range(STEPS):
+        params, state = update(params, state, gradients(params, model.batch(M, step)))
+    return params
+
+
+@cache
+def trained_plainly(optimizer: str):
+    def gradients(params, inputs):
+        ends, layers = params
+        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.plain(ends, layers, inputs)[1])
+
+    return jax.device_get(trained(OPTIMIZERS[optimizer], model.params(L), gradients))
+
+
+@pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general"), ("1f1b", 1, "general")])
+def test_weights_after_ten_steps_are_those_of_one_device(name, C, runtime):
+    pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, runtime=runtime)
+    run = jax.jit(pipe.loss_and_grads, compiler_options=model.FAST)
+    start = model.placed(pipe, *model.params(L))
+    for optimizer in OPTIMIZERS:
+        end = trained(OPTIMIZERS[optimizer], start, lambda params, inputs: run(params, inputs)[1])
+        assert_same_weights(pipe.unstack(jax.device_get(end)), trained_plainly(optimizer))
+
+
+def assert_same_weights(got, want) -> None:
+    for w, before, g in zip(*map(jax.tree.leaves, (want, model.params(L), got)), strict=True):
+        # Gradients differ by 1e-7 of the largest. Adam divides each by its own size, so where one is small its step differs by
+        # more: 1e-3 of a step of 1e-2, where it is 1e-4 of the largest. Found were 6e-7 of the largest weight.
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-5 * np.abs(w).max())
+        assert np.abs(w - before).max() > 1e-2
+
+
+LOW = Parts(lambda ends, inputs: model.embed(ends, inputs).astype(jnp.bfloat16), model.layer, model.head)
+
+
+def cast(tree):
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, tree)
+
+
+@cache
+def plain_in_bfloat16():
+    """Gradients of one device that computes in bfloat16, cast to float32 before they are added."""
+
+    def loss(ends, layers, inputs):
+        x = LOW.embed(ends, inputs)
+        for p in cast(layers):
+            x = model.layer(p, x)
+        return model.head(cast(ends), x, inputs)
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    each = [gradient(*model.params(L), jax.tree.map(lambda leaf, m=m: leaf[m], model.batch(M))) for m in range(M)]
+    return jax.tree.map(lambda *g: np.mean(g, 0), *each)
+
+
+def distance(a, b) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize(("name", "C"), [("aligned", 1), ("zb-v", 2), ("1f1b", 1)])
+def test_bfloat16_gives_float32_gradients_as_close_as_one_device_does(name, C):
+    pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, parts=LOW, compute_dtype=jnp.bfloat16)
+    loss, grads = model.piped(pipe)
+    want_loss, want = model.expected(L, M)
+    assert loss.dtype == np.float32
+    np.testing.assert_allclose(loss, want_loss, rtol=2**-8)
+    for g, plain, w in zip(*map(jax.tree.leaves, (grads, plain_in_bfloat16(), want)), strict=True):
+        assert g.dtype == np.float32
+        # Above the least, it was bfloat16 indeed.
+        assert 2**-12 < distance(g, w) < 1.25 * distance(plain, w)
