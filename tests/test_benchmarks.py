@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import harness, pipeline
 
+pytestmark = pytest.mark.once
+
 TINY = ["--work", "mlp-launch-bound", "--sizes", "tiny", "--ranks", "2"]
 SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01"]
 

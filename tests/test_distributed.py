@@ -253,6 +253,7 @@ def test_a_run_goes_on_with_other_ranks(whole, tmp_path):
     assert_same_losses(tmp_path / "run", whole[0])
 
 
+@pytest.mark.once
 def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
     (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
     assert (code, err) == (0, "")
@@ -268,6 +269,7 @@ def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
     assert_same_losses(tmp_path / "run", whole[0])
 
 
+@pytest.mark.once
 def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
     processes = start(tmp_path / "run", "--steps", "100000", "--log-every", "3", "--checkpoint-every", "100000")
     tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 3, process=processes[1])
@@ -280,6 +282,7 @@ def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / str(last + 1)).is_dir()
 
 
+@pytest.mark.once
 def test_an_error_of_one_process_ends_both_in_a_line(tmp_path):
     (code, out, err), (other_code, other_out, other_err) = finish(start(tmp_path / "run", odd_flags=("--data", "no/such")))
     assert (code, out, err) == (
@@ -292,6 +295,7 @@ def test_an_error_of_one_process_ends_both_in_a_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.once
 def test_processes_with_other_flags_are_refused(tmp_path):
     for code, _, err in finish(start(tmp_path / "run", odd_flags=("--seed", "1"))):
         assert code == 2

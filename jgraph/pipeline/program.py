@@ -59,6 +59,8 @@ class Pipeline:
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
             raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but --pp is {ranks}: must be equal", field="pp")
+        # With the explicit axes of jax.make_mesh, arguments would have to lie where they belong before the call.
+        mesh = Mesh(mesh.devices, mesh.axis_names)
         pipeline = cls(parts, schedule, Layout.of(schedule, num_layers), mesh, **choices)
         if pipeline.runtime == "auto":
             pipeline = replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")

@@ -120,6 +120,7 @@ def test_a_schedule_over_several_devices_gives_the_bits_of_one(schedule, reuse):
     chain.assert_same_bits(placed, params)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_joined_segments_give_the_same_with_fewer_executables(schedule):
     devices = jax.devices()[: schedule.num_ranks]
@@ -154,6 +155,7 @@ def test_a_rounds_forward_dgrad_and_wgrad_are_one_executable_in_the_steady_state
     assert len({id(i.program.compiled) for i in tape.instructions}) < 40
 
 
+@pytest.mark.once
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_random_schedules_with_random_placements_play(seed):

@@ -41,6 +41,7 @@ def grid() -> list[tuple[str, int, int, int, str]]:
     return list(found.values())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "P", "C", "M", "runtime"), grid())
 def test_loss_and_gradients_are_those_of_one_device(name, P, C, M, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)

@@ -144,3 +144,10 @@ def test_a_sharded_path_that_is_no_parameter_is_refused():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
     with pytest.raises(ConfigError, match=r"Parts.sharded has 'embeding': must be one of "):
         model.piped(pipe)
+
+
+def test_a_mesh_of_jax_make_mesh_will_do():
+    schedule = generate("1f1b", pp=2, microbatches=2)
+    mesh = jax.make_mesh((1, 2), ("data", "pipe"), devices=jax.devices()[:2])
+    pipe = Pipeline.of(model.PARTS, schedule, mesh, num_layers=2)
+    model.assert_same(model.piped(pipe), model.expected(2, 2))

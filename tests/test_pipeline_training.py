@@ -1,0 +1,303 @@
+"""Training as a pipeline: the numbers of one device, whatever the ranks and the schedule; what cannot be is refused in a line."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.assembly import Assembly
+from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.data import Batches
+from jgraph.errors import ConfigError, OrderError
+from jgraph.forms import Staged
+from jgraph.pipeline import choose
+from jgraph.pipeline.choice import measure
+from jgraph.schedule import NAMES, generate, write
+from jgraph.step import TrainState
+from models.gpt import GPT
+from tests import tiny
+
+VOCAB = 61  # of no number of ranks a multiple
+MICROBATCHES = 4
+
+
+class Unsplit(GPT):
+    """A model in a module without `pipeline_parts`."""
+
+
+def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "models.gpt:GPT", **fields: Any) -> TrainConfig:
+    return TrainConfig(
+        **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
+        model=ModelConfig(
+            module=module,
+            num_layers=num_layers,
+            d_model=32,
+            num_heads=2,
+            num_kv_heads=2,
+            d_ff=64,
+            vocab_size=VOCAB,
+            head=head,
+            compute_dtype="float32",
+        ),
+        # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
+        optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
+    )
+
+
+def batches_of(config: TrainConfig) -> Batches:
+    # Some ids are more frequent than others, so that there is something to learn; all are there.
+    tokens = np.random.default_rng(0).geometric(0.1, 4000) % VOCAB
+    return Batches(tokens.astype(np.uint8), batch_size=config.batch_size, seq_len=config.seq_len, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """An assembly, its state after all steps, and what the steps said."""
+
+    assembly: Assembly
+    state: TrainState
+    losses: list[float]
+    grad_norms: list[float]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """As the model has them, by name."""
+        tree = jax.device_get(jax.jit(self.assembly.form.unpack)(self.state.params))
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def trained(config: TrainConfig) -> Trained:
+    assembly, batches = Assembly.of(config), batches_of(config)
+    # It also proves that every leaf of the state is updated in place.
+    step, _ = assembly.compile_step(config.batch_size)
+    state, losses, grad_norms = assembly.init(), [], []
+    for i in range(config.steps):
+        state, metrics = step(state, assembly.place(batches[i]))
+        losses.append(float(metrics.loss))
+        grad_norms.append(float(metrics.grad_norm))
+    return Trained(assembly, state, losses, grad_norms)
+
+
+@functools.cache
+def of_one_device(num_layers: int = 5, head: str = "tied") -> Trained:
+    return trained(config_of(num_layers=num_layers, head=head))
+
+
+def assert_same(ours: Trained, theirs: Trained):
+    assert theirs.assembly.mesh is None
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-6)
+    np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=1e-5)
+    weights, expected = ours.weights(), theirs.weights()
+    assert list(weights) == list(expected)
+    for name, leaf in weights.items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
+    assembly = Assembly.of(config)
+    assert isinstance(assembly.form, Staged)
+    return assembly, assembly.form
+
+
+# --- The numbers of one device ---
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "chunks", "schedule", "num_layers", "head", "runtime"),
+    [
+        (2, 1, 1, "aligned", 5, "tied", "aligned"),
+        (2, 2, 1, "zb-h1", 4, "untied", "general"),
+        (2, 1, 2, "aligned", 5, "untied", "aligned"),
+        (2, 1, 1, "zb-v", 5, "tied", "general"),
+    ],
+)
+def test_a_pipeline_trains_as_one_device_does(pp, dp, chunks, schedule, num_layers, head, runtime):
+    ours = trained(config_of(pp=pp, dp=dp, chunks=chunks, schedule=schedule, num_layers=num_layers, head=head))
+    assert isinstance(ours.assembly.form, Staged)
+    pipeline = ours.assembly.form.pipeline
+    assert (pipeline.schedule.name, pipeline.runtime) == (schedule, runtime)
+    assert ours.assembly.num_devices == dp * pp
+    assert all(leaf.sharding.device_set == set(jax.devices()[: dp * pp]) for leaf in jax.tree.leaves(ours.state))
+    assert_same(ours, of_one_device(num_layers, head))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+def test_a_schedule_from_a_file_does_so_too(tmp_path, suffix):
+    path = tmp_path / f"schedule.{suffix}"
+    write(generate("zb-h2", pp=2, microbatches=MICROBATCHES), path)
+    assert_same(trained(config_of(pp=2, schedule=str(path))), of_one_device())
+
+
+def test_evaluation_and_sampling_take_the_parameters_of_a_pipeline():
+    config = config_of(pp=2, dp=2, schedule="zb-v", head="untied")
+    ours, plain = Assembly.of(config), Assembly.of(config_of(head="untied"))
+    state, expected = ours.init(), plain.init()
+    batch = batches_of(config)[0].astype(np.int32)
+    loss = jax.jit(ours.loss)(state.params, ours.place_whole(batch))
+    np.testing.assert_allclose(loss, jax.jit(plain.loss)(expected.params, batch), rtol=1e-6)
+    # One row, as a sample is made, cannot be spread over the replicas.
+    prompt = ours.place_whole(batch[:1])
+    logits = jax.jit(ours.logits)(state.params, prompt)
+    assert logits.shape == (1, config.seq_len + 1, VOCAB)
+    np.testing.assert_allclose(logits, jax.jit(plain.logits)(expected.params, batch[:1]), rtol=1e-5, atol=1e-6)
+
+
+def test_packed_and_unpacked_are_inverse_and_padding_stays_zero():
+    ours = trained(config_of(pp=2, schedule="zb-h1", steps=2))
+    form = ours.assembly.form
+    again = jax.jit(lambda params: form.pack(form.unpack(params)))(ours.state.params)
+    # What pads the vocabulary and the layers is not in the model's tree, and packing makes it of zeros.
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours.state.params), jax.device_get(again))
+
+
+# --- The schedule that is measured ---
+
+
+def test_auto_takes_a_schedule_that_fits_and_trains():
+    ours = trained(config_of(pp=2, schedule="auto", steps=8))
+    assert isinstance(ours.assembly.form, Staged)
+    assert ours.assembly.form.pipeline.schedule.name in NAMES
+    assert ours.losses[-1] < ours.losses[0] - 0.2
+    np.testing.assert_allclose(ours.losses[0], of_one_device().losses[0], rtol=1e-6)
+
+
+def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
+    rows = config.batch_size // config.num_microbatches
+    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), np.int32)
+
+
+def test_a_choice_is_of_what_is_measured_and_under_the_limit():
+    config = config_of(pp=2)
+    _, form = staged(config)
+    seconds = measure(form.pipeline, form.shapes, shapes_of(config))
+    assert set(seconds) == {"forward", "dgrad", "wgrad"}
+    assert all(value > 0 for value in seconds.values())
+
+    shared = []
+
+    def share(value: float) -> float:
+        shared.append(value)
+        return 1e-3
+
+    def chosen(limit: float | None):
+        return choose(form.pipeline, form.shapes, shapes_of(config), memory_limit=limit, share=share)
+
+    free = chosen(None)
+    assert len(shared) == 3
+    assert {candidate.name for candidate in free.candidates} <= set(NAMES)
+    assert {candidate.chunks for candidate in free.candidates if candidate.peak_bytes is not None} == {1, 2}
+    assert free.candidates[0].verdict == "fastest that fits"
+    assert free.candidates[0].name == free.schedule.name
+    least = min(candidate.peak_bytes for candidate in free.candidates if candidate.peak_bytes is not None)
+    tight = chosen(least)
+    assert tight.candidates[0].peak_bytes == least
+    with pytest.raises(OrderError, match="no schedule fits into"):
+        chosen(least - 1)
+
+
+def test_without_layers_for_two_chunks_only_one_is_tried():
+    config = config_of(pp=2, num_layers=3)
+    _, form = staged(config)
+    choice = choose(form.pipeline, form.shapes, shapes_of(config), memory_limit=None, share=lambda seconds: 1e-3)
+    assert {candidate.chunks for candidate in choice.candidates if candidate.peak_bytes is not None} == {1}
+
+
+# --- What is refused ---
+
+
+def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
+    with pytest.raises(error, match=message) as info:
+        Assembly.of(config_of(**fields))
+    assert len(str(info.value).splitlines()) == 1
+    return info.value
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "fields"),
+    [
+        ("schedule", r"--schedule is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
+        ("pp", "--pp is 6: must be such that --pp x --chunks 1 is at most the 5 layers", {"pp": 6}),
+        ("pp", "--pp is 2: must be such that --pp x --chunks 3 is at most the 5 layers", {"chunks": 3}),
+        ("dp", r"--dp 4 --pp 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
+        (
+            "pp",
+            r"--pp is 2: must be 1 for tests\.test_pipeline_training:Unsplit, because tests\.test_pipeline_training has no "
+            r"pipeline_parts\(config, ranks\)",
+            {"module": "tests.test_pipeline_training:Unsplit"},
+        ),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, message, fields):
+    error = refused(ConfigError, message, **{"pp": 2} | fields)
+    assert isinstance(error, ConfigError)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
+        ("zb-h1 with chunks=2: it has 1 chunk a rank", {"schedule": "zb-h1", "chunks": 2}),
+        (r"cannot read the schedule no/such\.csv: ", {"schedule": "no/such.csv"}),
+        (
+            r"no schedule fits into 1 bytes a rank; the nearest is .*; raise the memory limit",
+            {"schedule": "auto", "memory_limit": 2.0**-30},
+        ),
+    ],
+)
+def test_what_is_no_schedule_for_the_model_is_refused(message, fields):
+    refused(OrderError, message, pp=2, **fields)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, MICROBATCHES), (2, 6)])
+def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
+    path = tmp_path / "schedule.csv"
+    write(generate("1f1b", pp=ranks, microbatches=microbatches), path)
+    message = f"--schedule .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for --pp 2 and "
+    error = refused(ConfigError, message + "--num-microbatches 4", pp=2, schedule=str(path))
+    assert isinstance(error, ConfigError)
+    assert error.field == "schedule"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--schedule", "zbh1"), "--schedule is zbh1: must be auto, one of"),
+        (("--schedule", "no/such.csv"), "cannot read the schedule no/such.csv"),
+    ],
+)
+def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, message):
+    assert tiny.train(tmp_path / "run", "--pp", "2", "--model.num-layers", "2", *flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jgraph.train: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+# --- A run ---
+
+FLAGS = (
+    *("--model.num-layers", "3", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--pp", "2"),
+    *("--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
+)
+
+
+def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capsys):
+    run_dir = tmp_path / "run"
+    assert tiny.train(run_dir, *FLAGS) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "devices: 2, of 1 processes" in out
+    assert "pipeline: aligned (aligned runtime), 2 ranks x 1 chunks, " in out
+    assert " GiB predicted, " in out
+    assert " compiled" in out
+    assert "sample, from the held-out prompt" in out
+    whole = tiny.losses(run_dir)
+    assert whole[-1][1] < whole[0][1]
+    (run_dir / "checkpoints" / "8").rename(tmp_path / "aside")
+    assert tiny.train(run_dir, *FLAGS) == 0
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert tiny.losses(run_dir) == whole
