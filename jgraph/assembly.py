@@ -231,7 +231,7 @@ def _pipeline(config: TrainConfig, mesh: Mesh, tree: PyTree) -> Pipeline:
         params,
         _tokens_by_microbatch(config),
         memory_limit=config.memory_limit * 2**30 or None,
-        share=lambda seconds: agree(int(seconds * 1e9))[0] / 1e9,
+        share=lambda seconds: agree(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
     )
     return under(choice.schedule)
 

@@ -200,7 +200,7 @@ class TrainConfig:
     """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule --help`); a .csv or
     .json file; or `auto`, which measures and takes the fastest that fits."""
     memory_limit: float = 0.0
-    """With --schedule auto: GiB of a device for what waits between the parts of the backward; 0 for all that is free."""
+    """With --schedule auto: GiB of a device for what waits between the parts of the backward; 0 for no limit."""
     remat: Literal["nothing", "layer"] = "nothing"
     """What of a pipeline's layer its backward makes again: nothing, or all but its input."""
     data: str = "python-docs"
@@ -264,6 +264,10 @@ class TrainConfig:
         _require(
             math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive"
         )
+        if self.schedule != "auto":
+            _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where --schedule is not auto")
+        if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
+            _require(self.chunks == 1, "chunks", self.chunks, f"1 with --schedule {self.schedule}, which says it itself")
         for option in self.xla_options:
             _require("=" in option, "xla_options", option, "name=value")
         if not self.run_dir:

@@ -1,4 +1,4 @@
-"""Training as a pipeline: the numbers of one device, whatever the ranks and the schedule; what cannot be is refused in a line."""
+"""Training as a pipeline: the numbers of one device, whatever ranks and schedule; what cannot be is refused in a line."""
 
 import dataclasses
 import functools
@@ -14,8 +14,7 @@ from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgraph.data import Batches
 from jgraph.errors import ConfigError, OrderError
 from jgraph.forms import Staged
-from jgraph.pipeline import choose
-from jgraph.pipeline.choice import measure
+from jgraph.pipeline import choice, choose
 from jgraph.schedule import NAMES, generate, write
 from jgraph.step import TrainState
 from models.gpt import GPT
@@ -23,6 +22,7 @@ from tests import tiny
 
 VOCAB = 61  # of no number of ranks a multiple
 MICROBATCHES = 4
+FAST_COMPILE = "xla_backend_optimization_level=0"
 
 
 class Unsplit(GPT):
@@ -32,6 +32,7 @@ class Unsplit(GPT):
 def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "models.gpt:GPT", **fields: Any) -> TrainConfig:
     return TrainConfig(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
+        xla_options=(FAST_COMPILE,),
         model=ModelConfig(
             module=module,
             num_layers=num_layers,
@@ -96,6 +97,21 @@ def assert_same(ours: Trained, theirs: Trained):
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+def assert_evaluated_as(ours: Trained, theirs: Trained):
+    """Loss of a batch, and logits of one row as for a sample, which cannot be spread over replicas."""
+    batch = batches_of(ours.assembly.config)[0].astype(np.int32)
+    held, one = (
+        [
+            jax.jit(run.assembly.loss)(run.state.params, run.assembly.place_whole(batch)),
+            jax.jit(run.assembly.logits)(run.state.params, run.assembly.place_whole(batch[:1])),
+        ]
+        for run in (ours, theirs)
+    )
+    assert held[1].shape == (1, batch.shape[1], VOCAB)
+    np.testing.assert_allclose(held[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(held[1], one[1], rtol=1e-4, atol=1e-5)
+
+
 def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
     assembly = Assembly.of(config)
     assert isinstance(assembly.form, Staged)
@@ -110,11 +126,11 @@ def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
     [
         (2, 1, 1, "aligned", 5, "tied", "aligned"),
         (2, 2, 1, "zb-h1", 4, "untied", "general"),
-        (2, 1, 2, "aligned", 5, "untied", "aligned"),
-        (2, 1, 1, "zb-v", 5, "tied", "general"),
+        pytest.param(2, 1, 2, "aligned", 4, "untied", "aligned", marks=pytest.mark.once),
+        pytest.param(2, 1, 1, "zb-v", 5, "tied", "general", marks=pytest.mark.once),
     ],
 )
-def test_a_pipeline_trains_as_one_device_does(pp, dp, chunks, schedule, num_layers, head, runtime):
+def test_a_pipeline_trains_and_is_evaluated_as_one_device_does(pp, dp, chunks, schedule, num_layers, head, runtime):
     ours = trained(config_of(pp=pp, dp=dp, chunks=chunks, schedule=schedule, num_layers=num_layers, head=head))
     assert isinstance(ours.assembly.form, Staged)
     pipeline = ours.assembly.form.pipeline
@@ -122,46 +138,38 @@ def test_a_pipeline_trains_as_one_device_does(pp, dp, chunks, schedule, num_laye
     assert ours.assembly.num_devices == dp * pp
     assert all(leaf.sharding.device_set == set(jax.devices()[: dp * pp]) for leaf in jax.tree.leaves(ours.state))
     assert_same(ours, of_one_device(num_layers, head))
-
-
-@pytest.mark.parametrize("suffix", ["csv", "json"])
-def test_a_schedule_from_a_file_does_so_too(tmp_path, suffix):
-    path = tmp_path / f"schedule.{suffix}"
-    write(generate("zb-h2", pp=2, microbatches=MICROBATCHES), path)
-    assert_same(trained(config_of(pp=2, schedule=str(path))), of_one_device())
-
-
-def test_evaluation_and_sampling_take_the_parameters_of_a_pipeline():
-    config = config_of(pp=2, dp=2, schedule="zb-v", head="untied")
-    ours, plain = Assembly.of(config), Assembly.of(config_of(head="untied"))
-    state, expected = ours.init(), plain.init()
-    batch = batches_of(config)[0].astype(np.int32)
-    loss = jax.jit(ours.loss)(state.params, ours.place_whole(batch))
-    np.testing.assert_allclose(loss, jax.jit(plain.loss)(expected.params, batch), rtol=1e-6)
-    # One row, as a sample is made, cannot be spread over the replicas.
-    prompt = ours.place_whole(batch[:1])
-    logits = jax.jit(ours.logits)(state.params, prompt)
-    assert logits.shape == (1, config.seq_len + 1, VOCAB)
-    np.testing.assert_allclose(logits, jax.jit(plain.logits)(expected.params, batch[:1]), rtol=1e-5, atol=1e-6)
-
-
-def test_packed_and_unpacked_are_inverse_and_padding_stays_zero():
-    ours = trained(config_of(pp=2, schedule="zb-h1", steps=2))
+    assert_evaluated_as(ours, of_one_device(num_layers, head))
+    # What pads the vocabulary and the layers is not in the model's tree: packing makes it anew, of zeros.
     form = ours.assembly.form
     again = jax.jit(lambda params: form.pack(form.unpack(params)))(ours.state.params)
-    # What pads the vocabulary and the layers is not in the model's tree, and packing makes it of zeros.
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours.state.params), jax.device_get(again))
+
+
+@pytest.mark.once
+def test_a_schedule_from_a_file_does_so_too(tmp_path):
+    path = tmp_path / "schedule.csv"
+    write(generate("1f1b", pp=2, microbatches=MICROBATCHES), path)
+    fields = {"num_layers": 4, "head": "untied"}
+    assert_same(trained(config_of(pp=2, schedule=str(path), **fields)), of_one_device(**fields))
 
 
 # --- The schedule that is measured ---
 
 
-def test_auto_takes_a_schedule_that_fits_and_trains():
-    ours = trained(config_of(pp=2, schedule="auto", steps=8))
+@pytest.fixture
+def hasty(monkeypatch):
+    """Measures for a moment only."""
+    monkeypatch.setattr(choice, "_SECONDS", 0.001)
+
+
+@pytest.mark.once
+def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
+    fields = {"num_layers": 4, "head": "untied"}
+    ours = trained(config_of(pp=2, schedule="auto", **fields))
     assert isinstance(ours.assembly.form, Staged)
     assert ours.assembly.form.pipeline.schedule.name in NAMES
     assert ours.losses[-1] < ours.losses[0] - 0.2
-    np.testing.assert_allclose(ours.losses[0], of_one_device().losses[0], rtol=1e-6)
+    assert_same(ours, of_one_device(**fields))
 
 
 def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
@@ -169,10 +177,10 @@ def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), np.int32)
 
 
-def test_a_choice_is_of_what_is_measured_and_under_the_limit():
-    config = config_of(pp=2)
+def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
+    config = config_of(pp=2, num_layers=4)
     _, form = staged(config)
-    seconds = measure(form.pipeline, form.shapes, shapes_of(config))
+    seconds = choice.measure(form.pipeline, form.shapes, shapes_of(config))
     assert set(seconds) == {"forward", "dgrad", "wgrad"}
     assert all(value > 0 for value in seconds.values())
 
@@ -198,11 +206,11 @@ def test_a_choice_is_of_what_is_measured_and_under_the_limit():
         chosen(least - 1)
 
 
-def test_without_layers_for_two_chunks_only_one_is_tried():
+def test_without_layers_for_two_chunks_only_one_is_tried(hasty):
     config = config_of(pp=2, num_layers=3)
     _, form = staged(config)
-    choice = choose(form.pipeline, form.shapes, shapes_of(config), memory_limit=None, share=lambda seconds: 1e-3)
-    assert {candidate.chunks for candidate in choice.candidates if candidate.peak_bytes is not None} == {1}
+    found = choose(form.pipeline, form.shapes, shapes_of(config), memory_limit=None, share=lambda seconds: 1e-3)
+    assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
 
 
 # --- What is refused ---
@@ -248,7 +256,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
         ),
     ],
 )
-def test_what_is_no_schedule_for_the_model_is_refused(message, fields):
+def test_what_is_no_schedule_for_the_model_is_refused(hasty, message, fields):
     refused(OrderError, message, pp=2, **fields)
 
 
@@ -282,7 +290,7 @@ def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, mess
 
 FLAGS = (
     *("--model.num-layers", "3", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--pp", "2"),
-    *("--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
+    *("--xla-options", FAST_COMPILE, "--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
 )
 
 
@@ -290,7 +298,6 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
     run_dir = tmp_path / "run"
     assert tiny.train(run_dir, *FLAGS) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "devices: 2, of 1 processes" in out
     assert "pipeline: aligned (aligned runtime), 2 ranks x 1 chunks, " in out
     assert " GiB predicted, " in out
     assert " compiled" in out
@@ -301,3 +308,16 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
     assert tiny.train(run_dir, *FLAGS) == 0
     assert "resumed from step 4" in capsys.readouterr().out
     assert tiny.losses(run_dir) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory_limit": 1.0}, "--memory-limit is 1.0: must be 0 where --schedule is not auto"),
+        ({"schedule": "auto", "chunks": 2}, "--chunks is 2: must be 1 with --schedule auto, which says it itself"),
+        ({"schedule": "mine.csv", "chunks": 2}, "--chunks is 2: must be 1 with --schedule mine.csv"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**fields)

@@ -13,9 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flax import nnx  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
 from jgraph.config import ModelConfig, OptimizerConfig  # noqa: E402
+from jgraph.forms import Staged  # noqa: E402
 from jgraph.packing import Packing  # noqa: E402
+from jgraph.pipeline import Pipeline  # noqa: E402
+from jgraph.schedule import generate  # noqa: E402
 from jgraph.step import accumulate, init_state, optimizer, train_step  # noqa: E402
 from models import gpt  # noqa: E402
 from tests.parity import weights  # noqa: E402
@@ -102,7 +106,7 @@ def torch_pass(case: str, dtype: torch.dtype) -> Arrays:
 
 
 @functools.cache
-def torch_training(case: str, dtype: torch.dtype) -> Arrays:
+def torch_training(case: str, dtype: torch.dtype, steps: int = STEPS) -> Arrays:
     """Loss and gradient norm of each step and every weight after the last."""
     model = weights.torch_model(CASES[case], weights.draw(CASES[case]), dtype)
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
@@ -112,9 +116,9 @@ def torch_training(case: str, dtype: torch.dtype) -> Arrays:
         eps=OPTIMIZER.eps,
     )
     losses, norms = [], []
-    for step, tokens_BS in enumerate(torch.tensor(tokens(STEPS), dtype=torch.int64)):
+    for step, tokens_BS in enumerate(torch.tensor(tokens(steps), dtype=torch.int64)):
         for group in adamw.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = learning_rate(step, steps)
         adamw.zero_grad()
         loss = sum(model.loss(part) / MICROBATCHES for part in tokens_BS.chunk(MICROBATCHES))
         loss.backward()
@@ -125,17 +129,17 @@ def torch_training(case: str, dtype: torch.dtype) -> Arrays:
     return metrics | {name: numpy(p) for name, p in model.named_parameters()}
 
 
-def learning_rate(step: int) -> float:
+def learning_rate(step: int, steps: int) -> float:
     """Linear from peak / warm-up to the peak over the warm-up, then half a cosine down to a fraction of the peak."""
     peak, warmup = OPTIMIZER.learning_rate, OPTIMIZER.warmup_steps
     if step < warmup:
         return peak * (1 / warmup + (1 - 1 / warmup) * step / warmup)
     end = peak * OPTIMIZER.final_learning_rate
-    return end + (peak - end) * (1 + math.cos(math.pi * (step - warmup) / (STEPS - warmup))) / 2
+    return end + (peak - end) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
 
 
-def references(compute, case: str) -> tuple[Arrays, Arrays]:
-    return compute(case, torch.float32), compute(case, torch.float64)
+def references(compute, case: str, *args: int) -> tuple[Arrays, Arrays]:
+    return compute(case, torch.float32, *args), compute(case, torch.float64, *args)
 
 
 # --- Our side ---
@@ -183,15 +187,34 @@ def our_training(
         lambda packed, tokens_BS: scale * nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS), MICROBATCHES
     )
     step = train_step(loss_and_grads, transform, clip_norm=settings.clip_norm)
+    metrics, state = played(step, before(init_state(packing.pack(params), transform)), STEPS)
+    return metrics | weights.named(packing.unpack(state.params))
+
+
+def played(step, state, steps: int):
+    """Losses and gradient norms of so many steps, and the state after them."""
     step = jax.jit(step, donate_argnums=0, keep_unused=True)
-    state = before(init_state(packing.pack(params), transform))
     losses, norms = [], []
-    for tokens_BS in tokens(STEPS):
+    for tokens_BS in tokens(steps):
         state, metrics = step(state, tokens_BS)
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
-    metrics = {"losses": np.stack(losses), "gradient norms": np.stack(norms)}
-    return metrics | weights.named(packing.unpack(state.params))
+    return {"losses": np.stack(losses), "gradient norms": np.stack(norms)}, state
+
+
+def our_pipeline(config: ModelConfig, steps: int, schedule: str) -> Arrays:
+    """The same over two ranks, each with a layer and half of the vocabulary, which is padded."""
+    params = weights.tree(config, weights.draw(config))
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "pipe"))
+    parts = gpt.pipeline_parts(config, 2)
+    pipeline = Pipeline.of(parts, generate(schedule, pp=2, microbatches=MICROBATCHES), mesh, num_layers=config.num_layers)
+    form = Staged.of(pipeline, params)
+    transform = optimizer(OPTIMIZER, steps, decay_mask=form.decay_mask)
+    step = train_step(form.loss_and_grads, transform, clip_norm=OPTIMIZER.clip_norm)
+    packed = form.pack(params)
+    state = init_state(jax.device_put(packed, form.shardings(packed)), transform)
+    metrics, state = played(step, state, steps)
+    return metrics | weights.named(form.unpack(state.params))
 
 
 # --- They agree ---
@@ -205,6 +228,11 @@ def test_logits_loss_and_every_gradient_are_those_of_pytorch(case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_after_ten_steps_is_that_of_pytorch(case):
     assert_agrees(our_training(CASES[case]), *references(torch_training, case))
+
+
+@pytest.mark.parametrize(("case", "schedule"), [(GELU, "aligned"), (SWIGLU, "1f1b")])
+def test_a_pipelines_losses_and_weights_over_twenty_steps_are_those_of_pytorch(case, schedule):
+    assert_agrees(our_pipeline(CASES[case], 20, schedule), *references(torch_training, case, 20))
 
 
 @pytest.mark.parametrize("case", CASES)
