@@ -19,6 +19,7 @@ LONG = ("--steps", "500", "--eval-every", "200", "--checkpoint-every", "40")
 SHORT = ("--steps", "12", "--eval-every", "6", "--checkpoint-every", "4")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_run_stopped_by_a_signal_goes_on_with_the_same_losses(tmp_path, name):
     assert tiny.train(tmp_path / "whole", *LONG) == 0
@@ -35,6 +36,7 @@ def test_a_run_stopped_by_a_signal_goes_on_with_the_same_losses(tmp_path, name):
     assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
 
 
+@pytest.mark.once
 def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
     flags = ("--steps", "200", "--eval-every", "100", "--checkpoint-every", "3")
     assert tiny.train(tmp_path / "whole", *flags) == 0

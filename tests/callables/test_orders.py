@@ -66,6 +66,7 @@ def test_an_order_gives_the_bits_of_the_plain_run_over_three_optimizer_steps(ord
     chain.assert_same_bits(params, plain)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("join", ["segments", "nothing"])
 def test_an_order_gives_what_jax_gives(order, join):
@@ -100,6 +101,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
 def test_a_schedule_over_several_devices_gives_the_bits_of_one(schedule, reuse):
