@@ -96,7 +96,7 @@ def columns(schedule: Schedule, *, writing: Literal["makers", "all"] = "all") ->
             column = getattr(table.arrivals[source], pool)
             if (column >= 0).any():
                 # The table says what is there when a tick starts, which is what came at the end of the one before.
-                arrivals[source, pool] = complete(pool, np.append(column[1:], column[:1] * 0 - 1, axis=0), 1)
+                arrivals[source, pool] = complete(pool, np.append(column[1:], np.full_like(column[:1], -1), axis=0), 1)
     last = schedule.num_stages - 1
     return Columns(
         table,
