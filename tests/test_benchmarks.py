@@ -4,9 +4,13 @@ import importlib.util
 import json
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import harness, pipeline
+from benchmarks import harness, pipeline, pipeline_trace
+from jgraph.schedule import Costs, generate, simulate
+from jgraph.schedule.action import DGRAD, FORWARD, IDLE, WGRAD
+from jgraph.schedule.table import tick_table
 
 pytestmark = pytest.mark.once
 
@@ -58,3 +62,31 @@ def test_a_peer_is_timed_on_the_same_work(run, tmp_path):
     (row,) = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
     assert row["ms"] > 0
     assert row["schedule"] == "ScheduleDualPipeV"
+
+
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 6)])
+def test_a_trace_is_read_back_as_the_schedule_that_ran(P, M):
+    schedule = generate("aligned", pp=P, microbatches=M).newest_first()
+    planned = simulate(schedule, Costs(forward=2.0, dgrad=3.0, wgrad=1.0), execution="lockstep")
+    kinds = tick_table(schedule).kind
+    begin = np.full(len(kinds), np.inf)  # of each tick, on whichever rank
+    for ticks, starts in zip(schedule.ticks, planned.starts, strict=True):
+        np.minimum.at(begin, np.asarray(ticks), starts)
+    ranks = []
+    for ticks, starts, ends in zip(schedule.ticks, planned.starts, planned.ends, strict=True):
+        products = {FORWARD: [], DGRAD: [], WGRAD: []}
+        rank = len(ranks)
+        for tick, start, end in zip(ticks.tolist(), starts, ends, strict=True):
+            middle = (start + end) / 2
+            products[int(kinds[tick, rank])] += [(start, middle), (middle, end)]
+        for tick in np.flatnonzero(kinds[:, rank] == IDLE):
+            # Ranks that have nothing to do in a tick do what the others do, but for a wgrad.
+            others = {int(kind) for kind in kinds[tick]} - {IDLE}
+            for kind in others - {WGRAD}:
+                products[kind] += [(begin[tick], begin[tick] + 0.1), (begin[tick] + 0.1, begin[tick] + 0.2)]
+        ranks.append({kind: sorted(times) for kind, times in products.items()})
+    ran = pipeline_trace.measured(schedule, ranks)
+    for found, expected in ((ran.starts, planned.starts), (ran.ends, planned.ends)):
+        for row, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(row, wanted)
+    assert pipeline_trace.costs(ran) == {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0}

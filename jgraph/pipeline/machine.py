@@ -45,7 +45,7 @@ class State:
 
 @dataclass(frozen=True)
 class Made:
-    """What an action makes besides gradients; zeros where the action is another one.
+    """What an action makes besides gradients; anything where the action is another one.
 
     Attributes:
         out: for the next stage, or the one before.
@@ -145,7 +145,7 @@ class Machine:
     def nothing(self) -> Made:
         shapes = self.rank.shapes
         made = Made(shapes.x, shapes.residuals.dgrad, shapes.residuals.wgrad, shapes.stash.arrays)
-        return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), made)
+        return jax.tree.map(lambda aval: lax.empty(aval.shape, aval.dtype), made)
 
     # What comes out
 
