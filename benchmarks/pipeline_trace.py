@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     asked |= {"xla_options": list(options.xla_option), "clock": {"seconds": 0.1, "repeats": 5, "warmup_seconds": 1.0}}
     size = sizes_of(options.sizes, len(jax.devices()))[options.work]
     program = Program.of(asked | {"size": asdict(size)})
-    compiled = program.compile(program.pipe.loss_and_grads, program.params, program.inputs)
+    compiled: Any = program.compile(program.pipe.loss_and_grads, program.params, program.inputs)
     run, wait, _ = steps(program, compiled)
     run()
     wait()
