@@ -3,6 +3,7 @@
 A card at its power limit runs its first second faster than all others, so the warm-up is a time, not a number of steps.
 """
 
+import faulthandler
 import json
 import math
 import platform
@@ -10,7 +11,7 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -99,6 +100,46 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def soak(
+    run: Callable[[], object], wait: Callable[[], object], devices: list[Any], *, steps: int, hang_seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Steps, each waited for: the bytes in use before them, and ten times on the way what they are and how long steps took.
+
+    A step that hangs ends the process, and where it was is written to stderr. Of jax, only what `devices` can tell is used.
+    """
+
+    def memory() -> dict[str, Any]:
+        stats = [device.memory_stats() for device in devices]
+        return {"device_bytes": sum(s["bytes_in_use"] for s in stats) if all(stats) else None, "host_bytes": resident_bytes()}
+
+    times = []
+    yield {"done": 0, **{f"first_{place}": size for place, size in memory().items()}}
+    for step in range(1, steps + 1):
+        faulthandler.dump_traceback_later(hang_seconds, exit=True)
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append((time.perf_counter() - start) * 1e3)
+        faulthandler.cancel_dump_traceback_later()
+        if step * 10 // steps > (step - 1) * 10 // steps:
+            yield {"done": step, "median_ms": statistics.median(times), "slowest_ms": max(times), **memory()}
+
+
+def print_soak(title: str, row: dict[str, Any], steps: int, *facts: str) -> int:
+    """What `soak` has found, with other facts of the row by their names; the exit status, 1 where the row has failed."""
+    print(f"{title}: {row.get('done', 0)} of {steps} steps")
+    for place in ("device", "host"):
+        before, after = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
+        grown = "not told" if before is None or after is None else f"{before:,} -> {after:,} bytes, {after - before:+,}"
+        print(f"{place}: {grown}")
+    if "median_ms" in row:
+        told = "".join(f", {fact.replace('_', ' ')}: {row[fact]}" for fact in facts)
+        print(f"median {row['median_ms']:.2f} ms, slowest {row['slowest_ms']:.2f} ms{told}")
+    if "failed" in row:
+        print(row["failed"])
+    return int("failed" in row)
+
+
 def environment(*, revision: str = "") -> dict[str, Any]:
     """Versions, date and git revision, for the JSON; `revision` where the tree travelled without its .git."""
     packages = ("jax", "jaxlib", "flax", "optax", "torch")
@@ -116,6 +157,42 @@ def write_results(name: str, results: dict[str, Any], table: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
     (RESULTS / f"{name}.md").write_text(table)
+
+
+class Table:
+    """Rows by work, written after each; what an earlier run has left there stays until its work is run again.
+
+    Args:
+        name: of the files in benchmarks/results.
+        draw: makes the Markdown of all works.
+    """
+
+    def __init__(self, name: str, draw: Callable[[dict[str, Any]], str]):
+        self.name, self.draw = name, draw
+        file = RESULTS / f"{name}.json"
+        self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
+
+    def begin(self, work: str, **about: Any) -> None:
+        self.works[work] = {**about, "device": None, "rows": []}
+
+    def add(self, work: str, row: dict[str, Any]) -> None:
+        self.works[work]["rows"].append(row)
+        self.works[work]["device"] = row.get("device") or self.works[work]["device"]
+        print(f"{work}: { ({key: value for key, value in row.items() if key != 'repeats_ms'}) }", flush=True)
+        write_results(self.name, {"works": self.works}, str(self))
+
+    def __str__(self) -> str:
+        return self.draw(self.works)
+
+
+def merge(rows: list[dict[str, Any]], failure: str) -> dict[str, Any]:
+    """All that a process has answered, and why it stopped early."""
+    merged = {key: value for row in rows for key, value in row.items()}
+    return merged | ({"failed": failure} if failure else {})
+
+
+def fastest(rows: list[dict[str, Any]], system: str) -> dict[str, Any] | None:
+    return min((row for row in rows if row["system"] == system and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
 def line(cells: list[str]) -> str:

@@ -11,7 +11,6 @@ nothing but its actions and its bubble, which the measured one is compared with:
 flow for the general one.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,8 +18,7 @@ import jax
 import numpy as np
 import tyro
 
-from benchmarks import harness
-from benchmarks.harness import count_gpus, environment, line, ratio, spread, write_results
+from benchmarks.harness import Table, count_gpus, environment, fastest, line, merge, print_soak, ratio, spread
 from benchmarks.peers.protocol import Clock, ask
 from benchmarks.works import schedule_of, size_from, sizes_of
 from jgraph.schedule import Costs, simulate, tick_table
@@ -87,37 +85,12 @@ class Options:
     """Results go to benchmarks/results/NAME.json and .md."""
 
 
-class Table:
-    """Results by work; what an earlier run has left there stays until its work is run again."""
-
-    def __init__(self, options: Options):
-        self.options = options
-        file = harness.RESULTS / f"{options.name}.json"
-        self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
-
-    def begin(self, work: str, **about: Any) -> None:
-        self.works[work] = {**about, "device": None, "actions": {}, "rows": []}
-
-    def add(self, work: str, row: Row) -> None:
-        self.works[work]["rows"].append(row)
-        self.works[work]["device"] = row.get("device") or self.works[work]["device"]
-        print(f"{work}: { ({key: value for key, value in row.items() if key != 'repeats_ms'}) }", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        write_results(self.options.name, {"works": self.works}, str(self))
-
-    def __str__(self) -> str:
-        parts = [summary(self.works), *(table(work, result) for work, result in self.works.items())]
-        return "# Pipelines\n\n" + "\n".join("\n".join(lines) + "\n" for lines in parts)
-
-
 # Running
 
 
 def main() -> int:
     options = tyro.cli(Options, description=__doc__)
-    results = Table(options)
+    results = Table(options.name, draw)
     if options.table:
         print("\n".join(summary(results.works)))
         return 0
@@ -135,7 +108,7 @@ def run(work: WorkName, ranks: int, options: Options, results: Table) -> None:
     size = asdict(sizes_of(options.sizes, ranks)[work])
     schedules, peers = (some[: 1 if options.quick else None] for some in (options.schedules, options.peers))
     about = {"environment": environment(revision=options.revision), "options": asdict(options), "ranks": ranks}
-    results.begin(work, **about, size=size)
+    results.begin(work, **about, size=size, actions={})
     for peer in peers:
         results.add(work, ask_torch(peer, size, ranks, options))
     for chunks in dict.fromkeys(chunks_of(text, ranks, size) for text in schedules):
@@ -179,26 +152,11 @@ def clock(options: Options) -> Row:
     return asdict(Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds))
 
 
-def merge(rows: list[Row], failure: str) -> Row:
-    """All that a process has answered, and why it stopped early."""
-    merged = {key: value for row in rows for key, value in row.items()}
-    return merged | ({"failed": failure} if failure else {})
-
-
 def soak(options: Options, ranks: int) -> int:
     work, schedule = options.work[0], options.schedules[0]
     asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
     row = ask_jgraph("soak", work, schedule, ranks, options, **asked)
-    print(f"{work}, {schedule}, {ranks} ranks: {row.get('done', 0)} of {options.soak} steps")
-    for place in ("device", "host"):
-        before, after = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
-        grown = "not told" if before is None or after is None else f"{before:,} -> {after:,} bytes, {after - before:+,}"
-        print(f"{place}: {grown}")
-    if "median_ms" in row:
-        print(f"median {row['median_ms']:.2f} ms, slowest {row['slowest_ms']:.2f} ms, same loss: {row['same_loss']}")
-    if "failed" in row:
-        print(row["failed"])
-    return int("failed" in row)
+    return print_soak(f"{work}, {schedule}, {ranks} ranks", row, options.soak, "same_loss")
 
 
 # What a step would take that is nothing but its actions
@@ -243,8 +201,9 @@ def permutes(name: str, runtime: str, ranks: int, size: Row) -> int:
 # Table
 
 
-def fastest(rows: list[Row], system: str, key: str = "ms") -> Row | None:
-    return min((row for row in rows if row["system"] == system and key in row), key=lambda row: row[key], default=None)
+def draw(works: dict[str, Any]) -> str:
+    parts = [summary(works), *(table(work, result) for work, result in works.items())]
+    return "# Pipelines\n\n" + "\n".join("\n".join(lines) + "\n" for lines in parts)
 
 
 def label(row: Row) -> str:

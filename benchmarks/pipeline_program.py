@@ -5,8 +5,6 @@
 Every answer is a JSON line and holds more of the row, so that what was measured before a crash is kept.
 """
 
-import faulthandler
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.harness import resident_bytes
+from benchmarks import harness
 from benchmarks.peers.protocol import Clock, answer, request
 from benchmarks.works import Work, schedule_of, size_from
 from jgraph.backward import split_backward
@@ -56,7 +54,7 @@ class Program:
         devices = jax.devices()[:ranks]
         if len(devices) < ranks:
             raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
-        options = compiler_options(asked["graph"], asked["xla_options"], platform=jax.default_backend())
+        options = compiler_options(asked["graph"], asked["xla_options"], platform=jax.default_backend(), num_devices=ranks)
         work = Work.of(size, ranks)
         pipe = Pipeline.of(
             work.parts,
@@ -283,24 +281,9 @@ def soak(asked: dict[str, Any]) -> None:
     for _ in range(3):
         run()
         wait()
-    first, times = float(latest[0][0]), []
-    report = partial(report_memory, list(program.pipe.mesh.devices.flat))
-    answer(done=0, **{f"first_{place}": size for place, size in report().items()})
-    for step in range(1, asked["steps"] + 1):
-        faulthandler.dump_traceback_later(asked["hang_seconds"], exit=True)
-        start = time.perf_counter()
-        run()
-        wait()
-        times.append((time.perf_counter() - start) * 1e3)
-        faulthandler.cancel_dump_traceback_later()
-        if step * 10 // asked["steps"] > (step - 1) * 10 // asked["steps"]:
-            same = float(latest[0][0]) == first
-            answer(done=step, same_loss=same, median_ms=statistics.median(times), slowest_ms=max(times), **report())
-
-
-def report_memory(devices: list[Any]) -> dict[str, Any]:
-    stats = [device.memory_stats() for device in devices]
-    return {"device_bytes": sum(s["bytes_in_use"] for s in stats) if all(stats) else None, "host_bytes": resident_bytes()}
+    first, devices = float(latest[0][0]), list(program.pipe.mesh.devices.flat)
+    for row in harness.soak(run, wait, devices, steps=asked["steps"], hang_seconds=asked["hang_seconds"]):
+        answer(**row, same_loss=float(latest[0][0]) == first)
 
 
 def main() -> None:

@@ -1,7 +1,12 @@
 """Assembly: from a configuration to the functions of a run: the model found by name, its packed parameters, the step."""
 
+import fnmatch
 import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -12,12 +17,13 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph import fsdp
 from jgraph.config import TrainConfig
 from jgraph.distributed import agree, devices_of_ranks
 from jgraph.errors import ConfigError
-from jgraph.forms import Form, Staged, Whole
+from jgraph.forms import Form, Sharded, Staged, Whole
 from jgraph.graph import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
-from jgraph.packing import Packing
+from jgraph.packing import Packing, leaf_names
 from jgraph.pipeline import Pipeline, choose, find_schedule
 from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.step import TrainState, init_state, optimizer, train_step
@@ -36,7 +42,7 @@ class Assembly:
     form: Form
     transform: optax.GradientTransformation
     mesh: Mesh | None
-    """The ranks' devices over "data" and "pipe", those of all processes; None on one device."""
+    """The ranks' devices over "data", "pipe" and "fsdp", as far as there are any, of all processes; None on one device."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Assembly":
@@ -60,7 +66,13 @@ class Assembly:
             def loss(tree: PyTree, tokens_BS: Array) -> Array:
                 return nnx.merge(graphdef, tree).loss(tokens_BS)
 
-            form = Whole(Packing.of(tree), loss, config.num_microbatches, mesh)
+            if config.is_sharded:
+                assert mesh is not None
+                form = _sharded(config, mesh, params, loss)
+            else:
+                form = Whole(Packing.of(tree), loss, config.num_microbatches, mesh)
+        for pattern in config.freeze:
+            fsdp.matching(pattern, leaf_names(tree), field="freeze")
         transform = optimizer(config.optimizer, config.steps, decay_mask=form.decay_mask)
         return cls(config, model_class, graphdef, form, transform, mesh)
 
@@ -70,7 +82,7 @@ class Assembly:
 
     def batch_sharding(self) -> NamedSharding | None:
         """Where int32 tokens (rows, seq_len + 1) lie: rows over the data ranks. None on one device."""
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec("data"))
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(fsdp.batch_axes(self.mesh)))
 
     def batch_part(self) -> tuple[int, int]:
         """Which part of the batch this process feeds, and of how many: 0 of 1 where it feeds all."""
@@ -91,7 +103,7 @@ class Assembly:
     def place_whole(self, tokens_BS: np.ndarray) -> Array | np.ndarray:
         """As `place`, from rows that every process has all of; those that the ranks cannot share evenly go to each."""
         sharding = self.batch_sharding()
-        if sharding is None or len(tokens_BS) % sharding.mesh.shape["data"]:
+        if sharding is None or len(tokens_BS) % (self.config.dp * self.config.fsdp):
             return tokens_BS
         return jax.make_array_from_callback(tokens_BS.shape, sharding, lambda index: tokens_BS[index])
 
@@ -116,16 +128,60 @@ class Assembly:
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, self._shardings()
         )
 
+    def portable(self, state: TrainState) -> TrainState:
+        """The state as checkpoints hold it: parameters, and what the optimizer keeps like them, in the model's own tree.
+
+        So a run can go on over other devices. What is masked is zeros. All arrays are new, and nothing is donated: the devices
+        need room for the state a second time. `adopt` is the inverse, bit for bit.
+        """
+        is_like = _is_like(state.params)
+        # One tree after the other, so that one's scratch is free for the next: over ranks it is as large as the tree.
+        return jax.tree.map(
+            lambda tree: self._unpack(state.params, tree) if is_like(tree) else tree.copy(), state, is_leaf=is_like
+        )
+
+    @cached_property
+    def adopt(self) -> Callable[[TrainState], TrainState]:
+        """The state of this run from one that is `portable`, maybe of a run over other devices. Nothing is donated."""
+        # Hardly a buffer of the one fits into the other, and saving needs the room of both anyway.
+        return jax.jit(self._adopt, out_shardings=None if self.mesh is None else self._shardings())
+
+    def portable_shapes(self) -> TrainState:
+        """What `portable` returns as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
+        shapes = jax.eval_shape(self.portable, self.state_shapes())
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self._portable_shardings(shapes),
+        )
+
     def group_names(self) -> list[str]:
         """Names of the parameter groups in the order of `StepMetrics.grad_square_sums`."""
-        paths, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self._init).params)
-        return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+        return leaf_names(jax.eval_shape(self._init).params)
 
     def step(self) -> jax.stages.Wrapped:
         """The jitted `(state, tokens_BS) -> (state, StepMetrics)`, with the state donated."""
-        step = train_step(self.form.loss_and_grads, self.transform, clip_norm=self.config.optimizer.clip_norm)
+        config = self.config
+        step = train_step(
+            self.form.loss_and_grads,
+            self.transform,
+            clip_norm=config.optimizer.clip_norm,
+            read_dtype=None if config.read_dtype == config.main_grads_dtype else config.read_dtype,
+            trained=self.trained if config.freeze else None,
+        )
         results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self._shardings(), self._replicated())}
         return jax.jit(step, donate_argnums=0, keep_unused=True, **results)
+
+    def trained(self) -> PyTree:
+        """Bool arrays as the parameters, False where one is frozen; constants of the program that makes them."""
+        model = nnx.eval_shape(lambda: self.model_class(self.config.model, rngs=nnx.Rngs(0)))
+        tree = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
+        frozen = {name for pattern in self.config.freeze for name in fnmatch.filter(leaf_names(tree), pattern)}
+        leaves, structure = jax.tree.flatten(tree)
+        masks = [jnp.full(leaf.shape, name not in frozen) for name, leaf in zip(leaf_names(tree), leaves, strict=True)]
+        return self.form.pack(structure.unflatten(masks))
 
     def step_shapes(self, num_rows: int) -> tuple[TrainState, jax.ShapeDtypeStruct]:
         """Arguments of `step` as shapes; `num_rows` is the batch's, over all processes."""
@@ -146,7 +202,9 @@ class Assembly:
             DonationError: a leaf of the state is copied.
         """
         state, tokens_BS = self.step_shapes(num_rows)
-        options = compiler_options(self.config.graph, self.config.xla_options, platform=jax.default_backend())
+        options = compiler_options(
+            self.config.graph, self.config.xla_options, platform=jax.default_backend(), num_devices=self.num_devices
+        )
         with option_errors():
             compiled, report = compile_and_report(self.step().lower(state, tokens_BS), options)
         check_identity(compiled, state)
@@ -172,7 +230,8 @@ class Assembly:
     def _init(self) -> TrainState:
         model = self.model_class(self.config.model, rngs=nnx.Rngs(self.config.seed))
         _, params = nnx.split(model, nnx.Param)
-        return init_state(self.form.pack(nnx.to_pure_dict(params)), self.transform)
+        packed = self.form.pack(nnx.to_pure_dict(params))
+        return init_state(optax.tree.cast(packed, self.config.main_params_dtype), self.transform)
 
     def _replicated(self) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
@@ -181,29 +240,98 @@ class Assembly:
         """Of the state. Said, not left to the compiler: an update in place needs results that lie as the arguments do."""
         state, replicated = jax.eval_shape(self._init), self._replicated()
         params = self.form.shardings(state.params)
-        moments = optax.tree_map_params(
-            self.transform,
-            lambda _, sharding: sharding,
-            state.opt_state,
-            params,
-            transform_non_params=lambda _: replicated,
-        )
+        moments = fsdp.state_shardings(self.transform, state.opt_state, state.params, params, replicated)
         return jax.tree.unflatten(jax.tree.structure(state), [replicated, replicated, *jax.tree.leaves((params, moments))])
+
+    @cached_property
+    def _unpack(self) -> jax.stages.Wrapped:
+        def unpack(params: PyTree, moments: PyTree) -> PyTree:
+            return self.form.unpack(jax.tree.map(lambda p, m: jnp.zeros_like(p) if _is_masked(m) else m, params, moments))
+
+        tree = jax.eval_shape(self.form.unpack, self.state_shapes().params)
+        return jax.jit(unpack, out_shardings=None if self.mesh is None else self._portable_shardings(tree))
+
+    def _adopt(self, portable: TrainState) -> TrainState:
+        own = jax.eval_shape(self._init)
+        is_like = _is_like(own.params)
+
+        def pack(moments: PyTree, tree: PyTree) -> PyTree:
+            packed = self.form.pack(tree)
+            return jax.tree.map(lambda m, p: m if _is_masked(m) else p, moments, packed, is_leaf=_is_masked)
+
+        return jax.tree.map(lambda mine, tree: pack(mine, tree) if is_like(mine) else tree, own, portable, is_leaf=is_like)
+
+    def _portable_shardings(self, leaves: PyTree) -> Any:
+        """Over the axes of the mesh that split the state, so that no device holds more than its share of a large model."""
+        mesh = self.mesh
+        assert mesh is not None
+        splits = jax.tree.leaves([list(sharding.spec) for sharding in jax.tree.leaves(self._shardings())])
+        axes = {name: size for name, size in mesh.shape.items() if name in splits}
+        return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(axes, leaf.shape)), leaves)
 
     def _model(self, packed: PyTree) -> Any:
         return nnx.merge(self.graphdef, self.form.unpack(packed))
 
 
+def _is_like(params: PyTree) -> Callable[[PyTree], bool]:
+    """Whether a tree is built as `params`, a dict and not one array alone, but for what is masked."""
+    structure = jax.tree.structure(params)
+    return lambda tree: jax.tree.structure(tree, is_leaf=_is_masked) == structure
+
+
+def _is_masked(tree: PyTree) -> bool:
+    return isinstance(tree, optax.MaskedNode)
+
+
+def _spread(axes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
+    """One axis of an array over as many ranks as can share it evenly; where none can, nothing."""
+    choices = [names for count in range(len(axes), 0, -1) for names in combinations(axes, count)]
+    ranks = {names: math.prod(axes[name] for name in names) for names in choices}
+    for names in sorted(choices, key=ranks.__getitem__, reverse=True):
+        for axis, size in enumerate(shape):
+            if size % ranks[names] == 0:
+                return PartitionSpec(*[None] * axis, names)
+    return PartitionSpec()
+
+
 def _mesh(config: TrainConfig) -> Mesh | None:
-    ranks = config.dp * config.pp
+    counts = {"dp": config.dp, "pp": config.pp, "fsdp": config.fsdp}
+    ranks, needs_mesh = math.prod(counts.values()), config.is_pipeline or config.is_sharded
     # Asked in this order: alone and on one device, nothing here starts a backend, which may be for a target that is not here.
-    if ranks == 1 and not config.is_pipeline and not jax.distributed.is_initialized():
+    if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None
-    flags = " ".join(f"--{name} {count}" for name, count in (("dp", config.dp), ("pp", config.pp)) if count > 1)
+    flags = " ".join(f"--{name} {count}" for name, count in counts.items() if count > 1)
     devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
-    if len(devices) == 1 and not config.is_pipeline:
+    if len(devices) == 1 and not needs_mesh:
         return None
-    return Mesh(np.array(devices).reshape(config.dp, config.pp), ("data", "pipe"))
+    # Neighbours share parameters: that is the most traffic.
+    axes = {"data": config.dp, "pipe": config.pp, fsdp.AXIS: config.fsdp}
+    if not config.is_sharded and config.fsdp == 1:
+        del axes[fsdp.AXIS]
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def _sharded(config: TrainConfig, mesh: Mesh, params: nnx.State, loss: Callable[[PyTree, Array], Array]) -> Sharded:
+    """The model with its parameters cut as the flags, else the model's partition names, else their shapes say."""
+    tree = nnx.to_pure_dict(params)
+    names, specs = leaf_names(tree), jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=_is_spec)
+    axes = fsdp.asked_axes(names, config.shard_rules, dict(zip(names, specs, strict=True)))
+    packing = Packing.of(tree, alone=axes)
+    return Sharded(
+        packing,
+        fsdp.cut(jax.eval_shape(packing.pack, tree), config.fsdp, axes),
+        loss,
+        config.num_microbatches,
+        mesh,
+        params_dtype=jnp.dtype(config.main_params_dtype),
+        grads_dtype=jnp.dtype(config.main_grads_dtype),
+        compute_dtype=jnp.dtype(config.model.compute_dtype),
+        backward="again" if config.reshard_after_forward else "kept",
+    )
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
 
 
 def _pipeline(config: TrainConfig, mesh: Mesh, tree: PyTree) -> Pipeline:

@@ -244,21 +244,22 @@ def is_no_space(error: BaseException) -> bool:
 
 def checksums(leaves: list[Array]) -> list[int]:
     """One 32-bit checksum a leaf, of its bits and their places: a change of any single element shows."""
-    return [int(checksum) for checksum in jax.device_get(_checksums(leaves))]
+    return [int(checksum) for checksum in jax.device_get([_checksum(leaf) for leaf in leaves])]
 
 
+# A program for each shape, not one for all leaves: a model's layers are alike, and hundreds of sums take long to compile.
 @jax.jit
-def _checksums(leaves: list[Array]) -> list[Array]:
-    return [_checksum(leaf) for leaf in leaves]
-
-
 def _checksum(leaf: Array) -> Array:
     # A sum of integers is the same in any order, on any device. The weights are odd: odd numbers have inverses modulo 2**32,
     # so no change of one word is lost.
     words = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * words.dtype.itemsize}")).astype(jnp.uint32)
-    weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
-    return jnp.sum(words.ravel() * weights, dtype=jnp.uint32)
+    # Axis by axis: made flat, a leaf that is split over devices would be sent around.
+    place, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
 
 
 def _describe(state: object) -> list[dict[str, Any]]:

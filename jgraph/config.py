@@ -5,9 +5,11 @@ Every field is a command-line flag (`python -m jgraph.train --help`); its docstr
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError
+
+DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
 
 def flag(name: str) -> str:
@@ -128,6 +130,10 @@ class OptimizerConfig:
     """Decoupled decay of matrices (not of vectors such as norm scales)."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient."""
+    first_moment_dtype: DtypeName = "float32"
+    """Dtype in which the mean of gradients is kept."""
+    second_moment_dtype: DtypeName = "float32"
+    """Dtype in which the mean of squared gradients is kept."""
 
     def __post_init__(self):
         _require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
@@ -192,6 +198,22 @@ class TrainConfig:
     """Slices of the batch whose gradients are summed before the update; must divide batch_size."""
     dp: int = 1
     """Replicas of the model, each with its part of the batch."""
+    fsdp: int = 1
+    """Devices that share parameters, gradients and optimizer state, each with its part of the batch too."""
+    reshard_after_forward: bool = False
+    """With --fsdp: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
+    shard_rules: tuple[str, ...] = ()
+    """With --fsdp: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*.down.kernel=1'."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks.0.*'."""
+    main_params_dtype: DtypeName = "float32"
+    """Dtype of the parameters that the optimizer updates."""
+    main_grads_dtype: DtypeName = "float32"
+    """Dtype in which gradients are summed, over microbatches and over devices."""
+    decoupled_grad: bool = False
+    """The optimizer reads gradients in --main-grads-dtype though the parameters have another one."""
+    on_dtype_mismatch: Literal["error", "copy"] = "error"
+    """Where these two dtypes differ and the gradient is not decoupled: refuse, or cast it to the parameters' dtype."""
     pp: int = 1
     """Ranks of the pipeline, each with its part of the layers and of the vocabulary."""
     chunks: int = 1
@@ -212,7 +234,7 @@ class TrainConfig:
     resume: bool = True
     """Go on from the last checkpoint of the run directory; --no-resume starts over and replaces what is there."""
     graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers (CUDA graphs): XLA's default, none, or all that XLA can record on one device."""
+    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -236,7 +258,7 @@ class TrainConfig:
     def __post_init__(self):
         _require_positive(
             self,
-            "steps batch_size seq_len num_microbatches dp pp chunks log_every eval_every eval_batches checkpoint_every "
+            "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches checkpoint_every "
             "checkpoint_keep",
         )
         _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
@@ -248,12 +270,25 @@ class TrainConfig:
             self.num_microbatches,
             f"a divisor of --batch-size {self.batch_size}",
         )
+        rows = self.batch_size // self.num_microbatches
+        sequences = (
+            f"the {rows} sequences of a microbatch (--batch-size {self.batch_size}, --num-microbatches {self.num_microbatches})"
+        )
+        _require(rows % self.dp == 0, "dp", self.dp, f"a divisor of {sequences}")
+        _require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that --dp {self.dp} x --fsdp divides {sequences}")
+        if self.fsdp == 1:
+            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where --fsdp is 1")
+            _require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where --fsdp is 1")
+        for rule in self.shard_rules:
+            pattern, _, axis = rule.rpartition("=")
+            _require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
+        differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         _require(
-            self.batch_size // self.num_microbatches % self.dp == 0,
-            "dp",
-            self.dp,
-            f"a divisor of the {self.batch_size // self.num_microbatches} sequences of a microbatch "
-            f"(--batch-size {self.batch_size}, --num-microbatches {self.num_microbatches})",
+            not differ or self.on_dtype_mismatch == "copy",
+            "main_grads_dtype",
+            self.main_grads_dtype,
+            f"--main-params-dtype {self.main_params_dtype}, or take --decoupled-grad (the optimizer reads "
+            f"{self.main_grads_dtype}), or --on-dtype-mismatch copy (one cast more)",
         )
         _require(
             self.model.num_layers >= self.pp * self.chunks,
@@ -268,6 +303,11 @@ class TrainConfig:
             _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where --schedule is not auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
             _require(self.chunks == 1, "chunks", self.chunks, f"1 with --schedule {self.schedule}, which says it itself")
+        if self.is_pipeline:
+            _require(
+                self.main_grads_dtype == "float32", "main_grads_dtype", self.main_grads_dtype, "float32 in a pipeline: see --pp"
+            )
+            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset in a pipeline: see --pp")
         for option in self.xla_options:
             _require("=" in option, "xla_options", option, "name=value")
         if not self.run_dir:
@@ -276,6 +316,18 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
+
+    @property
+    def read_dtype(self) -> DtypeName:
+        """Of the gradient that the optimizer reads; where it is `main_grads_dtype`, that gradient is the accumulator."""
+        if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
+            return self.main_grads_dtype
+        return self.main_params_dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gradients are made and summed as `jgraph.fsdp` does; on one device too, where other dtypes are asked for."""
+        return not self.is_pipeline and (self.fsdp > 1 or (self.main_params_dtype, self.main_grads_dtype) != ("float32",) * 2)
 
     @property
     def is_pipeline(self) -> bool:
@@ -290,7 +342,8 @@ class TrainConfig:
             model = ModelConfig(**fields.pop("model"))
             optimizer = OptimizerConfig(**fields.pop("optimizer"))
             distributed = DistributedConfig(**fields.pop("distributed", {}))
-            options = tuple(fields.pop("xla_options", ()))
-            return cls(**fields, xla_options=options, model=model, optimizer=optimizer, distributed=distributed)
+            for name in ("xla_options", "shard_rules", "freeze"):
+                fields[name] = tuple(fields.get(name, ()))
+            return cls(**fields, model=model, optimizer=optimizer, distributed=distributed)
         except (TypeError, KeyError) as e:
             raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e

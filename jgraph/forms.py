@@ -1,14 +1,15 @@
-"""How a model's parameters lie on the devices, and how the gradients of a batch are made: whole on each, or stage by stage."""
+"""How a model's parameters lie on the devices, and how the gradients of a batch are made: whole, cut, or stage by stage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.packing import Packing
+from jgraph import fsdp
+from jgraph.packing import Packing, leaf_names
 from jgraph.pipeline import Pipeline
 from jgraph.step import accumulate, by_microbatch
 
@@ -37,7 +38,7 @@ class Form(Protocol):
         ...
 
     def loss_and_grads(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
-        """Mean loss and mean gradients of a batch, float32."""
+        """Mean loss of a batch, float32, and mean gradients in the dtype of their sums."""
         ...
 
 
@@ -74,7 +75,79 @@ class Whole:
         def loss(params: Tree, tokens_BS: Array) -> Array:
             return self.loss(self.unpack(params), tokens_BS)
 
-        return accumulate(loss, self.num_microbatches, self.mesh)(params, tokens_BS)
+        return accumulate(jax.value_and_grad(loss), self.num_microbatches, self.mesh)(params, tokens_BS)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Every device has its part of each parameter; full sharding, as `jgraph.fsdp` says it.
+
+    A microbatch gathers parameters and sums gradients over the devices, so no device ever has a whole main_grad.
+
+    Attributes:
+        packing: of the model's parameters; what is packed is then cut.
+        cuts: of each packed array.
+        loss: `loss(tree, tokens_BS)`, the mean over a microbatch.
+        num_microbatches: of a batch.
+        mesh: with the axes `data` and `fsdp`.
+        params_dtype, grads_dtype: of the parameters; of the sums of gradients.
+        compute_dtype: matrices are gathered in it, other parameters in `params_dtype`.
+        backward: whether it has the parameters `kept` or gathers them `again`.
+    """
+
+    packing: Packing
+    cuts: dict[str, fsdp.Cut]
+    loss: Callable[[Tree, Array], Array]
+    num_microbatches: int
+    mesh: Mesh
+    params_dtype: Any
+    grads_dtype: Any
+    compute_dtype: Any
+    backward: Literal["kept", "again"]
+
+    @property
+    def decay_mask(self) -> Tree:
+        return self.packing.decay_mask()
+
+    def pack(self, tree: Tree) -> Tree:
+        return {name: self.cuts[name].pad(leaf) for name, leaf in self.packing.pack(tree).items()}
+
+    def unpack(self, params: Tree) -> Tree:
+        return self.packing.unpack({name: self.cuts[name].unpad(leaf) for name, leaf in params.items()})
+
+    def specs(self) -> dict[str, PartitionSpec]:
+        return {name: cut.spec() for name, cut in self.cuts.items()}
+
+    def shardings(self, params: Tree) -> Tree:
+        return {name: NamedSharding(self.mesh, self.specs()[name]) for name in params}
+
+    def loss_and_grads(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
+        spread = PartitionSpec(None, fsdp.batch_axes(self.mesh))
+        run = jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(self.specs(), spread),
+            out_specs=(PartitionSpec(), self.specs()),
+            check_vma=False,
+        )
+        return run(params, by_microbatch(tokens_BS, self.num_microbatches, self.mesh))
+
+    def _local(self, params: Tree, tokens_MBS: Array) -> tuple[Array, Tree]:
+        """On one device."""
+        matrices = self.packing.decay_mask()
+        dtypes = {name: self.compute_dtype if matrices[name] else part.dtype for name, part in params.items()}
+        choices: dict[str, Any] = {"grads_dtype": self.grads_dtype, "backward": self.backward}
+
+        def value_and_grads(params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
+            def loss(whole: Tree) -> Array:
+                # A share of the mean, so that sums over devices are all that is left to do.
+                return self.loss(self.packing.unpack(whole), tokens_BS) / self.mesh.size
+
+            return fsdp.value_and_grads(loss, params, self.cuts, dtypes, **choices)
+
+        tokens_BS = tokens_MBS.reshape(-1, tokens_MBS.shape[-1])
+        loss, grads = accumulate(value_and_grads, self.num_microbatches, dtype=self.grads_dtype)(params, tokens_BS)
+        return jax.lax.psum(loss, fsdp.batch_axes(self.mesh)), jax.lax.psum(grads, "data")
 
 
 @dataclass(frozen=True)
@@ -96,7 +169,9 @@ class Staged:
         """From the model's parameters as shapes."""
         params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.parts.split(tree)), tree)
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
-        return cls(pipeline, Packing.of(own), params)
+        # What is cut is not packed: a pack of cut parameters would be gathered to be taken apart.
+        alone = leaf_names(own) if fsdp.AXIS in pipeline.mesh.axis_names else ()
+        return cls(pipeline, Packing.of(own, alone=alone), params)
 
     @property
     def decay_mask(self) -> Tree:
@@ -109,7 +184,11 @@ class Staged:
         return self.pipeline.parts.join(*self.pipeline.unstack(self._unpacked(params)))
 
     def shardings(self, params: Tree) -> Tree:
-        return self.pipeline.shardings(params)
+        shardings = self.pipeline.shardings(self.shapes)
+        if fsdp.AXIS not in self.pipeline.mesh.axis_names:
+            return self.pipeline.shardings(params)
+        leaves = jax.tree.leaves(shardings["layers"])
+        return shardings | {"layers": dict(zip(params["layers"], leaves, strict=True))}
 
     def loss_and_grads(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
         pipeline = self.pipeline

@@ -6,6 +6,7 @@ parameters stay arrays of their own: their kernels are long already, and concate
 memory.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +18,11 @@ PyTree = Any
 
 # Up to here a kernel over a float32 leaf is mostly launch: 2 MiB at 4.3 TB/s is half a microsecond.
 _SMALL_LEAF = 2**19
+
+
+def leaf_names(tree: PyTree) -> list[str]:
+    """Of every leaf, as flags and messages name it: `blocks.0.mlp.up.kernel`."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 @dataclass(frozen=True)
@@ -37,16 +43,21 @@ class Packing:
     groups: tuple[_Group, ...]
 
     @classmethod
-    def of(cls, params: PyTree, *, small: int = _SMALL_LEAF) -> Self:
-        """Packs leaves of fewer than `small` elements by dtype and by whether they are matrices; others stay as they are."""
+    def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
+        """Packs leaves of fewer than `small` elements by dtype and by whether they are matrices; others stay as they are.
+
+        Args:
+            params: tree of arrays or shapes.
+            small: elements.
+            alone: names of leaves that are not packed, as `leaf_names` has them.
+        """
         members: dict[str, list[int]] = {}
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-        for index, (path, leaf) in enumerate(paths):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            if leaf.size < small:
+        flat, treedef = jax.tree.flatten(params)
+        for index, (name, leaf) in enumerate(zip(leaf_names(params), flat, strict=True)):
+            if leaf.size < small and name not in alone:
                 name = f"small {'matrices' if leaf.ndim > 1 else 'vectors'} ({leaf.dtype})"
             members.setdefault(name, []).append(index)
-        leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in paths)
+        leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
         groups = (_Group(name, tuple(indices), len(leaves[indices[0]].shape) > 1) for name, indices in members.items())
         return cls(treedef=treedef, leaves=leaves, groups=tuple(groups))
 

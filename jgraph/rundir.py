@@ -11,7 +11,7 @@ from typing import Any
 from jgraph.config import TrainConfig, flag
 from jgraph.errors import ConfigError
 
-# A run that goes on may change these: the steps that remain compute the same.
+# A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
 FREE_FIELDS = frozenset(
     {
         "run_dir",
@@ -21,6 +21,14 @@ FREE_FIELDS = frozenset(
         "checkpoint_keep",
         "on_nonfinite",
         "dp",
+        "fsdp",
+        "reshard_after_forward",
+        "shard_rules",
+        "pp",
+        "chunks",
+        "schedule",
+        "memory_limit",
+        "remat",
         "distributed",
         "graph",
         "xla_options",

@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.config import OptimizerConfig
+from jgraph.fsdp import batch_axes
 
 PyTree = Any
 
@@ -30,7 +31,7 @@ class TrainState:
     Attributes:
         step: int32 scalar, steps done, skipped ones included.
         skipped: int32 scalar, steps whose update was not applied.
-        params: float32 arrays.
+        params: arrays.
         opt_state: optax's.
     """
 
@@ -71,14 +72,30 @@ def optimizer(config: OptimizerConfig, steps: int, *, decay_mask: PyTree) -> opt
         decay_steps=max(steps, config.warmup_steps + 1),
         end_value=config.learning_rate * config.final_learning_rate,
     )
-    return optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+    moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    return optax.chain(
+        moments_in(moments, config.first_moment_dtype, config.second_moment_dtype),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        optax.scale_by_learning_rate(schedule),
     )
+
+
+def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> optax.GradientTransformation:
+    """Adam whose moments are kept in these dtypes; it computes in float32. Optax has a choice for the first moment only."""
+
+    def kept(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+        return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))
+
+    def init(params: PyTree) -> optax.ScaleByAdamState:
+        return kept(adam.init(params))  # pyright: ignore[reportArgumentType]
+
+    def update(updates: PyTree, state: Any, params: PyTree = None):
+        # The casts are part of the one kernel that reads the moments and writes them.
+        whole = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
+        updates, new = adam.update(optax.tree.cast(updates, jnp.float32), whole, params)
+        return updates, kept(new)  # pyright: ignore[reportArgumentType]
+
+    return optax.GradientTransformation(init, update)
 
 
 def init_state(params: PyTree, transform: optax.GradientTransformation) -> TrainState:
@@ -92,13 +109,17 @@ def train_step(
     transform: optax.GradientTransformation,
     *,
     clip_norm: float = 1.0,
+    read_dtype: Any = None,
+    trained: Callable[[], PyTree] | None = None,
 ) -> Callable[[TrainState, Array], tuple[TrainState, StepMetrics]]:
     """Makes the step.
 
     Args:
-        loss_and_grads: (params, tokens_BS) -> mean loss of a batch, scalar float32, and its gradients, as params.
-        transform: optax transformation of the clipped gradient.
+        loss_and_grads: (params, tokens_BS) -> mean loss of a batch, scalar float32, and its gradients, shaped as params.
+        transform: optax transformation of the clipped gradient, which it gets in float32, as it gets the parameters.
         clip_norm: the gradient is scaled so that its global norm is at most this.
+        read_dtype: what the gradient is rounded to before anything reads it; None: it is read as it is.
+        trained: makes a tree of bool arrays as params, False where a parameter stays as it is; None: all are trained.
 
     Returns:
         `step(state, tokens_BS) -> (state, StepMetrics)`, pure. Jit it with `donate_argnums=0, keep_unused=True`.
@@ -106,12 +127,19 @@ def train_step(
 
     def step(state: TrainState, tokens_BS: Array) -> tuple[TrainState, StepMetrics]:
         loss, grads = loss_and_grads(state.params, tokens_BS)
+        if read_dtype is not None:
+            grads = optax.tree.cast(grads, read_dtype)
+        mask = trained() if trained else None
+        grads = _where(mask, grads)
         square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         norm = jnp.sqrt(jnp.sum(square_sums))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         scale = jnp.minimum(1.0, clip_norm / norm)
-        updates, opt_state = transform.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
+        # In float32 whatever the parameters are: a decay in bfloat16 would be rounded away.
+        params32 = optax.tree.cast(state.params, jnp.float32)
+        updates, opt_state = transform.update(scaled, state.opt_state, params32)
+        params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
         params, opt_state = jax.tree.map(
             # The dtype of the new leaf, even where `where` would widen it to the old one's: a transform that changes a dtype
             # must fail the check of the aliases, not pass unseen.
@@ -126,26 +154,35 @@ def train_step(
     return step
 
 
+def _where(mask: PyTree | None, tree: PyTree) -> PyTree:
+    """Zeros where the mask is False; no mask, no change."""
+    return tree if mask is None else jax.tree.map(lambda m, leaf: jnp.where(m, leaf, jnp.zeros((), leaf.dtype)), mask, tree)
+
+
 def accumulate(
-    loss_fn: Callable[[PyTree, Array], Array], num_microbatches: int = 1, mesh: Mesh | None = None
+    value_and_grads: Callable[[PyTree, Array], tuple[Array, PyTree]],
+    num_microbatches: int = 1,
+    mesh: Mesh | None = None,
+    *,
+    dtype: Any = jnp.float32,
 ) -> Callable[[PyTree, Array], tuple[Array, PyTree]]:
-    """Mean loss and mean gradient over microbatches, summed in float32, as a function of (params, tokens_BS).
+    """Mean loss and mean gradient over microbatches as a function of (params, tokens_BS).
 
     Args:
-        loss_fn: (params, tokens_BS) -> mean loss of a microbatch, scalar float32.
+        value_and_grads: (params, tokens_BS) -> mean loss of a microbatch, scalar float32, and its gradients, shaped as params.
         num_microbatches: slices of the batch, along its first axis.
-        mesh: over whose axis `data` the batch is spread; None for one device.
+        mesh: over whose batch axes the batch is spread; None for one device.
+        dtype: of the sums.
     """
-    grad_fn = jax.value_and_grad(loss_fn)
 
     def loss_and_grads(params: PyTree, tokens_BS: Array) -> tuple[Array, PyTree]:
         if num_microbatches == 1:
-            return grad_fn(params, tokens_BS)
+            return value_and_grads(params, tokens_BS)
 
         def add(carry, tokens_BS):
-            return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), carry, grad_fn(params, tokens_BS)), None
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, value_and_grads(params, tokens_BS)), None
 
-        main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
         tokens_MBS = by_microbatch(tokens_BS, num_microbatches, mesh)
         sums, _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), main_grad), tokens_MBS, unroll=unroll)
@@ -160,4 +197,4 @@ def by_microbatch(tokens_BS: Array, num_microbatches: int, mesh: Mesh | None) ->
     if mesh is None:
         return tokens_MBS
     # A rank's rows of the batch are whole microbatches; without this it would wait while others do theirs.
-    return jax.lax.with_sharding_constraint(tokens_MBS, NamedSharding(mesh, PartitionSpec(None, "data")))
+    return jax.lax.with_sharding_constraint(tokens_MBS, NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh))))

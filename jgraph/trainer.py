@@ -87,7 +87,7 @@ def _memory_errors(config: TrainConfig) -> Iterator[None]:
 
 
 def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest) -> Summary:
-    config, shapes = assembly.config, assembly.state_shapes()
+    config, shapes = assembly.config, assembly.portable_shapes()
     batches = _batches(assembly, corpus)
     step = None
     # The first process's word, because it may already be writing where another looks.
@@ -105,7 +105,7 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
     try:
         with together():
             checkpoints.check_space(shapes)
-        done, state = checkpoints.restore_latest(shapes) or (0, assembly.init())
+        done, state = _start(assembly, checkpoints, shapes)
         if done >= config.steps:
             reporter.line(f"this run is finished: {done} of --steps {config.steps} are done")
             outcome = "already finished"
@@ -130,6 +130,12 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
     return summary
 
 
+def _start(assembly: Assembly, checkpoints: Checkpoints, shapes: TrainState) -> tuple[int, TrainState]:
+    """Steps done, and the state after them: the last that was saved, or the first. A function, so that it is held once."""
+    saved = checkpoints.restore_latest(shapes)
+    return (0, assembly.init()) if saved is None else (saved[0], assembly.adopt(saved[1]))
+
+
 class _Loop:
     """One run of the loop; holds what the host has not looked at yet."""
 
@@ -146,6 +152,7 @@ class _Loop:
     ):
         self.config = assembly.config
         self.place = assembly.place
+        self.portable = assembly.portable
         self.num_devices = assembly.num_devices
         self.group_names = assembly.group_names()
         self.step = step
@@ -214,7 +221,11 @@ class _Loop:
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
-        self.checkpoints.save(done, state)
+        portable = self.portable(state)
+        self.checkpoints.save(done, portable)
+        # Orbax keeps hold of it until all is written; the next step needs the room.
+        for leaf in jax.tree.leaves(portable):
+            leaf.delete()
 
     def _settle(self) -> StepMetrics:
         """Waits for the steps that were handed over, stops the clock, and looks at each step's numbers; returns the last's."""

@@ -55,7 +55,7 @@ class GPT(nnx.Module):
     def hidden(self, tokens_BT: Array) -> Array:
         """What the head reads: normed hidden states (B, T, D) in `compute_dtype`."""
         # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
-        x_BTD = self.embedding_VD[...][tokens_BT].astype(self.config.compute_dtype)
+        x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary(tokens_BT.shape[1], self.config.head_size, self.config.rope_theta)
         if self.config.scan_layers:
             step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_T1K), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)

@@ -1,4 +1,4 @@
-"""The pipeline's benchmark at tiny sizes on CPU devices: every kind of process runs, and its answers meet in the table."""
+"""The benchmarks on several devices at tiny sizes on a CPU: every kind of process runs, and its answers meet in the table."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import harness, pipeline, pipeline_trace
+from benchmarks import fsdp, harness, pipeline, pipeline_trace
 from jgraph.schedule import Costs, generate, simulate
 from jgraph.schedule.action import DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.table import tick_table
@@ -90,3 +90,73 @@ def test_a_trace_is_read_back_as_the_schedule_that_ran(P, M):
         for row, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(row, wanted)
     assert pipeline_trace.costs(ran) == {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0}
+
+
+@pytest.fixture
+def run_fsdp(tmp_path, monkeypatch):
+    """Runs the benchmark of sharded training and gives back its exit status; results go to `tmp_path`."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def run(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["fsdp", "--work", "gpt-1b3", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
+        return fsdp.main()
+
+    return run
+
+
+def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
+    assert run_fsdp("--peers") == 0
+    alone, sharded = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    assert (alone["system"], sharded["system"]) == ("one GPU", "jgraph")
+    assert (alone["device"], sharded["device"]) == ("1 x cpu", "2 x cpu")
+    assert sharded["ms"] > 0
+    assert sharded["skipped"] == 0
+    # A device has about half of the state: float32 parameters and two moments.
+    assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
+    capsys.readouterr()
+    assert run_fsdp("--table") == 0
+    assert "| gpt-1b3 | 2 | none ran |" in capsys.readouterr().out
+
+
+def test_a_soak_of_a_sharded_step_tells_its_loss(run_fsdp, capsys):
+    assert run_fsdp("--soak", "3", "--variant", "reshard=yes") == 0
+    out = capsys.readouterr().out
+    assert "reshard=yes: 3 of 3 steps" in out
+    assert "skipped: 0" in out
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path, monkeypatch):
+    monkeypatch.setattr(fsdp, "ask_jgraph", lambda *_: {"failed": "left out"})
+    assert run_fsdp("--peers", "eager:reshard") == 0
+    peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"][0]
+    assert "failed" not in peer
+    assert peer["ms"] > 0
+    assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
+
+
+def test_a_variant_is_words_for_jgraph_and_options_for_xla():
+    config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
+    varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
+    assert (config.fsdp, config.batch_size, config.reshard_after_forward) == (4, 8, False)
+    assert (varied.graph, varied.reshard_after_forward) == ("full", True)
+    assert varied.xla_options == (*config.xla_options, "xla_an_option=a=b")
+    with pytest.raises(SystemExit, match="reshard=maybe"):
+        fsdp.vary(config, "reshard=maybe")
+
+
+def test_the_ratios_that_count_are_those_of_tokens_per_second():
+    config = fsdp.asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
+    times = {"torch": 110.0, "one GPU": 95.0, "jgraph": 100.0}
+    rows = [
+        {"system": system, "variant": "", "ranks": 1 if system == "one GPU" else 4, "ms": ms, "device": "4 x NVIDIA H200"}
+        for system, ms in times.items()
+    ]
+    (row,) = fsdp.summary({"gpt-1b3": {"config": config, "ranks": 4, "rows": rows}})[2:]
+    cells = [cell.strip() for cell in row.split("|")]
+    assert "**1.100**" in cells
+    assert "95.0%" in cells
+    assert f"{8 * 2048 * 4 / 0.1:,.0f}" in cells
+    flops = fsdp.flops_per_step(fsdp.TrainConfig.from_dict(config)) / 4
+    assert f"{flops / 0.1 / 989e12:.1%}" in cells

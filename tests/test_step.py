@@ -37,7 +37,9 @@ def batch():
 def run(batch, *, state=None, loss=squared_error, transform=None, num_microbatches=1, **settings):
     """One step from `state`, or from new parameters; plain gradient descent unless told otherwise, without clipping."""
     transform = transform or optax.sgd(1.0)
-    step = jax.jit(train_step(accumulate(loss, num_microbatches), transform, **({"clip_norm": 1e9} | settings)))
+    step = jax.jit(
+        train_step(accumulate(jax.value_and_grad(loss), num_microbatches), transform, **({"clip_norm": 1e9} | settings))
+    )
     return step(state or init_state(new_params(), transform), batch)
 
 
@@ -252,7 +254,11 @@ def test_betas_and_epsilon_are_those_of_the_configuration():
 
 def compiled(transform, batch, num_microbatches=1):
     state = init_state(new_params(), transform)
-    step = jax.jit(train_step(accumulate(squared_error, num_microbatches), transform), donate_argnums=0, keep_unused=True)
+    step = jax.jit(
+        train_step(accumulate(jax.value_and_grad(squared_error), num_microbatches), transform),
+        donate_argnums=0,
+        keep_unused=True,
+    )
     return step.lower(state, batch).compile(), state
 
 

@@ -286,10 +286,10 @@ class _Reasons:
         if command is None:
             yield _Why("XLA has no command for it", _REWRITES.get(thunk.kind, _ELSEWHERE))
         elif command not in self.commands:
-            if command in ("COLLECTIVES", "HOST_EXECUTE"):
-                yield _Why(f"{command} is off by default", "none yet: it is not safe, and --graph full leaves it out too")
-            else:
-                yield _Why(f"{command} is off by default", "--graph full")
+            remedies = {"HOST_EXECUTE": "none: no training step computes on the host"}
+            if "COLLECTIVES" in self.commands:
+                remedies |= dict.fromkeys(("CONDITIONAL", "WHILE"), "unroll it: no graph can have branches and collectives")
+            yield _Why(f"{command} is off by default", remedies.get(command, "--graph full"))
         elif thunk.kind == "CustomCall":
             yield _Why(
                 "its handler does not say that it can be recorded",

@@ -25,10 +25,14 @@ OptionKind = Literal["bool", "int32", "int64", "float", "string", "enum", "messa
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
 
-# Collectives inside a graph hang or abort in some releases (notes/design.md), and no training step computes on the host.
-_NEVER_CAPTURED = {"INVALID", "COLLECTIVES", "HOST_EXECUTE"}
+# No training step computes on the host.
+_NEVER_CAPTURED = {"INVALID", "HOST_EXECUTE"}
+# A graph that has both a collective and a branch cannot be instantiated (CUDA_ERROR_INVALID_VALUE), so it is one or the other.
+_COLLECTIVES, _BRANCHES = {"COLLECTIVES", "COLLECTIVES_KERNEL"}, {"CONDITIONAL", "WHILE"}
+# XLA's own kernels for small all-reduces; in a graph it is NCCL's or none.
+_SMALL_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 # What every release that jgraph supports can record; used only when the installed library does not tell.
-_COMMON = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,CONVOLUTION"
+_COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,CONVOLUTION"
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,15 @@ class Option:
     values: tuple[str, ...] = ()
 
 
-def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str) -> dict[str, OptionValue]:
+def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str, num_devices: int = 1) -> dict[str, OptionValue]:
     """Options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
 
     Args:
-        graph: `auto` leaves XLA's default, `off` records nothing, `full` records everything that runs on one device.
+        graph: `auto` leaves XLA's default; `off` records nothing; `full` records everything, on several devices the collectives
+            too, and then loops and branches as their pieces.
         extra: further `name=value` options (`--xla-options`); they win over those of `graph`.
         platform: `cpu`, or `gpu`/`cuda`. Command buffers exist on a GPU only, so on a CPU `graph` adds nothing.
+        num_devices: that the program runs on.
 
     Returns:
         Option name to value, of the type that XLA wants.
@@ -66,7 +72,7 @@ def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str) ->
         raise CompilerOptionError(f"--graph is {graph}: must be one of {', '.join(get_args(Graph))}")
     options: dict[str, OptionValue] = {}
     if platform in ("gpu", "cuda"):
-        options |= _graph_options(graph)
+        options |= _graph_options(graph, num_devices)
     for text in extra:
         name, equals, value = text.strip().partition("=")
         if not equals:
@@ -75,14 +81,21 @@ def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str) ->
     return options
 
 
-def _graph_options(graph: str) -> dict[str, OptionValue]:
+def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
     match graph:
         case "off":
             return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
         case "full":
-            known = (installed_options() or {}).get(COMMAND_BUFFER)
-            commands = known.values if known else _COMMON.split(",")
-            return {COMMAND_BUFFER: ",".join(c for c in commands if c not in _NEVER_CAPTURED), MIN_GRAPH_SIZE: 1}
+            installed = installed_options() or {}
+            commands = installed[COMMAND_BUFFER].values if COMMAND_BUFFER in installed else _COMMON.split(",")
+            left_out = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
+            options: dict[str, OptionValue] = {
+                COMMAND_BUFFER: ",".join(c for c in commands if c not in left_out),
+                MIN_GRAPH_SIZE: 1,
+            }
+            if num_devices > 1 and _SMALL_COLLECTIVES in installed:
+                options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
+            return options
         case _:
             return {}
 

@@ -37,7 +37,8 @@ class Op:
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
-        return (self.name or self.instruction) + where
+        # Collectives that XLA made one have the names of all, mostly the same over and over.
+        return ":".join(dict.fromkeys((self.name or self.instruction).split(":"))) + where
 
 
 def operations(program: str, instructions: Collection[str]) -> dict[str, Op]:

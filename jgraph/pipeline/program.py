@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph import fsdp
 from jgraph.backward import Split, split_backward
 from jgraph.errors import ConfigError, OrderError
+from jgraph.fsdp import Cut, batch_axes
 from jgraph.pipeline import aligned, general
 from jgraph.pipeline.columns import Columns, columns
 from jgraph.pipeline.machine import Machine
@@ -29,11 +31,14 @@ Remat = Literal["nothing", "layer"]
 class Pipeline:
     """A whole iteration but for the optimizer, as one SPMD program over the axes `data` and `pipe` of a mesh.
 
+    With an axis `fsdp`, which shares the batch as `data` does, parameters come in and gradients go out cut over it. Within a
+    step a rank has its stages whole: they are gathered once and their gradients summed once, not for every microbatch.
+
     Attributes:
         parts: of the model.
         schedule: what runs when; as many ranks as the mesh's `pipe` axis has. The aligned runtime takes wgrads newest first.
         layout: which layer is where.
-        mesh: with the axes `data` and `pipe`.
+        mesh: with the axes `data`, `pipe` and perhaps `fsdp`.
         compute_dtype: matrices of the layers, and those that the head reads, are cast to it once a step; None: no cast.
         runtime: `aligned` needs a schedule in whose ticks all ranks do the same; `general` plays any; `auto` takes the first
             where it can.
@@ -83,8 +88,17 @@ class Pipeline:
         for name in self.parts.sharded:
             if name not in names:
                 raise ConfigError(f"Parts.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
-        ends = jax.tree_util.tree_map_with_path(self._ends_spec, params["ends"])
-        return {"ends": ends, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), params["layers"])}
+        jax.tree_util.tree_map_with_path(self._check_divides, params["ends"])
+        cuts = self._cuts(params)
+
+        def of_ends(path: Any, cut: Cut) -> PartitionSpec:
+            names = {self._axis(path): AXIS, cut.axis: fsdp.AXIS}
+            return PartitionSpec(*[names.get(i) for i in range(1 + max((i for i in names if i is not None), default=-1))])
+
+        return {
+            "ends": jax.tree_util.tree_map_with_path(of_ends, cuts["ends"]),
+            "layers": jax.tree.map(lambda cut: cut.spec(lead=(AXIS,)), cuts["layers"]),
+        }
 
     def shardings(self, params: Tree) -> Tree:
         """As `specs`, as shardings."""
@@ -97,7 +111,7 @@ class Pipeline:
 
         Args:
             params: as `stack` gives them, sharded as `specs` says.
-            inputs: leaves [M, B, ...]; B is spread over the axis `data`.
+            inputs: leaves [M, B, ...]; B is spread over the axes `data` and `fsdp`.
             key: a random key of this step, folded for each microbatch and layer; layers then take a third argument.
 
         Returns:
@@ -105,7 +119,7 @@ class Pipeline:
         """
         specs = self.specs(params)
         rest = () if key is None else (jax.random.key_data(key),)
-        run = partial(self._local, impl=None if key is None else jax.random.key_impl(key))
+        run = partial(self._local, cuts=self._cuts(params), impl=None if key is None else jax.random.key_impl(key))
         return self._mapped(run, params, (PartitionSpec(), specs), len(rest))(params, inputs, *rest)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
@@ -115,10 +129,12 @@ class Pipeline:
             params, inputs: as `loss_and_grads` takes them; shapes are enough.
 
         Returns:
-            Bytes of each pool; of `main_grad`; of `cast`, the parameters in `compute_dtype`.
+            Bytes of each pool; of `in flight`, what an action has made before it is in a pool; of `main_grad`; of `cast`, the
+            parameters in `compute_dtype`; of `gathered`, those that an axis `fsdp` makes whole besides.
         """
-        slots = self._columns().slots
-        pools = {pool: slots[pool] * size for pool, size in self.slot_bytes(params, inputs).items()}
+        slots, sizes = self._columns().slots, self.slot_bytes(params, inputs)
+        pools = {pool: slots[pool] * size for pool, size in sizes.items()}
+        pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
         ranks = self.mesh.shape[AXIS]
 
         def of(tree: Tree, dtype: Any) -> int:
@@ -131,7 +147,8 @@ class Pipeline:
         )
         matrices = [leaf for leaf in jax.tree.leaves(own) if leaf.ndim > 1]
         cast = 0 if self.compute_dtype in (None, jnp.float32) else of([matrices, ends], self.compute_dtype)
-        return pools | {"main_grad": of([own, ends], jnp.float32), "cast": cast}
+        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(ends if cast else [own, ends], None)
+        return pools | {"main_grad": of([own, ends], jnp.float32), "cast": cast, "gathered": gathered}
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
         """Bytes of one slot of each pool; of a stage, or of so many layers."""
@@ -162,7 +179,7 @@ class Pipeline:
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self.specs(params), PartitionSpec(None, "data"), *[PartitionSpec()] * num_rest),
+            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * num_rest),
             out_specs=out_specs,
             # Idle ranks compute with what they have and throw it away, which the types of varying values cannot say.
             check_vma=False,
@@ -171,14 +188,16 @@ class Pipeline:
     def _columns(self) -> Columns:
         return columns(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
-    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, impl: Any) -> tuple[Array, Tree]:
+    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, cuts: Tree, impl: Any) -> tuple[Array, Tree]:
         """On one rank."""
-        layers = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-        ends, layout = params["ends"], self.layout
+        batch, layout = batch_axes(self.mesh), self.layout
+        layers = self._cast(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
+        layers = jax.tree.map(lambda cut, part: cut.gather(part), cuts["layers"], layers)
+        ends = jax.tree.map(lambda cut, part: cut.gather(part), cuts["ends"], params["ends"])
         if key is not None:
-            key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index("data")))
+            key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
         stages = []
-        for c, own in enumerate(self._cast(layers)):
+        for c, own in enumerate(layers):
             extra = {}
             if not layout.is_even:
                 extra["active"] = self._own(layout.active()[:, c])
@@ -192,8 +211,24 @@ class Pipeline:
             lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.ends
         )
         grads = {"ends": summed, "layers": [own for own, _ in state.grads]}
-        loss, grads = jax.tree.map(lambda a: lax.pmean(a, "data"), (lax.psum(state.loss, AXIS), grads))
+        if fsdp.AXIS in batch:
+            grads = jax.tree.map(lambda cut, g: cut.scatter(g) / self.mesh.shape[fsdp.AXIS], cuts, grads)
+        grads = jax.tree.map(lambda g: lax.pmean(g, "data"), grads)
+        loss = lax.pmean(lax.psum(state.loss, AXIS), batch)
         return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
+
+    def _cuts(self, params: Tree) -> Tree:
+        """Of every parameter, over the axis `fsdp`: along the first axis that is divisible and not cut over `pipe`, if any."""
+        ranks = self.mesh.shape.get(fsdp.AXIS, 1)
+
+        def of(shape: tuple[int, ...], taken: int | None) -> Cut:
+            divisible = [i for i, length in enumerate(shape) if length % ranks == 0 and i != taken and ranks > 1]
+            return Cut(divisible[0], shape[divisible[0]], shape[divisible[0]]) if divisible else Cut(None)
+
+        return {
+            "ends": jax.tree_util.tree_map_with_path(lambda path, leaf: of(leaf.shape, self._axis(path)), params["ends"]),
+            "layers": jax.tree.map(lambda leaf: of(leaf.shape[1:], None), params["layers"]),
+        }
 
     def split(self, impl: Any) -> Split:
         """A stage in its parts; `impl` is the kind of the keys, None where there are none."""
@@ -221,17 +256,13 @@ class Pipeline:
     def _axis(self, path: Any) -> int | None:
         return self.parts.sharded.get(_name(path))
 
-    def _ends_spec(self, path: Any, leaf: Any) -> PartitionSpec:
-        axis = self._axis(path)
-        if axis is None:
-            return PartitionSpec()
-        ranks = self.mesh.shape[AXIS]
-        if leaf.shape[axis] % ranks:
+    def _check_divides(self, path: Any, leaf: Any) -> None:
+        axis, ranks = self._axis(path), self.mesh.shape[AXIS]
+        if axis is not None and leaf.shape[axis] % ranks:
             raise ConfigError(
                 f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp",
                 field="pp",
             )
-        return PartitionSpec(*[None] * axis, AXIS)
 
 
 def _name(path: Any) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from jgraph.errors import CompilerOptionError
 from jgraph.graph import compile_and_report, compiler_options, option_errors, options, target
+from jgraph.graph.options import installed_options
 
 SIZE = "xla_gpu_graph_min_graph_size"
 COMMANDS = "xla_gpu_enable_command_buffer"
@@ -32,6 +33,16 @@ def test_full_captures_loops_and_single_kernels_but_no_collectives():
     assert {"FUSION", "WHILE", "CONDITIONAL", "CONVOLUTION", "DYNAMIC_SLICE_FUSION"} <= set(commands)
     assert not {"COLLECTIVES", "INVALID"} & set(commands)
     assert found[SIZE] == 1
+
+
+def test_full_on_several_devices_captures_collectives_and_no_branches():
+    found = compiler_options("full", platform="gpu", num_devices=4)
+    commands = set(str(found[COMMANDS]).split(","))
+    assert {"FUSION", "COLLECTIVES", "CUBLASLT"} <= commands
+    assert not {"WHILE", "CONDITIONAL", "INVALID"} & commands
+    small = "xla_gpu_experimental_use_collective_kernels"
+    assert not found.get(small)
+    assert (small in found) == (small in (installed_options() or {}))
 
 
 def test_a_wrong_graph_is_refused_with_the_flag_and_the_choices():

@@ -183,9 +183,11 @@ def our_training(
     packing = Packing.of(params, small=2000)  # some matrices are packed, others stay alone
     decay_mask = {name: decayed or decay_vectors for name, decayed in packing.decay_mask().items()}
     transform = optimizer(settings, STEPS, decay_mask=decay_mask)
-    loss_and_grads = accumulate(
-        lambda packed, tokens_BS: scale * nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS), MICROBATCHES
-    )
+
+    def loss(packed, tokens_BS):
+        return scale * nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS)
+
+    loss_and_grads = accumulate(jax.value_and_grad(loss), MICROBATCHES)
     step = train_step(loss_and_grads, transform, clip_norm=settings.clip_norm)
     metrics, state = played(step, before(init_state(packing.pack(params), transform)), STEPS)
     return metrics | weights.named(packing.unpack(state.params))

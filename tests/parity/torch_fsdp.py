@@ -1,0 +1,108 @@
+"""The parity GPT trained by PyTorch's own `fully_shard`, on the CPU, a process a rank: the reference of `test_fsdp.py`.
+
+    OMP_NUM_THREADS=1 python -m tests.parity.torch_fsdp RANK RANKS RENDEZVOUS RUN.npz...
+
+RENDEZVOUS is a file that is not there yet; each RUN.npz is replaced by what came of it. See `write` for what is in one.
+"""
+
+# B batch, S sequence and its next token
+
+import dataclasses
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from jgraph.config import ModelConfig, OptimizerConfig
+from tests.parity.torch_gpt import GPT
+
+Arrays = dict[str, np.ndarray]
+
+
+def write(path: Path, model: ModelConfig, optimizer: OptimizerConfig, microbatches: int, arrays: Arrays) -> None:
+    """A run to do.
+
+    Args:
+        path: of the file.
+        model: its compute dtype is that of the gathered parameters; gradients are reduced in float32 whatever it is.
+        optimizer: all but the learning rate.
+        microbatches: of a step.
+        arrays: `learning_rates` (steps,), `tokens` (steps, B, S), and the weights under PyTorch's names.
+    """
+    settings = {"model": dataclasses.asdict(model), "optimizer": dataclasses.asdict(optimizer), "microbatches": microbatches}
+    save(path, {"settings": np.array(json.dumps(settings))} | arrays)
+
+
+def main(rank: int, ranks: int, rendezvous: Path, paths: list[Path]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    for path in paths:
+        with np.load(path) as run:
+            result = train(rank, ranks, **json.loads(str(run["settings"])), arrays={k: run[k] for k in run if k != "settings"})
+        dist.barrier()  # all have read what the first replaces
+        if rank == 0:
+            save(path, result)
+    dist.destroy_process_group()
+
+
+def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int, arrays: Arrays) -> Arrays:
+    """Loss and gradient norm of each step and every weight after the last, on every rank."""
+    steps_BS, rates = torch.tensor(arrays.pop("tokens"), dtype=torch.int64), arrays.pop("learning_rates").tolist()
+    gpt, settings = sharded(ModelConfig(**model), arrays, ranks), OptimizerConfig(**optimizer)
+    matrices, vectors = ([p for p in gpt.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    losses, norms = [], []
+    for tokens_BS, rate in zip(steps_BS, rates, strict=True):
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.zero_grad()
+        loss = torch.zeros(())
+        for part_BS in tokens_BS.chunk(microbatches):
+            part = gpt.loss(part_BS.chunk(ranks)[rank]) / microbatches
+            part.backward()  # reduce-scatters the mean over the ranks, and adds it to what is there
+            loss += part.detach()
+        norms.append(full(torch.nn.utils.clip_grad_norm_(gpt.parameters(), settings.clip_norm)))
+        adamw.step()
+        dist.all_reduce(loss)
+        losses.append(loss / ranks)
+    metrics = {"losses": torch.stack(losses).numpy(), "gradient norms": torch.stack(norms).numpy()}
+    return metrics | {name: full(p).numpy() for name, p in gpt.named_parameters()}
+
+
+def sharded(config: ModelConfig, weights: Arrays, ranks: int) -> GPT:
+    """The GPT with these weights, every block and then what is left of it a group of its own."""
+    gpt = GPT(config)
+    gpt.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if config.compute_dtype == "float32" else getattr(torch, config.compute_dtype),
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the rotary tables, which a block is given, stay float32
+    )
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return gpt
+
+
+def save(path: Path, arrays: Arrays) -> None:
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def full(tensor) -> Tensor:
+    return tensor.detach().full_tensor()
+
+
+if __name__ == "__main__":
+    rank, ranks, rendezvous, *paths = sys.argv[1:]
+    main(int(rank), int(ranks), Path(rendezvous), [Path(path) for path in paths])

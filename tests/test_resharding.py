@@ -1,0 +1,171 @@
+"""Checkpoints over other devices than they were saved from: the losses go on, and no bit is lost on the way there and back."""
+
+import dataclasses
+import functools
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jgraph.assembly import Assembly
+from jgraph.checkpoint import Checkpoints
+from jgraph.config import TrainConfig
+from jgraph.errors import CheckpointError
+from jgraph.step import TrainState, init_state
+from tests import tiny
+from tests.test_distributed import assert_same_losses
+from tests.test_pipeline_training import FAST_COMPILE, batches_of, config_of
+
+STEPS, SAVED = 4, 2
+ONE, PP = "one device", "pp=2"
+MESHES: dict[str, dict[str, Any]] = {
+    ONE: {},
+    PP: {"pp": 2},
+    "fsdp=2": {"fsdp": 2},
+    "chunks=2": {"pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "remat": "layer"},
+}
+
+
+def config_on(mesh: str) -> TrainConfig:
+    return config_of(num_layers=4, num_microbatches=2, steps=STEPS, **MESHES[mesh])
+
+
+@functools.cache
+def compiled(mesh: str) -> tuple[Assembly, Any]:
+    config = config_on(mesh)
+    assembly = Assembly.of(config)
+    return assembly, assembly.compile_step(config.batch_size)[0]
+
+
+def trained(mesh: str, state: TrainState, steps: range) -> tuple[TrainState, list[float]]:
+    """The state after some steps, and their losses. The state that is given is donated."""
+    assembly, step = compiled(mesh)
+    batches, losses = batches_of(assembly.config), []
+    for i in steps:
+        state, metrics = step(state, assembly.place(batches[i]))
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Trains on a mesh, once, and tells where it saved what it had on the way, and the losses from there on."""
+
+    @functools.cache
+    def save(mesh: str) -> tuple[Path, list[float]]:
+        assembly, directory = compiled(mesh)[0], tmp_path_factory.mktemp("saved")
+        checkpoints = Checkpoints(directory, 1)
+        state, _ = trained(mesh, assembly.init(), range(SAVED))
+        checkpoints.save(SAVED, assembly.portable(state))
+        _, losses = trained(mesh, state, range(SAVED, STEPS))
+        checkpoints.close()
+        return directory, losses
+
+    return save
+
+
+def restored(directory: Path, assembly: Assembly) -> TrainState:
+    checkpoints = Checkpoints(directory, 1)
+    try:
+        found = checkpoints.restore_latest(assembly.portable_shapes())
+    finally:
+        checkpoints.close()
+    assert found is not None
+    return assembly.adopt(found[1])
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf).view(f"uint{8 * leaf.dtype.itemsize}") for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def assert_same_bits(ours: Any, theirs: Any):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(np.testing.assert_array_equal, bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize(("before", "after"), [(PP, ONE), (PP, "chunks=2"), ("fsdp=2", PP), (ONE, "fsdp=2")])
+def test_what_was_saved_on_one_mesh_goes_on_on_another(saved, capfd, before, after):
+    state = restored(saved(before)[0], compiled(after)[0])
+    _, losses = trained(after, state, range(SAVED, STEPS))
+    np.testing.assert_allclose(losses, saved(ONE)[1], rtol=1e-5)
+    # Of what it finds wasteful, XLA's partitioner tells at length.
+    assert capfd.readouterr().err == ""
+
+
+def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
+    directory, losses = saved(PP)
+    assert trained(PP, restored(directory, compiled(PP)[0]), range(SAVED, STEPS))[1] == losses
+
+
+@pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])
+def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
+    assembly = Assembly.of(config_of(num_layers=9, num_microbatches=2, **fields))
+    shapes = assembly.portable_shapes()
+    ranks = assembly.num_devices // fields.get("dp", 1)
+    # No device holds more than its share.
+    assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
+    random = np.random.default_rng(0)
+    # Negative zeros, subnormals, infinities, NaNs that carry something: whatever float32 can be.
+    portable = jax.tree.map(
+        lambda leaf: jax.device_put(
+            random.integers(0, 2**32, leaf.shape, np.uint32).view(leaf.dtype) if leaf.ndim else np.zeros((), leaf.dtype),
+            leaf.sharding,
+        ),
+        shapes,
+    )
+    state = assembly.adopt(portable)
+    again = assembly.portable(state)
+    assert_same_bits(again, portable)
+    assert_same_bits(assembly.adopt(again), state)
+    for tree, said in ((again, shapes), (state, assembly.state_shapes())):
+        jax.tree.map(lambda leaf, said: assert_lies_as(leaf, said.sharding), tree, said)
+
+
+def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_what_an_optimizer_masks_stays_masked():
+    whole = Assembly.of(config_of(num_layers=2))
+    transform = optax.masked(optax.scale_by_adam(), whole.form.decay_mask)
+    assembly = dataclasses.replace(whole, transform=transform)
+    state = init_state(jax.tree.map(lambda p: p + 1, assembly.init().params), transform)
+    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda m: m + 1, state.opt_state))
+    portable = assembly.portable(state)
+    moments = portable.opt_state.inner_state.mu
+    assert jax.tree.structure(moments) == jax.tree.structure(portable.params)
+    assert np.all(moments["embedding_VD"] == 1)
+    assert not np.any(moments["norm"]["scale"])
+    assert_same_bits(assembly.adopt(portable), state)
+
+
+def test_another_model_is_refused_with_the_leaves_that_differ(saved):
+    config = config_on(ONE)
+    wider = Assembly.of(dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96)))
+    message = (
+        r"does not fit this run: \.params\['blocks'\]\[0\]\['mlp'\]\['down'\].*float32\[64, 32\] in the checkpoint, float32\[96"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        restored(saved(ONE)[0], wider)
+
+
+FLAGS = (
+    *("--model.num-layers", "2", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--optimizer.eps", "1e-3"),
+    *("--xla-options", FAST_COMPILE, "--num-microbatches", "2", "--steps", "6", "--eval-every", "5", "--checkpoint-every", "3"),
+)
+
+
+@pytest.mark.once
+def test_a_run_goes_on_with_a_pipeline_and_without(tmp_path, capsys):
+    assert tiny.train(tmp_path / "whole", *FLAGS) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for flags in (("--pp", "2", "--schedule", "zb-h1"), ("--dp", "2")):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+        assert tiny.train(tmp_path / "run", *FLAGS, *flags) == 0
+        assert "resumed from step 3" in capsys.readouterr().out
+        assert_same_losses(tmp_path / "run", tmp_path / "whole")
