@@ -23,6 +23,7 @@ from jgraph.distributed import agree, devices_of_ranks
 from jgraph.errors import ConfigError
 from jgraph.forms import Form, Sharded, Staged, Whole
 from jgraph.graph import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
+from jgraph.graph.options import installed_options
 from jgraph.packing import Packing, leaf_names
 from jgraph.pipeline import Pipeline, choose, find_schedule
 from jgraph.schedule import Costs, Schedule, generate, simulate
@@ -174,6 +175,13 @@ class Assembly:
         results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self._shardings(), self._replicated())}
         return jax.jit(step, donate_argnums=0, keep_unused=True, **results)
 
+    def trained_groups(self) -> set[str]:
+        """Names of the groups that have a parameter that is not frozen."""
+        if not self.config.freeze:
+            return set(self.group_names())
+        some = jax.jit(lambda: [jnp.any(mask) for mask in jax.tree.leaves(self.trained())])()
+        return {name for name, is_trained in zip(self.group_names(), some, strict=True) if is_trained}
+
     def trained(self) -> PyTree:
         """Bool arrays as the parameters, False where one is frozen; constants of the program that makes them."""
         model = nnx.eval_shape(lambda: self.model_class(self.config.model, rngs=nnx.Rngs(0)))
@@ -209,6 +217,13 @@ class Assembly:
             compiled, report = compile_and_report(self.step().lower(state, tokens_BS), options)
         check_identity(compiled, state)
         return compiled, report
+
+    def chosen_options(self) -> tuple[str, ...]:
+        """XLA options that come before the user's, as name=value: on GPUs, what was fastest with cut parameters."""
+        if self.config.fsdp == 1 or jax.default_backend() != "gpu":
+            return ()
+        known = installed_options() or {}
+        return tuple(option for option in fsdp.XLA_OPTIONS if option.partition("=")[0] in known)
 
     def about_pipeline(self, compiled: jax.stages.Compiled) -> str:
         """One line on the schedule, and on the memory that it was predicted to take and takes; empty without a pipeline."""

@@ -155,6 +155,8 @@ class _Loop:
         self.portable = assembly.portable
         self.num_devices = assembly.num_devices
         self.group_names = assembly.group_names()
+        self.trained_groups = assembly.trained_groups()
+        self.told_zero: set[str] = set()
         self.step = step
         self.batches = batches
         self.evaluate = evaluate
@@ -210,6 +212,7 @@ class _Loop:
             "mfu": flops_per_step(self.config) / step_seconds / (peak * self.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
+            "zero_gradients": len(_zeros(last, self.group_names) & self.trained_groups),
             "seconds": self.clock.seconds,
         }
         if evaluated is not None:
@@ -235,6 +238,11 @@ class _Loop:
         for index, metrics in fetched:
             if problem := _non_finite(metrics, self.group_names):
                 self._tell_non_finite(index, problem)
+            for name in sorted(_zeros(metrics, self.group_names) & self.trained_groups - self.told_zero):
+                self.told_zero.add(name)
+                self.reporter.warn(
+                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by --freeze"
+                )
         return fetched[-1][1]
 
     def _tell_non_finite(self, index: int, problem: str) -> None:
@@ -252,6 +260,11 @@ class _Loop:
             "try a lower --optimizer.learning-rate, or go on past it with --on-nonfinite skip",
             step=index,
         )
+
+
+def _zeros(metrics: StepMetrics, group_names: list[str]) -> set[str]:
+    """Groups whose gradient was zero in every element."""
+    return {name for name, square_sum in zip(group_names, metrics.grad_square_sums, strict=True) if square_sum == 0}
 
 
 def _non_finite(metrics: StepMetrics, group_names: list[str]) -> str:
@@ -289,6 +302,8 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
 
 def _compile(assembly: Assembly, reporter: Reporter):
     step, report = assembly.compile_step(assembly.config.batch_size)
+    if chosen := assembly.chosen_options():
+        reporter.line(f"XLA options, as --xla-options would give them: {' '.join(chosen)}")
     if report is not None:
         reporter.line(str(report))
     if about := assembly.about_pipeline(step):
