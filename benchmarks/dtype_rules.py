@@ -1,0 +1,84 @@
+"""Bytes of a sharded step by the dtype rules, compiled for four H200s that need not be here.
+
+    python -m jgraph.graph.target install
+    python -m benchmarks.dtype_rules
+
+A row is one choice of --main-params-dtype, --main-grads-dtype, --decoupled-grad and --on-dtype-mismatch. Every state that is
+compiled is proven to be updated in place; `more` is what XLA's temporaries have more than with the gradient read as it is.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks.harness import environment, line, write_results
+from jgraph.assembly import Assembly
+from jgraph.config import ModelConfig, TrainConfig
+from jgraph.errors import ConfigError
+from jgraph.graph import check_identity, compile_and_report, compiler_options, target
+
+RANKS = 4
+MODEL = ModelConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
+CONFIG = TrainConfig(steps=10, batch_size=16, num_microbatches=2, seq_len=512, fsdp=RANKS, model=MODEL)
+DTYPES = "float32", "bfloat16"
+
+
+def main() -> None:
+    target.install()
+    rows = [row(*choice) for choice in itertools.product(DTYPES, DTYPES, ("decoupled", "error", "copy"))]
+    for one in rows:
+        same = next(r for r in rows if (r["params"], r["grads"], r["rule"]) == (one["params"], one["grads"], "decoupled"))
+        one["more"] = None if "refused" in one else one["temporaries"] - same["temporaries"]
+    columns = ["params", "grads", "rule", "the optimizer reads", "bytes: params", "main_grad", "moments", "temporaries", "more"]
+    lines = [line(columns), "|---" * len(columns) + "|"]
+    for one in rows:
+        cells = [one["refused"], *[""] * 5] if "refused" in one else [one["reads"], *(f"{one[name]:,}" for name in _BYTES)]
+        lines.append(line([one["params"], one["grads"], one["rule"], *cells]))
+    text = "\n".join(["# Dtype rules, bytes of a device", "", *lines]) + "\n"
+    write_results("dtype_rules", {"environment": environment(), "config": dataclasses.asdict(CONFIG), "rows": rows}, text)
+    print(text)
+
+
+_BYTES = "params_bytes", "grads_bytes", "moments_bytes", "temporaries", "more"
+
+
+def row(params: str, grads: str, rule: str) -> dict[str, Any]:
+    """One choice; what it takes of each device."""
+    about: dict[str, Any] = {"params": params, "grads": grads, "rule": rule}
+    rules: dict[str, Any] = {"decoupled_grad": True} if rule == "decoupled" else {"on_dtype_mismatch": rule}
+    try:
+        config = dataclasses.replace(CONFIG, main_params_dtype=params, main_grads_dtype=grads, **rules)
+    except ConfigError:
+        return about | {"refused": "refused, with the flags that would help"}
+    assembly = Assembly.of(config)
+    assert assembly.mesh is not None
+    mesh = Mesh(np.array(target.devices(RANKS)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
+    form: Any = dataclasses.replace(assembly.form, mesh=mesh)  # pyright: ignore[reportArgumentType]
+    assembly = dataclasses.replace(assembly, mesh=mesh, form=form)
+    state, tokens_BS = assembly.step_shapes(config.batch_size)
+    _, sums = jax.eval_shape(form.loss_and_grads, state.params, tokens_BS)
+    options = compiler_options("auto", config.xla_options, platform="gpu", num_devices=RANKS)
+    compiled, _ = compile_and_report(assembly.step().lower(state, tokens_BS), options, platform="gpu")
+    check_identity(compiled, state)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return about | {
+        "reads": f"main_grad, {grads}" if config.read_dtype == grads else f"a cast of it, {config.read_dtype}",
+        "params_bytes": share(state.params),
+        "grads_bytes": share(sums),
+        "moments_bytes": share(state.opt_state),
+        "temporaries": memory.temp_size_in_bytes,
+    }
+
+
+def share(tree: Any) -> int:
+    """Bytes of a device; every array is cut evenly, but for optax's counters."""
+    return sum(leaf.size * leaf.dtype.itemsize // (RANKS if leaf.ndim else 1) for leaf in jax.tree.leaves(tree))
+
+
+if __name__ == "__main__":
+    main()

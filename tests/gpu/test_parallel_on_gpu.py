@@ -1,0 +1,59 @@
+"""Pipelines and sharded state on several GPUs: the losses of one, captured as `--graph` says, and steps that do not hang."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.assembly import Assembly
+from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 20
+MODEL = ModelConfig(
+    num_layers=4, d_model=128, num_heads=2, num_kv_heads=2, d_ff=256, vocab_size=256, attention="xla", compute_dtype="float32"
+)
+CONFIG = TrainConfig(
+    steps=STEPS,
+    batch_size=16,
+    num_microbatches=4,
+    seq_len=32,
+    model=MODEL,
+    optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-3),
+)
+
+
+def losses(config):
+    """Of so many steps, and what of a step is captured."""
+    assembly = Assembly.of(config)
+    with jax.default_matmul_precision("highest"):
+        step, report = assembly.compile_step(config.batch_size)
+    state, values = assembly.init(), []
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        tokens_BS = rng.geometric(0.05, (config.batch_size, config.seq_len + 1)).astype(np.int32) % MODEL.vocab_size
+        state, metrics = step(state, assembly.place(tokens_BS))
+        values.append(float(metrics.loss))
+    return values, report
+
+
+@pytest.mark.parametrize("graph", ["off", "auto", "full"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"pp": 2}, {"pp": 4, "schedule": "zb-h1"}, {"fsdp": 2}, {"fsdp": 4, "reshard_after_forward": True}, {"fsdp": 2, "pp": 2}],
+    ids=str,
+)
+def test_several_gpus_train_as_one_does(fields, graph):
+    ranks = fields.get("pp", 1) * fields.get("fsdp", 1)
+    if len(jax.devices()) < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    values, report = losses(dataclasses.replace(CONFIG, graph=graph, **fields))
+    alone, _ = losses(CONFIG)
+    np.testing.assert_allclose(values, alone, rtol=1e-5)
+    assert values[-1] < values[0]
+    if report is not None and "pp" not in fields:
+        assert (report.command_buffers == 0) == (graph == "off")
+        if graph == "full":
+            assert (report.command_buffers, report.outside) == (1, ())
