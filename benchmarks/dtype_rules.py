@@ -4,7 +4,8 @@
     python -m benchmarks.dtype_rules
 
 A row is one choice of --main-params-dtype, --main-grads-dtype, --decoupled-grad and --on-dtype-mismatch. Every state that is
-compiled is proven to be updated in place; `more` is what XLA's temporaries have more than with the gradient read as it is.
+compiled is proven to be updated in place. The peak of a step's temporaries is in its backward, where a cast of the gradient is
+not yet made, so the update is compiled alone too: `more` is what its temporaries have more than with the gradient as it is.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,7 +21,8 @@ from benchmarks.harness import environment, line, write_results
 from jgraph.assembly import Assembly
 from jgraph.config import ModelConfig, TrainConfig
 from jgraph.errors import ConfigError
-from jgraph.graph import check_identity, compile_and_report, compiler_options, target
+from jgraph.graph import check_identity, compile_and_report, target
+from jgraph.step import train_step
 
 RANKS = 4
 MODEL = ModelConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
@@ -32,18 +35,19 @@ def main() -> None:
     rows = [row(*choice) for choice in itertools.product(DTYPES, DTYPES, ("decoupled", "error", "copy"))]
     for one in rows:
         same = next(r for r in rows if (r["params"], r["grads"], r["rule"]) == (one["params"], one["grads"], "decoupled"))
-        one["more"] = None if "refused" in one else one["temporaries"] - same["temporaries"]
-    columns = ["params", "grads", "rule", "the optimizer reads", "bytes: params", "main_grad", "moments", "temporaries", "more"]
+        one["more"] = None if "refused" in one else one["update"] - same["update"]
+    columns = ["params", "grads", "rule", "the optimizer reads", "bytes: params", "main_grad", "moments", "step's temporaries"]
+    columns += ["update's", "more"]
     lines = [line(columns), "|---" * len(columns) + "|"]
     for one in rows:
-        cells = [one["refused"], *[""] * 5] if "refused" in one else [one["reads"], *(f"{one[name]:,}" for name in _BYTES)]
+        cells = [one["refused"], *[""] * 6] if "refused" in one else [one["reads"], *(f"{one[name]:,}" for name in _BYTES)]
         lines.append(line([one["params"], one["grads"], one["rule"], *cells]))
     text = "\n".join(["# Dtype rules, bytes of a device", "", *lines]) + "\n"
     write_results("dtype_rules", {"environment": environment(), "config": dataclasses.asdict(CONFIG), "rows": rows}, text)
     print(text)
 
 
-_BYTES = "params_bytes", "grads_bytes", "moments_bytes", "temporaries", "more"
+_BYTES = "params_bytes", "grads_bytes", "moments_bytes", "temporaries", "update", "more"
 
 
 def row(params: str, grads: str, rule: str) -> dict[str, Any]:
@@ -61,18 +65,31 @@ def row(params: str, grads: str, rule: str) -> dict[str, Any]:
     assembly = dataclasses.replace(assembly, mesh=mesh, form=form)
     state, tokens_BS = assembly.step_shapes(config.batch_size)
     _, sums = jax.eval_shape(form.loss_and_grads, state.params, tokens_BS)
-    options = compiler_options("auto", config.xla_options, platform="gpu", num_devices=RANKS)
-    compiled, _ = compile_and_report(assembly.step().lower(state, tokens_BS), options, platform="gpu")
+    compiled, _ = compile_and_report(assembly.step().lower(state, tokens_BS), assembly.options("gpu"), platform="gpu")
     check_identity(compiled, state)
-    memory = compiled.memory_analysis()
-    assert memory is not None
     return about | {
         "reads": f"main_grad, {grads}" if config.read_dtype == grads else f"a cast of it, {config.read_dtype}",
         "params_bytes": share(state.params),
         "grads_bytes": share(sums),
         "moments_bytes": share(state.opt_state),
-        "temporaries": memory.temp_size_in_bytes,
+        "temporaries": temporaries(compiled),
+        "update": update_bytes(assembly, state, sums),
     }
+
+
+def update_bytes(assembly: Assembly, state: Any, sums: Any) -> int:
+    """Temporaries of the update alone, from gradients as the step sums them."""
+    config = assembly.config
+    read_dtype = None if config.read_dtype == config.main_grads_dtype else config.read_dtype
+    step = train_step(lambda params, grads: (jnp.zeros(()), grads), assembly.transform, read_dtype=read_dtype)
+    grads = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=p.sharding), sums, state.params)
+    return temporaries(jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, grads).compile())
+
+
+def temporaries(compiled: jax.stages.Compiled) -> int:
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
 
 def share(tree: Any) -> int:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from typing import Any
 
 import jax
@@ -23,9 +22,10 @@ from jgraph.distributed import agree, devices_of_ranks
 from jgraph.errors import ConfigError
 from jgraph.forms import Form, Sharded, Staged, Whole
 from jgraph.graph import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
-from jgraph.graph.options import installed_options
+from jgraph.graph.options import OptionValue, installed_options
 from jgraph.packing import Packing, leaf_names
 from jgraph.pipeline import Pipeline, choose, find_schedule
+from jgraph.portable import Portable
 from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.step import TrainState, init_state, optimizer, train_step
 
@@ -129,34 +129,10 @@ class Assembly:
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, self._shardings()
         )
 
-    def portable(self, state: TrainState) -> TrainState:
-        """The state as checkpoints hold it: parameters, and what the optimizer keeps like them, in the model's own tree.
-
-        So a run can go on over other devices. What is masked is zeros. All arrays are new, and nothing is donated: the devices
-        need room for the state a second time. `adopt` is the inverse, bit for bit.
-        """
-        is_like = _is_like(state.params)
-        # One tree after the other, so that one's scratch is free for the next: over ranks it is as large as the tree.
-        return jax.tree.map(
-            lambda tree: self._unpack(state.params, tree) if is_like(tree) else tree.copy(), state, is_leaf=is_like
-        )
-
     @cached_property
-    def adopt(self) -> Callable[[TrainState], TrainState]:
-        """The state of this run from one that is `portable`, maybe of a run over other devices. Nothing is donated."""
-        # Hardly a buffer of the one fits into the other, and saving needs the room of both anyway.
-        return jax.jit(self._adopt, out_shardings=None if self.mesh is None else self._shardings())
-
-    def portable_shapes(self) -> TrainState:
-        """What `portable` returns as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
-        shapes = jax.eval_shape(self.portable, self.state_shapes())
-        if self.mesh is None:
-            return shapes
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            self._portable_shardings(shapes),
-        )
+    def portable(self) -> Portable:
+        """Between the state and what checkpoints hold of it."""
+        return Portable(self.form, self.state_shapes(), self.mesh)
 
     def group_names(self) -> list[str]:
         """Names of the parameter groups in the order of `StepMetrics.grad_square_sums`."""
@@ -184,8 +160,7 @@ class Assembly:
 
     def trained(self) -> PyTree:
         """Bool arrays as the parameters, False where one is frozen; constants of the program that makes them."""
-        model = nnx.eval_shape(lambda: self.model_class(self.config.model, rngs=nnx.Rngs(0)))
-        tree = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
+        tree = jax.eval_shape(lambda: self.form.unpack(self._init().params))
         frozen = {name for pattern in self.config.freeze for name in fnmatch.filter(leaf_names(tree), pattern)}
         leaves, structure = jax.tree.flatten(tree)
         masks = [jnp.full(leaf.shape, name not in frozen) for name, leaf in zip(leaf_names(tree), leaves, strict=True)]
@@ -210,17 +185,19 @@ class Assembly:
             DonationError: a leaf of the state is copied.
         """
         state, tokens_BS = self.step_shapes(num_rows)
-        options = compiler_options(
-            self.config.graph, self.config.xla_options, platform=jax.default_backend(), num_devices=self.num_devices
-        )
         with option_errors():
-            compiled, report = compile_and_report(self.step().lower(state, tokens_BS), options)
+            compiled, report = compile_and_report(self.step().lower(state, tokens_BS), self.options(jax.default_backend()))
         check_identity(compiled, state)
         return compiled, report
 
-    def chosen_options(self) -> tuple[str, ...]:
-        """XLA options that come before the user's, as name=value: on GPUs, what was fastest with cut parameters."""
-        if self.config.fsdp == 1 or jax.default_backend() != "gpu":
+    def options(self, platform: str) -> dict[str, OptionValue]:
+        """The step's XLA options on a platform: of --graph, of what is chosen, of --xla-options; what comes later wins."""
+        extra = (*self.chosen_options(platform), *self.config.xla_options)
+        return compiler_options(self.config.graph, extra, platform=platform, num_devices=self.num_devices)
+
+    def chosen_options(self, platform: str) -> tuple[str, ...]:
+        """As name=value, on GPUs and with cut parameters: what was fastest, as far as the installed XLA has it."""
+        if self.config.fsdp == 1 or platform not in ("gpu", "cuda"):
             return ()
         known = installed_options() or {}
         return tuple(option for option in fsdp.XLA_OPTIONS if option.partition("=")[0] in known)
@@ -258,55 +235,8 @@ class Assembly:
         moments = fsdp.state_shardings(self.transform, state.opt_state, state.params, params, replicated)
         return jax.tree.unflatten(jax.tree.structure(state), [replicated, replicated, *jax.tree.leaves((params, moments))])
 
-    @cached_property
-    def _unpack(self) -> jax.stages.Wrapped:
-        def unpack(params: PyTree, moments: PyTree) -> PyTree:
-            return self.form.unpack(jax.tree.map(lambda p, m: jnp.zeros_like(p) if _is_masked(m) else m, params, moments))
-
-        tree = jax.eval_shape(self.form.unpack, self.state_shapes().params)
-        return jax.jit(unpack, out_shardings=None if self.mesh is None else self._portable_shardings(tree))
-
-    def _adopt(self, portable: TrainState) -> TrainState:
-        own = jax.eval_shape(self._init)
-        is_like = _is_like(own.params)
-
-        def pack(moments: PyTree, tree: PyTree) -> PyTree:
-            packed = self.form.pack(tree)
-            return jax.tree.map(lambda m, p: m if _is_masked(m) else p, moments, packed, is_leaf=_is_masked)
-
-        return jax.tree.map(lambda mine, tree: pack(mine, tree) if is_like(mine) else tree, own, portable, is_leaf=is_like)
-
-    def _portable_shardings(self, leaves: PyTree) -> Any:
-        """Over the axes of the mesh that split the state, so that no device holds more than its share of a large model."""
-        mesh = self.mesh
-        assert mesh is not None
-        splits = jax.tree.leaves([list(sharding.spec) for sharding in jax.tree.leaves(self._shardings())])
-        axes = {name: size for name, size in mesh.shape.items() if name in splits}
-        return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(axes, leaf.shape)), leaves)
-
     def _model(self, packed: PyTree) -> Any:
         return nnx.merge(self.graphdef, self.form.unpack(packed))
-
-
-def _is_like(params: PyTree) -> Callable[[PyTree], bool]:
-    """Whether a tree is built as `params`, a dict and not one array alone, but for what is masked."""
-    structure = jax.tree.structure(params)
-    return lambda tree: jax.tree.structure(tree, is_leaf=_is_masked) == structure
-
-
-def _is_masked(tree: PyTree) -> bool:
-    return isinstance(tree, optax.MaskedNode)
-
-
-def _spread(axes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
-    """One axis of an array over as many ranks as can share it evenly; where none can, nothing."""
-    choices = [names for count in range(len(axes), 0, -1) for names in combinations(axes, count)]
-    ranks = {names: math.prod(axes[name] for name in names) for names in choices}
-    for names in sorted(choices, key=ranks.__getitem__, reverse=True):
-        for axis, size in enumerate(shape):
-            if size % ranks[names] == 0:
-                return PartitionSpec(*[None] * axis, names)
-    return PartitionSpec()
 
 
 def _mesh(config: TrainConfig) -> Mesh | None:

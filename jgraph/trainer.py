@@ -87,7 +87,7 @@ def _memory_errors(config: TrainConfig) -> Iterator[None]:
 
 
 def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest) -> Summary:
-    config, shapes = assembly.config, assembly.portable_shapes()
+    config, shapes = assembly.config, assembly.portable.shapes()
     batches = _batches(assembly, corpus)
     step = None
     # The first process's word, because it may already be writing where another looks.
@@ -133,7 +133,7 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
 def _start(assembly: Assembly, checkpoints: Checkpoints, shapes: TrainState) -> tuple[int, TrainState]:
     """Steps done, and the state after them: the last that was saved, or the first. A function, so that it is held once."""
     saved = checkpoints.restore_latest(shapes)
-    return (0, assembly.init()) if saved is None else (saved[0], assembly.adopt(saved[1]))
+    return (0, assembly.init()) if saved is None else (saved[0], assembly.portable.back(saved[1]))
 
 
 class _Loop:
@@ -212,8 +212,8 @@ class _Loop:
             "mfu": flops_per_step(self.config) / step_seconds / (peak * self.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
-            "zero_gradients": len(_zeros(last, self.group_names) & self.trained_groups),
             "seconds": self.clock.seconds,
+            "zero_gradients": len(_zeros(last, self.group_names) & self.trained_groups),
         }
         if evaluated is not None:
             entry["eval_loss"] = self.evaluate(evaluated)
@@ -224,7 +224,7 @@ class _Loop:
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
-        portable = self.portable(state)
+        portable = self.portable.of(state)
         self.checkpoints.save(done, portable)
         # Orbax keeps hold of it until all is written; the next step needs the room.
         for leaf in jax.tree.leaves(portable):
@@ -302,7 +302,7 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
 
 def _compile(assembly: Assembly, reporter: Reporter):
     step, report = assembly.compile_step(assembly.config.batch_size)
-    if chosen := assembly.chosen_options():
+    if chosen := assembly.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options, as --xla-options would give them: {' '.join(chosen)}")
     if report is not None:
         reporter.line(str(report))

@@ -17,7 +17,7 @@ from jgraph.assembly import Assembly
 from jgraph.config import ModelConfig, TrainConfig
 from jgraph.errors import ConfigError
 from jgraph.fsdp import Cut
-from jgraph.graph import check_identity, compile_and_report, compiler_options, target
+from jgraph.graph import check_identity, compile_and_report, target
 from jgraph.step import accumulate, init_state, train_step
 from models.gpt import GPT
 from tests import tiny
@@ -242,7 +242,7 @@ def on_target(made: TrainConfig) -> Assembly:
     return dataclasses.replace(assembly, mesh=mesh, form=dataclasses.replace(assembly.form, mesh=mesh))
 
 
-def compile_on_target(graph: str = "auto", *, num_layers: int = 2, extra: tuple[str, ...] = (), **fields: Any):
+def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any):
     model = ModelConfig(
         num_layers=num_layers, d_model=512, num_heads=4, num_kv_heads=4, d_ff=2048, vocab_size=512, attention="xla"
     )
@@ -250,8 +250,7 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, extra: tuple[
     made = TrainConfig(**fields, fsdp=4, model=model, graph=graph)
     assembly = on_target(made)
     state, tokens_BS = assembly.step_shapes(made.batch_size)
-    options = compiler_options(graph, extra, platform="gpu", num_devices=4)
-    compiled, report = compile_and_report(assembly.step().lower(state, tokens_BS), options, platform="gpu")
+    compiled, report = compile_and_report(assembly.step().lower(state, tokens_BS), assembly.options("gpu"), platform="gpu")
     assert report is not None
     check_identity(compiled, state)
     return compiled, report
@@ -266,21 +265,27 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
     assert {outside.remedy for outside in report.outside if outside.kind == "AllGather"} == {"--graph full"}
 
 
+def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
+    threshold = "xla_gpu_all_gather_combine_threshold_bytes"
+    assembly = Assembly.of(dataclasses.replace(config(fsdp=2), xla_options=(f"{threshold}=7",)))
+    options = assembly.options("gpu")
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert options[threshold] == 7
+    assert assembly.options("cpu") == {threshold: 7}
+    assert Assembly.of(config()).chosen_options("gpu") == ()
+
+
 @pytest.mark.once
 @pytest.mark.target
-def test_gathered_again_a_layer_costs_less_memory_by_its_own_parameters(h200):
-    layer_bytes = 2 * 12 * 512 * 512
+def test_gathered_again_the_layers_do_not_all_stay(h200):
     # Activations enough that the peak is in the backward; without the option all of so small a model would be gathered at once.
-    sizes = {"batch_size": 16, "seq_len": 512, "extra": ("xla_gpu_all_gather_combine_threshold_bytes=1",)}
-    growth = {}
-    for again in (False, True):
-        few, many = (
-            compile_on_target(num_layers=n, reshard_after_forward=again, **sizes)[0].memory_analysis().temp_size_in_bytes
-            for n in (2, 4)
-        )
-        growth[again] = (many - few) / 2
-    # XLA gathers some of them before their use, so not every layer's are gone; half of the bytes must be.
-    assert growth[False] - growth[True] > 0.5 * layer_bytes
+    sizes = {"batch_size": 16, "seq_len": 512, "xla_options": ("xla_gpu_all_gather_combine_threshold_bytes=1",)}
+    kept, again = (
+        compile_on_target(num_layers=3, reshard_after_forward=again, **sizes)[0].memory_analysis().temp_size_in_bytes
+        for again in (False, True)
+    )
+    layer_bytes = 2 * 12 * 512 * 512
+    assert kept - again > 1.5 * layer_bytes
 
 
 @pytest.mark.once

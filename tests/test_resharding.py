@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints
 from jgraph.config import TrainConfig
 from jgraph.errors import CheckpointError
-from jgraph.step import TrainState, init_state
+from jgraph.step import TrainState
 from tests import tiny
 from tests.test_distributed import assert_same_losses
 from tests.test_pipeline_training import FAST_COMPILE, batches_of, config_of
@@ -61,7 +60,7 @@ def saved(tmp_path_factory):
         assembly, directory = compiled(mesh)[0], tmp_path_factory.mktemp("saved")
         checkpoints = Checkpoints(directory, 1)
         state, _ = trained(mesh, assembly.init(), range(SAVED))
-        checkpoints.save(SAVED, assembly.portable(state))
+        checkpoints.save(SAVED, assembly.portable.of(state))
         _, losses = trained(mesh, state, range(SAVED, STEPS))
         checkpoints.close()
         return directory, losses
@@ -72,11 +71,11 @@ def saved(tmp_path_factory):
 def restored(directory: Path, assembly: Assembly) -> TrainState:
     checkpoints = Checkpoints(directory, 1)
     try:
-        found = checkpoints.restore_latest(assembly.portable_shapes())
+        found = checkpoints.restore_latest(assembly.portable.shapes())
     finally:
         checkpoints.close()
     assert found is not None
-    return assembly.adopt(found[1])
+    return assembly.portable.back(found[1])
 
 
 def bits(tree: Any) -> list[np.ndarray]:
@@ -105,7 +104,7 @@ def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
 @pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])
 def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
     assembly = Assembly.of(config_of(num_layers=9, num_microbatches=2, **fields))
-    shapes = assembly.portable_shapes()
+    shapes = assembly.portable.shapes()
     ranks = assembly.num_devices // fields.get("dp", 1)
     # No device holds more than its share.
     assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
@@ -118,30 +117,16 @@ def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
         ),
         shapes,
     )
-    state = assembly.adopt(portable)
-    again = assembly.portable(state)
+    state = assembly.portable.back(portable)
+    again = assembly.portable.of(state)
     assert_same_bits(again, portable)
-    assert_same_bits(assembly.adopt(again), state)
+    assert_same_bits(assembly.portable.back(again), state)
     for tree, said in ((again, shapes), (state, assembly.state_shapes())):
         jax.tree.map(lambda leaf, said: assert_lies_as(leaf, said.sharding), tree, said)
 
 
 def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-def test_what_an_optimizer_masks_stays_masked():
-    whole = Assembly.of(config_of(num_layers=2))
-    transform = optax.masked(optax.scale_by_adam(), whole.form.decay_mask)
-    assembly = dataclasses.replace(whole, transform=transform)
-    state = init_state(jax.tree.map(lambda p: p + 1, assembly.init().params), transform)
-    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda m: m + 1, state.opt_state))
-    portable = assembly.portable(state)
-    moments = portable.opt_state.inner_state.mu
-    assert jax.tree.structure(moments) == jax.tree.structure(portable.params)
-    assert np.all(moments["embedding_VD"] == 1)
-    assert not np.any(moments["norm"]["scale"])
-    assert_same_bits(assembly.adopt(portable), state)
 
 
 def test_another_model_is_refused_with_the_leaves_that_differ(saved):

@@ -8,6 +8,7 @@ from tests import tiny
 
 FLAGS = ("--steps", "60", "--eval-every", "25", "--checkpoint-every", "20", "--log-every", "10")
 KEYS = ["step", "loss", "grad_norm", "tokens_per_second", "step_time_ms", "mfu", "peak_memory_bytes", "skipped", "seconds"]
+KEYS += ["zero_gradients"]
 
 
 @pytest.fixture
