@@ -268,7 +268,6 @@ def _sharded(config: TrainConfig, mesh: Mesh, params: nnx.State, loss: Callable[
         loss,
         config.num_microbatches,
         mesh,
-        params_dtype=jnp.dtype(config.main_params_dtype),
         grads_dtype=jnp.dtype(config.main_grads_dtype),
         compute_dtype=jnp.dtype(config.model.compute_dtype),
         backward="again" if config.reshard_after_forward else "kept",

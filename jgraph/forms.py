@@ -90,8 +90,8 @@ class Sharded:
         loss: `loss(tree, tokens_BS)`, the mean over a microbatch.
         num_microbatches: of a batch.
         mesh: with the axes `data` and `fsdp`.
-        params_dtype, grads_dtype: of the parameters; of the sums of gradients.
-        compute_dtype: matrices are gathered in it, other parameters in `params_dtype`.
+        grads_dtype: of the sums of gradients.
+        compute_dtype: matrices are gathered in it, other parameters in their own.
         backward: whether it has the parameters `kept` or gathers them `again`.
     """
 
@@ -100,7 +100,6 @@ class Sharded:
     loss: Callable[[Tree, Array], Array]
     num_microbatches: int
     mesh: Mesh
-    params_dtype: Any
     grads_dtype: Any
     compute_dtype: Any
     backward: Literal["kept", "again"]

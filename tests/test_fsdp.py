@@ -64,9 +64,9 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = ()) -> Trained:
     [
         {"fsdp": 2},
         {"fsdp": 2, "dp": 2, "head": "untied", "reshard_after_forward": True},
-        {"fsdp": 4, "freeze": ("embedding_VD", NORMS)},
-        {"fsdp": 2, "pp": 2},
         {"fsdp": 2, "pp": 2, "dp": 2, "freeze": ("embedding_VD", NORMS)},
+        pytest.param({"fsdp": 2, "pp": 2}, marks=pytest.mark.once),
+        pytest.param({"fsdp": 4, "freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
         pytest.param({"fsdp": 4, "num_microbatches": 1, "shard_rules": ("*.kernel=1",)}, marks=pytest.mark.once),
         pytest.param({"fsdp": 8, "num_microbatches": 1, "reshard_after_forward": True}, marks=pytest.mark.once),
         pytest.param({"freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
@@ -97,6 +97,7 @@ def test_a_frozen_parameter_stays_as_it_is_and_every_other_changes_in_every_step
             assert np.array_equal(a, b) == (name == "embedding_VD" or "_norm" in name), name
 
 
+@pytest.mark.once
 def test_a_zero_gradient_is_counted_and_told_once_and_freezing_ends_it(tmp_path, capsys):
     module = ("--model.module", f"{__name__}:Unused", "--optimizer.weight-decay", "0", "--steps", "3")
     assert tiny.train(tmp_path / "told", *module, "--fsdp", "2") == 0
@@ -105,6 +106,28 @@ def test_a_zero_gradient_is_counted_and_told_once_and_freezing_ends_it(tmp_path,
     assert tiny.train(tmp_path / "frozen", *module, "--freeze", "unused_DD") == 0
     assert "is zero" not in capsys.readouterr().out
     assert {entry["zero_gradients"] for entry in tiny.entries(tmp_path / "frozen")} == {0}
+
+
+def test_a_nan_on_one_device_is_seen_by_all_and_the_update_left_out():
+    assembly = Assembly.of(config(fsdp=2))
+    step, _ = assembly.compile_step(assembly.config.batch_size)
+    state = assembly.init()
+    poisoned = {name: leaf.at[(0,) * leaf.ndim].set(jnp.nan) for name, leaf in state.params.items()}
+    state = dataclasses.replace(state, params=jax.device_put(poisoned, assembly.form.shardings(poisoned)))
+    before = jax.device_get(state.params)
+    state, metrics = step(state, assembly.place(np.zeros((8, 17), np.int32)))
+    assert np.isnan(metrics.loss)
+    assert (int(state.step), int(state.skipped)) == (1, 1)
+    for name, leaf in jax.device_get(state.params).items():
+        np.testing.assert_array_equal(leaf, before[name])
+
+
+def test_a_compiled_step_refuses_other_sizes():
+    assembly = Assembly.of(config(fsdp=2))
+    step, _ = assembly.compile_step(assembly.config.batch_size)
+    for shape in ((8, 9), (4, 17)):
+        with pytest.raises(TypeError, match=r"compiled with|Argument types differ"):
+            step(assembly.init(), jax.device_put(np.zeros(shape, np.int32), assembly.batch_sharding()))
 
 
 # --- Where it is ---
@@ -221,7 +244,7 @@ def test_main_grads_are_summed_in_their_own_dtype():
         np.testing.assert_array_equal(np.asarray(grads["w"], np.float32), np.float32(total / 4))
 
 
-@pytest.mark.parametrize(("first", "second"), [(LOW, FLOAT), (FLOAT, LOW), (LOW, LOW)])
+@pytest.mark.parametrize(("first", "second"), [(LOW, FLOAT), pytest.param(FLOAT, LOW, marks=pytest.mark.once)])
 def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(first, second):
     made = config(fsdp=2, main_params_dtype=LOW, decoupled_grad=True)
     moments = dataclasses.replace(made.optimizer, first_moment_dtype=first, second_moment_dtype=second)
