@@ -54,7 +54,9 @@ def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
     assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, truncate, delete_largest])
+@pytest.mark.parametrize(
+    "damage", [flip_a_byte, *(pytest.param(d, marks=pytest.mark.once) for d in (truncate, delete_largest))]
+)
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(tmp_path, capsys, damage):
     assert tiny.train(tmp_path / "run", *SHORT) == 0
     whole = tiny.losses(tmp_path / "run")
@@ -67,6 +69,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(t
     assert tiny.losses(tmp_path / "run") == whole
 
 
+@pytest.mark.once
 def test_when_every_checkpoint_is_damaged_one_line_says_what_to_do(tmp_path, capsys):
     assert tiny.train(tmp_path / "run", *SHORT) == 0
     for step in ("8", "12"):
