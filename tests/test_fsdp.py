@@ -144,6 +144,17 @@ def test_a_device_has_its_share_of_parameters_and_moments(fields):
         assert on_first <= 1.02 * whole / 4  # and padding, and in a pipeline the last norm, which all its ranks have
 
 
+def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
+    predicted = []
+    for rows, fields in ((2, {}), (4, {"fsdp": 2})):
+        form = Assembly.of(config(pp=2, **fields)).form
+        tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
+        predicted.append(form.pipeline.bytes_per_rank(form.shapes, tokens_MBS))
+    assert predicted[0].pop("gathered") == 0
+    assert predicted[1].pop("gathered") > 0
+    assert predicted[0] == predicted[1]
+
+
 def test_what_no_axis_divides_is_padded_and_unpadded():
     assembly = Assembly.of(config(fsdp=4, shard_rules=("embedding_VD=0",)))
     params = assembly.init().params

@@ -167,10 +167,12 @@ class Pipeline:
     def _shapes(self, params: Tree, inputs: Tree) -> Any:
         """Of what passes between stages. Embedding may use the axis, so it is traced as the program traces it."""
         x: list[Any] = []
+        cuts = self._cuts(params)
 
         def embed(params: Tree, inputs: Tree) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
-            x.append(jax.eval_shape(self.parts.embed, params["ends"], first))
+            ends = jax.tree.map(lambda cut, part: cut.gather(part), cuts["ends"], params["ends"])
+            x.append(jax.eval_shape(self.parts.embed, ends, first))
 
         jax.eval_shape(self._mapped(embed, params, None, 0), params, inputs)
         return x[0]
