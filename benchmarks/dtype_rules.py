@@ -79,8 +79,7 @@ def row(params: str, grads: str, rule: str) -> dict[str, Any]:
 
 def update_bytes(assembly: Assembly, state: Any, sums: Any) -> int:
     """Temporaries of the update alone, from gradients as the step sums them."""
-    config = assembly.config
-    read_dtype = None if config.read_dtype == config.main_grads_dtype else config.read_dtype
+    read_dtype = assembly.config.read_dtype
     step = train_step(lambda params, grads: (jnp.zeros(()), grads), assembly.transform, read_dtype=read_dtype)
     grads = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=p.sharding), sums, state.params)
     return temporaries(jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, grads).compile())

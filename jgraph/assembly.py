@@ -1,6 +1,5 @@
 """Assembly: from a configuration to the functions of a run: the model found by name, its packed parameters, the step."""
 
-import fnmatch
 import importlib
 import math
 from collections.abc import Callable
@@ -72,8 +71,7 @@ class Assembly:
                 form = _sharded(config, mesh, params, loss)
             else:
                 form = Whole(Packing.of(tree), loss, config.num_microbatches, mesh)
-        for pattern in config.freeze:
-            fsdp.matching(pattern, leaf_names(tree), field="freeze")
+        _frozen(config, tree)  # what matches nothing is refused here
         transform = optimizer(config.optimizer, config.steps, decay_mask=form.decay_mask)
         return cls(config, model_class, graphdef, form, transform, mesh)
 
@@ -145,7 +143,7 @@ class Assembly:
             self.form.loss_and_grads,
             self.transform,
             clip_norm=config.optimizer.clip_norm,
-            read_dtype=None if config.read_dtype == config.main_grads_dtype else config.read_dtype,
+            read_dtype=config.read_dtype,
             trained=self.trained if config.freeze else None,
         )
         results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self._shardings(), self._replicated())}
@@ -161,8 +159,7 @@ class Assembly:
     def trained(self) -> PyTree:
         """Bool arrays as the parameters, False where one is frozen; constants of the program that makes them."""
         tree = jax.eval_shape(lambda: self.form.unpack(self._init().params))
-        frozen = {name for pattern in self.config.freeze for name in fnmatch.filter(leaf_names(tree), pattern)}
-        leaves, structure = jax.tree.flatten(tree)
+        frozen, (leaves, structure) = _frozen(self.config, tree), jax.tree.flatten(tree)
         masks = [jnp.full(leaf.shape, name not in frozen) for name, leaf in zip(leaf_names(tree), leaves, strict=True)]
         return self.form.pack(structure.unflatten(masks))
 
@@ -237,6 +234,11 @@ class Assembly:
 
     def _model(self, packed: PyTree) -> Any:
         return nnx.merge(self.graphdef, self.form.unpack(packed))
+
+
+def _frozen(config: TrainConfig, tree: PyTree) -> set[str]:
+    """Names of the parameters that are not trained. Raises ConfigError where a pattern matches none."""
+    return {name for pattern in config.freeze for name in fsdp.matching(pattern, leaf_names(tree), field="freeze")}
 
 
 def _mesh(config: TrainConfig) -> Mesh | None:

@@ -183,9 +183,9 @@ class Staged:
         return self.pipeline.parts.join(*self.pipeline.unstack(self._unpacked(params)))
 
     def shardings(self, params: Tree) -> Tree:
-        shardings = self.pipeline.shardings(self.shapes)
         if fsdp.AXIS not in self.pipeline.mesh.axis_names:
             return self.pipeline.shardings(params)
+        shardings = self.pipeline.shardings(self.shapes)
         leaves = jax.tree.leaves(shardings["layers"])
         return shardings | {"layers": dict(zip(params["layers"], leaves, strict=True))}
 

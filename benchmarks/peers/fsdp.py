@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import read_card
 from benchmarks.peers.protocol import Clock, answer, request
+from benchmarks.peers.ranks import join
 from jgraph.config import ModelConfig, TrainConfig
 from tests.parity.torch_gpt import GPT
 
@@ -31,15 +32,9 @@ from tests.parity.torch_gpt import GPT
 
 def main() -> None:
     asked = request()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    on_gpu = torch.cuda.is_available()  # elsewhere on the CPU, to try this script out
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    torch.set_float32_matmul_precision("high")
+    rank, ranks, device = join()
     tell: Callable[..., None] = answer if rank == 0 else lambda **row: None
-    tell(device=f"{ranks} x {torch.cuda.get_device_name() if on_gpu else 'cpu'}")
+    tell(device=f"{ranks} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}")
     config = TrainConfig.from_dict(asked["config"])
     step = training_step(config, rank, ranks, device, compile=asked["compile"], reshard=asked["reshard"])
     measure(step, Clock(**asked["clock"]), device, tell)

@@ -8,7 +8,6 @@ which is less than jgraph does. torch adds the microbatches' gradients up in the
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import Clock, answer, request
+from benchmarks.peers.ranks import join
 from jgraph.config import ModelConfig
 from tests.parity.torch_gpt import Block, RMSNorm, linear, rotary
 
@@ -87,16 +87,10 @@ class Part(nn.Module):
 
 def main() -> None:
     asked = request()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    on_gpu = torch.cuda.is_available()  # elsewhere on the CPU, to try this script out
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    torch.set_float32_matmul_precision("high")
+    rank, ranks, device = join()
     torch.manual_seed(rank)
     for name, size in asked["sizes"].items():
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         row = measure(asked["schedule"], asked["compile"], size, Clock(**asked["clock"]), rank, ranks, device)
         if rank == 0:
