@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import fsdp, harness, pipeline, pipeline_trace
+from benchmarks import convergence, fsdp, harness, pipeline, pipeline_trace
 from jgraph.schedule import Costs, generate, simulate
 from jgraph.schedule.action import DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.table import tick_table
@@ -160,3 +160,17 @@ def test_the_ratios_that_count_are_those_of_tokens_per_second():
     assert f"{8 * 2048 * 4 / 0.1:,.0f}" in cells
     flops = fsdp.flops_per_step(fsdp.TrainConfig.from_dict(config)) / 4
     assert f"{flops / 0.1 / 989e12:.1%}" in cells
+
+
+def test_loss_curves_are_compared_with_the_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    runs = {"auto": [3.0, 2.0], "off": [3.5, 1.75]}
+    for name, losses in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"graph": name, "versions": {}}))
+        entries = [{"step": step, "loss": loss, "step_time_ms": 1.0, "eval_loss": loss} for step, loss in enumerate(losses)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    named = tuple(f"{name}={tmp_path / name}" for name in runs)
+    convergence.main(convergence.Options(runs=named, draw=str(tmp_path)))
+    assert "| off | off | 1.00 | 1.7500 | 1.7500 | +0.1250 | 0.3750 | 0.5000 |" in capsys.readouterr().out
+    assert (tmp_path / "convergence.svg").stat().st_size > 0

@@ -1,6 +1,7 @@
 """Pipelines and sharded state on several GPUs: the losses of one, captured as `--graph` says, and steps that do not hang."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ CONFIG = TrainConfig(
 )
 
 
+@functools.cache
 def losses(config):
     """Of so many steps, and what of a step is captured."""
     assembly = Assembly.of(config)
