@@ -99,9 +99,10 @@ def picture(curves: dict[str, Any], path: Path) -> None:
     below.axhline(0, color="gray", linewidth=0.5)
     below.plot([], [])  # the first one's color
     for name, difference in differences(curves).items():
-        mean = np.convolve(difference, np.full(_WINDOW, 1 / _WINDOW), mode="same")
-        below.plot(curves[name]["step"], mean, label=name, linewidth=1)
-    below.set_ylabel(f"difference from {first},\nmean of {_WINDOW} entries")
+        size = min(_WINDOW, len(difference))
+        mean = np.convolve(difference, np.full(size, 1 / size), mode="valid")
+        below.plot(curves[name]["step"][size - 1 :], mean, label=name, linewidth=1)
+    below.set_ylabel(f"difference from {first},\nmean of the last {_WINDOW} entries")
     below.set_xlabel("step")
     figure.savefig(path, metadata={"Date": None})
 
