@@ -10,7 +10,6 @@ trace. Of several steps the last is taken, because a GPU that has just rested ru
 
 import json
 import re
-import statistics
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -18,15 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 import tyro
 
 from benchmarks import harness
 from benchmarks.pipeline_program import Program, steps
 from benchmarks.works import schedule_of, sizes_of
-from jgraph.schedule import Costs, Schedule, Simulation, draw, simulate
+from jgraph.profile.actions import as_run, costs, measured, planned
+from jgraph.schedule import Simulation, draw
 from jgraph.schedule.action import DGRAD, FORWARD, WGRAD
-from jgraph.schedule.table import tick_table
 
 STEPS = 10
 
@@ -72,7 +70,7 @@ def main(options: Options) -> None:
     products = made_for(compiled.as_text())
     ranks = [kernels(plane, products) for plane in gpus(trace)]
     schedule = program.pipe.schedule
-    run_of = measured(schedule, ranks)
+    ran = measured(schedule, ranks, "aligned")
     results = {
         "environment": harness.environment(revision=options.revision),
         "device": f"{len(ranks)} x {jax.devices()[0].device_kind}",
@@ -80,9 +78,9 @@ def main(options: Options) -> None:
         "schedule": options.schedule,
         "microbatches": schedule.num_microbatches,
         "xla_options": list(options.xla_option),
-        "costs_ms": costs(run_of),
-        "starts_ms": [row.round(4).tolist() for row in run_of.starts],
-        "ends_ms": [row.round(4).tolist() for row in run_of.ends],
+        "costs_ms": {kind: round(ms, 4) for kind, ms in costs(ran).items()},
+        "starts_ms": [row.round(4).tolist() for row in ran.starts],
+        "ends_ms": [row.round(4).tolist() for row in ran.ends],
     }
     harness.RESULTS.mkdir(exist_ok=True)
     (harness.RESULTS / "pipeline_trace.json").write_text(json.dumps(results) + "\n")
@@ -119,55 +117,18 @@ def kernels(plane: Any, products: dict[str, int]) -> dict[int, list[tuple[float,
     return {kind: sorted(times)[-(len(times) // STEPS) :] for kind, times in found.items()}
 
 
-def measured(schedule: Schedule, ranks: list[dict[int, list[tuple[float, float]]]]) -> Simulation:
-    """When every action ran, from when its products did."""
-    table = tick_table(schedule)
-    lead = np.where((table.kind < WGRAD).any(1), np.where(table.kind < WGRAD, table.kind, WGRAD).min(1), WGRAD)
-    first = min(start for rank in ranks for times in rank.values() for start, _ in times)
-    starts, ends = [], []
-    for r, rank in enumerate(ranks):
-        own, when = table.kind[:, r], {}
-        for kind, times in rank.items():
-            # A rank runs a tick's forward or dgrad also where it has none; a wgrad only where it has one or all ranks do.
-            runs = np.flatnonzero((own == kind) | ((lead == kind) & (kind != WGRAD) & (own != WGRAD)))
-            if len(times) % len(runs):
-                raise SystemExit(
-                    f"rank {r} ran {len(times)} products in {len(runs)} actions of a kind, which is no whole number"
-                )
-            size = len(times) // len(runs)
-            for i, tick in enumerate(runs):
-                when[tick] = (times[i * size][0], max(end for _, end in times[i * size : (i + 1) * size]))
-        ticks = schedule.ticks[r].tolist()
-        starts.append(np.array([when[tick][0] - first for tick in ticks]))
-        ends.append(np.array([when[tick][1] - first for tick in ticks]))
-    busy = np.array([float((e - s).sum()) for s, e in zip(starts, ends, strict=True)])
-    return Simulation(schedule, tuple(starts), tuple(ends), busy, 0.0)
-
-
-def costs(run: Simulation) -> dict[str, float]:
-    """Median ms of an action of each kind."""
-    took = defaultdict(list)
-    for order, starts, ends in zip(run.schedule.orders, run.starts, run.ends, strict=True):
-        for kind, start, end in zip(order.kinds.tolist(), starts, ends, strict=True):
-            took[("forward", "dgrad", "wgrad")[kind]].append(end - start)
-    return {kind: round(statistics.median(times), 4) for kind, times in took.items()}
-
-
 def both(results: dict[str, Any]) -> tuple[Simulation, Simulation]:
     """The step as planned, with the costs that were measured, and as it ran."""
     schedule = schedule_of(results["schedule"], len(results["starts_ms"]), results["microbatches"]).newest_first()
-    planned = simulate(schedule, Costs(**results["costs_ms"]), execution="lockstep")
-    starts, ends = (tuple(np.array(row) for row in results[key]) for key in ("starts_ms", "ends_ms"))
-    busy = np.array([float((e - s).sum()) for s, e in zip(starts, ends, strict=True)])
-    return planned, Simulation(schedule, starts, ends, busy, 0.0)
+    return planned(schedule, results["costs_ms"], "aligned"), as_run(schedule, results["starts_ms"], results["ends_ms"])
 
 
 def report(results: dict[str, Any]) -> str:
-    planned, ran = both(results)
+    plan, ran = both(results)
     took = ", ".join(f"{kind} {ms:.3f}" for kind, ms in results["costs_ms"].items())
     return (
         f"{results['work']}, {results['schedule']}, {results['device']}: {took} ms; "
-        f"planned {planned.makespan:.2f} ms, {planned.bubble:.1%} idle; ran {ran.makespan:.2f} ms, {ran.bubble:.1%} idle"
+        f"planned {plan.makespan:.2f} ms, {plan.bubble:.1%} idle; ran {ran.makespan:.2f} ms, {ran.bubble:.1%} idle"
     )
 
 

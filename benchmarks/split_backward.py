@@ -9,7 +9,7 @@ residuals pass through memory. All variants add the weight gradients into a floa
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -208,8 +208,8 @@ def main() -> None:
         print(json.dumps({size: {key: results[size][key] for key in list(results[size])[3:]}}, indent=1), flush=True)
     text = "\n".join(table) + "\n"
     print(text)
-    about = {"environment": environment(revision=options.revision), "device": jax.devices()[0].device_kind}
-    write_results(options.name, about | {"results": results}, text)
+    about = {"environment": environment(revision=options.revision), "options": asdict(options)}
+    write_results(options.name, about | {"device": jax.devices()[0].device_kind, "results": results}, text)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jgraph.graph.explain import explain as explain
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.schedule.order import Order as Order
+    from jgraph.scopes import scope as scope
 
 # What needs jax is imported when it is first asked for, so that --help and a wrong flag do not wait for jax.
 _LAZY = {
@@ -30,6 +31,7 @@ _LAZY = {
     "explain": "jgraph.graph.explain",
     "fold_key": "jgraph.callables",
     "make_graphed_callables": "jgraph.callables",
+    "scope": "jgraph.scopes",
     "split_backward": "jgraph.backward",
 }
 

@@ -199,6 +199,37 @@ class Assembly:
         known = installed_options() or {}
         return tuple(option for option in fsdp.XLA_OPTIONS if option.partition("=")[0] in known)
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What plays the schedule, if one is played."""
+        return self.form.pipeline if isinstance(self.form, Staged) else None
+
+    def memory(self, compiled: jax.stages.Compiled) -> dict[str, Any]:
+        """Bytes of a device: `pools`, what is held for what; `predicted_peak`, of a pipeline, and `compiled_peak`, or None.
+
+        The pool `temporaries` is what the compiled step takes besides those that are predicted.
+        """
+        state = self.state_shapes()
+
+        def own(tree: PyTree) -> int:
+            shapes = [(leaf, leaf.shape if self.mesh is None else leaf.sharding.shard_shape(leaf.shape)) for leaf in tree]
+            return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
+
+        held = {"parameters": own(jax.tree.leaves(state.params)), "optimizer": own(jax.tree.leaves(state.opt_state))}
+        if isinstance(self.form, Staged):
+            pools = self.form.pipeline.bytes_per_rank(self.form.shapes, _tokens_by_microbatch(self.config))
+        else:
+            itemsize = jnp.dtype(self.config.main_params_dtype).itemsize
+            pools = {"main_grad": held["parameters"] // itemsize * jnp.dtype(self.config.main_grads_dtype).itemsize}
+        sizes = compiled.memory_analysis()
+        peak = None if sizes is None else sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+        if sizes is not None and peak is not None:
+            peak += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+            pools["temporaries"] = max(0, sizes.temp_size_in_bytes - sum(pools.values()))
+        predicted = sum((*held.values(), *pools.values())) - pools.get("temporaries", 0)
+        pools = {name: size for name, size in (held | pools).items() if size}
+        return {"pools": pools, "predicted_peak": predicted if self.pipeline else None, "compiled_peak": peak}
+
     def about_pipeline(self, compiled: jax.stages.Compiled) -> str:
         """One line on the schedule, and on the memory that it was predicted to take and takes; empty without a pipeline."""
         if not isinstance(self.form, Staged):

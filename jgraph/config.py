@@ -249,6 +249,9 @@ class TrainConfig:
     """Steps between checkpoints (and one at the end)."""
     checkpoint_keep: int = 2
     """Checkpoints kept."""
+    profile: str = ""
+    """FIRST:STOP, steps to trace, e.g. 10:13: how long they take, then as many as they are captured, then as many without
+    capture; profile.html and profile.json are written in the run directory."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -310,12 +313,24 @@ class TrainConfig:
             _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset in a pipeline: see --pp")
         for option in self.xla_options:
             _require("=" in option, "xla_options", option, "name=value")
+        if self.profile:
+            first, stop = self.profile_steps
+            steps = 3 * (stop - first) + 2
+            is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
+            allowed = f"FIRST:STOP, FIRST < STOP, with room for 3 x (STOP - FIRST) + 3 steps up to --steps {self.steps}"
+            _require(is_window, "profile", self.profile, allowed)
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset}")
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
+
+    @property
+    def profile_steps(self) -> tuple[int, int]:
+        """First step of `profile` and the one to stop at; (0, 0) where nothing is to be traced."""
+        first, _, stop = self.profile.partition(":")
+        return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
 
     @property
     def read_dtype(self) -> DtypeName:

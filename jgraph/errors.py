@@ -99,6 +99,10 @@ class CheckpointError(JgraphError):
     """A checkpoint cannot be written, read, or does not belong to this run."""
 
 
+class ProfileError(JgraphError):
+    """What was recorded of a run does not say what it should."""
+
+
 class NonFiniteError(JgraphError):
     """The loss or a gradient became infinite or NaN.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.errors import ShapeError
+from jgraph.scopes import scope
 
 # Logits of this many elements are held at once when the caller does not say: 1 GiB in bfloat16, 2 GiB in float32.
 _AUTO_CHUNK_ELEMENTS = 2**29
@@ -67,7 +68,8 @@ def cross_entropy(
     if chunk < 1 or num_tokens % chunk:
         raise ShapeError(f"loss chunk is {chunk}: must divide the {num_tokens} tokens of a microbatch; see --model.loss-chunk")
     vocabulary = _Vocabulary(axis, vocab_size)
-    return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk, vocabulary)
+    with scope("loss"):
+        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk, vocabulary)
 
 
 @dataclass(frozen=True)

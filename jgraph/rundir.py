@@ -32,6 +32,7 @@ FREE_FIELDS = frozenset(
         "distributed",
         "graph",
         "xla_options",
+        "profile",
         "sample_tokens",
         "eval_every",
         "eval_batches",

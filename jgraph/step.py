@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.config import OptimizerConfig
 from jgraph.fsdp import batch_axes
+from jgraph.scopes import scope
 
 PyTree = Any
 
@@ -127,6 +128,10 @@ def train_step(
 
     def step(state: TrainState, tokens_BS: Array) -> tuple[TrainState, StepMetrics]:
         loss, grads = loss_and_grads(state.params, tokens_BS)
+        with scope("optimizer"):
+            return update(state, loss, grads)
+
+    def update(state: TrainState, loss: Array, grads: PyTree) -> tuple[TrainState, StepMetrics]:
         if read_dtype is not None:
             grads = optax.tree.cast(grads, read_dtype)
         mask = trained() if trained else None
@@ -180,7 +185,9 @@ def accumulate(
             return value_and_grads(params, tokens_BS)
 
         def add(carry, tokens_BS):
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, value_and_grads(params, tokens_BS)), None
+            found = value_and_grads(params, tokens_BS)
+            with scope("wgrad"):
+                return jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry, found), None
 
         main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1

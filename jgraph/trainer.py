@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import os
 import platform
 import signal
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +24,10 @@ from jgraph.checkpoint import Checkpoints, check_space
 from jgraph.config import TrainConfig
 from jgraph.data import Batches, Corpus, heldout_batches, load
 from jgraph.distributed import agree, connect, is_first, together
-from jgraph.errors import ConfigError, NonFiniteError
+from jgraph.errors import ConfigError, NonFiniteError, ProfileError
 from jgraph.graph import compiler_options
 from jgraph.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes, read_metrics
+from jgraph.profile import record, report
 from jgraph.report import Reporter, Summary
 from jgraph.rundir import RunDir
 from jgraph.sample import generate
@@ -88,6 +91,8 @@ def _memory_errors(config: TrainConfig) -> Iterator[None]:
 
 def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest) -> Summary:
     config, shapes = assembly.config, assembly.portable.shapes()
+    if config.profile:
+        assembly = dataclasses.replace(assembly, config=record.profiled(config, jax.default_backend()))
     batches = _batches(assembly, corpus)
     step = None
     # The first process's word, because it may already be writing where another looks.
@@ -113,10 +118,11 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
             if done:
                 reporter.line(f"resumed from step {done}")
             step = step or _compile(assembly, reporter)
+            recorder = _recorder(assembly, step, run_dir) if config.profile and done <= config.profile_steps[0] else None
             metrics = run_dir.metrics if is_first() else Path(os.devnull)
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 clock = StepClock(next((entry["seconds"] for entry in reversed(read_metrics(run_dir.metrics))), 0.0))
-                loop = _Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock)
+                loop = _Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock, recorder)
                 done, state = loop.run(done, state, stop)
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
     finally:
@@ -149,6 +155,7 @@ class _Loop:
         log: MetricsLog,
         reporter: Reporter,
         clock: StepClock,
+        recorder: record.Recorder | None,
     ):
         self.config = assembly.config
         self.place = assembly.place
@@ -164,6 +171,7 @@ class _Loop:
         self.log = log
         self.reporter = reporter
         self.clock = clock
+        self.recorder = recorder
         self.device = jax.local_devices()[0]
         self.pending: list[tuple[int, StepMetrics]] = []
         self.skipped = 0
@@ -173,6 +181,9 @@ class _Loop:
         config = self.config
         self.skipped = int(state.skipped)
         while done < config.steps and not self._stops(done, stop):
+            if self.recorder is not None and done == self.recorder.first:
+                done, state = self._profile(self.recorder, done, state)
+                continue
             self.clock.start()
             state, metrics = self.step(state, self.place(self.batches[done]))
             self.pending.append((done, metrics))
@@ -221,6 +232,23 @@ class _Loop:
         # The file says null where the loss is not a number; so does the line.
         self.reporter.progress({key: value if value is None or math.isfinite(value) else None for key, value in entry.items()})
 
+    def _profile(self, recorder: record.Recorder, done: int, state: TrainState) -> tuple[int, TrainState]:
+        """Steps that are traced, of which the clock and the log know nothing; and the report."""
+        if self.pending:
+            self._settle()
+        batches = (self.place(self.batches[index]) for index in itertools.count(done))
+        state, metrics = recorder.record(state, batches)
+        self._look(list(enumerate(jax.device_get(metrics), done)))
+        if is_first():
+            try:
+                written = report.write(report.of_run(recorder.directory), recorder.directory)
+                self.reporter.line(f"profile of steps {done} to {done + len(metrics) - 1}: {', '.join(map(str, written))}")
+            except ProfileError as e:
+                self.reporter.warn(f"no profile: {e}")
+        if (done + len(metrics)) // self.config.checkpoint_every > done // self.config.checkpoint_every:
+            self._save(done + len(metrics), state)
+        return done + len(metrics), state
+
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
@@ -235,6 +263,11 @@ class _Loop:
         fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
         self.pending.clear()
         self.clock.stop(len(fetched))
+        self._look(fetched)
+        return fetched[-1][1]
+
+    def _look(self, fetched: list[tuple[int, StepMetrics]]) -> None:
+        """Tells of what is not as it should be."""
         for index, metrics in fetched:
             if problem := _non_finite(metrics, self.group_names):
                 self._tell_non_finite(index, problem)
@@ -243,7 +276,6 @@ class _Loop:
                 self.reporter.warn(
                     f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by --freeze"
                 )
-        return fetched[-1][1]
 
     def _tell_non_finite(self, index: int, problem: str) -> None:
         if self.config.on_nonfinite == "skip":
@@ -301,14 +333,30 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
 
 
 def _compile(assembly: Assembly, reporter: Reporter):
-    step, report = assembly.compile_step(assembly.config.batch_size)
+    step, capture = assembly.compile_step(assembly.config.batch_size)
     if chosen := assembly.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options, as --xla-options would give them: {' '.join(chosen)}")
-    if report is not None:
-        reporter.line(str(report))
+    if capture is not None:
+        reporter.line(str(capture))
     if about := assembly.about_pipeline(step):
         reporter.line(about)
     return step
+
+
+def _recorder(assembly: Assembly, step: jax.stages.Compiled, run_dir: RunDir) -> record.Recorder:
+    """Compiled before the loop, so that no pause cools the devices that are to be traced."""
+    first, stop = assembly.config.profile_steps
+    plain = dataclasses.replace(assembly, config=record.uncaptured(assembly.config))
+    is_captured = jax.default_backend() == "gpu" and assembly.config.graph != "off"
+    return record.Recorder(
+        assembly,
+        step if is_captured else None,
+        plain.compile_step(plain.config.batch_size)[0] if is_captured else step,
+        first,
+        stop - first,
+        # Every process runs the steps; the first one's trace is reported.
+        run_dir.path / "profile" if is_first() else Path(tempfile.mkdtemp(prefix="jgraph-profile-")),
+    )
 
 
 def _batches(assembly: Assembly, corpus: Corpus) -> Batches:

@@ -142,13 +142,14 @@ class Attention(nnx.Module):
         B, T, D = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
         q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
-        y_BTHK = jax.nn.dot_product_attention(
-            rotate(q_BTHK, rotary_T1K),
-            rotate(k_BTGK, rotary_T1K),
-            v_BTGK,
-            is_causal=True,
-            implementation=attention_kernel(config),
-        )
+        with jgraph.scope("attention"):
+            y_BTHK = jax.nn.dot_product_attention(
+                rotate(q_BTHK, rotary_T1K),
+                rotate(k_BTGK, rotary_T1K),
+                v_BTGK,
+                is_causal=True,
+                implementation=attention_kernel(config),
+            )
         return self.out(y_BTHK.reshape(B, T, D))
 
 

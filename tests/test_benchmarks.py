@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks import convergence, fsdp, harness, pipeline, pipeline_trace
 from jgraph.schedule import Costs, generate, simulate
-from jgraph.schedule.action import DGRAD, FORWARD, IDLE, WGRAD
-from jgraph.schedule.table import tick_table
 
 pytestmark = pytest.mark.once
 
@@ -64,32 +62,19 @@ def test_a_peer_is_timed_on_the_same_work(run, tmp_path):
     assert row["schedule"] == "ScheduleDualPipeV"
 
 
-@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 6)])
-def test_a_trace_is_read_back_as_the_schedule_that_ran(P, M):
-    schedule = generate("aligned", pp=P, microbatches=M).newest_first()
-    planned = simulate(schedule, Costs(forward=2.0, dgrad=3.0, wgrad=1.0), execution="lockstep")
-    kinds = tick_table(schedule).kind
-    begin = np.full(len(kinds), np.inf)  # of each tick, on whichever rank
-    for ticks, starts in zip(schedule.ticks, planned.starts, strict=True):
-        np.minimum.at(begin, np.asarray(ticks), starts)
-    ranks = []
-    for ticks, starts, ends in zip(schedule.ticks, planned.starts, planned.ends, strict=True):
-        products = {FORWARD: [], DGRAD: [], WGRAD: []}
-        rank = len(ranks)
-        for tick, start, end in zip(ticks.tolist(), starts, ends, strict=True):
-            middle = (start + end) / 2
-            products[int(kinds[tick, rank])] += [(start, middle), (middle, end)]
-        for tick in np.flatnonzero(kinds[:, rank] == IDLE):
-            # Ranks that have nothing to do in a tick do what the others do, but for a wgrad.
-            others = {int(kind) for kind in kinds[tick]} - {IDLE}
-            for kind in others - {WGRAD}:
-                products[kind] += [(begin[tick], begin[tick] + 0.1), (begin[tick] + 0.1, begin[tick] + 0.2)]
-        ranks.append({kind: sorted(times) for kind, times in products.items()})
-    ran = pipeline_trace.measured(schedule, ranks)
-    for found, expected in ((ran.starts, planned.starts), (ran.ends, planned.ends)):
-        for row, wanted in zip(found, expected, strict=True):
-            np.testing.assert_allclose(row, wanted)
-    assert pipeline_trace.costs(ran) == {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0}
+def test_a_traced_step_is_drawn_beside_its_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    schedule = generate("aligned", pp=2, microbatches=4)
+    costs = {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0}
+    run = simulate(schedule, Costs(**costs), execution="lockstep")
+    results = {"work": "mlp-large", "schedule": "aligned", "device": "2 x H200", "microbatches": 4, "costs_ms": costs}
+    results |= {"starts_ms": [row.tolist() for row in run.starts], "ends_ms": [(row + 0.5).tolist() for row in run.ends]}
+    (tmp_path / "pipeline_trace.json").write_text(json.dumps(results))
+    pipeline_trace.main(pipeline_trace.Options(draw=str(tmp_path)))
+    assert f"planned {run.makespan:.2f} ms" in capsys.readouterr().out
+    planned, ran = pipeline_trace.both(results)
+    assert (planned.makespan, ran.makespan) == (run.makespan, run.makespan + 0.5)
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"pipeline-planned.svg", "pipeline-measured.svg"}
 
 
 @pytest.fixture

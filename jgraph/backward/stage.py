@@ -19,6 +19,7 @@ from jgraph.backward import find, lives, replay
 from jgraph.backward.linear import weight_gradient
 from jgraph.backward.lives import Options, Plan
 from jgraph.errors import SplitError
+from jgraph.scopes import scope
 
 Tree = Any
 
@@ -191,6 +192,7 @@ class Split:
         if residuals.plan is not stash.plan:
             raise SplitError("the stash belongs to other residuals (other shapes); pass those that dgrad was given")
 
+    @scope("forward")
     def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
         plan, traced = self._plan(params, x, extra)
         y, extras, leaves, _ = lives.vjp(plan, jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra), traced)
@@ -236,6 +238,7 @@ def _kept(residuals: Residuals) -> dict[int, Any]:
     return held | (dict(zip(plan.for_dgrad, residuals.dgrad, strict=True)) if residuals.dgrad else {})
 
 
+@scope("dgrad")
 def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
     plan = residuals.plan
     flat = jax.tree.leaves(params)
@@ -249,12 +252,14 @@ def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree
     return jax.tree.unflatten(plan.trees[1], dx), jax.tree.unflatten(plan.trees[0], gradients), stash
 
 
+@scope("wgrad")
 def _run_wgrad(params: Tree, residuals: Residuals, stash: Stash) -> Tree:
     plan = residuals.plan
     gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash))
     return jax.tree.unflatten(plan.trees[0], [next(gradients) if late else None for late in plan.delayed])
 
 
+@scope("wgrad")
 def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
     plan = residuals.plan
     # Where the gradient must go through a cast, it comes in the parameter's dtype and is widened only then.

@@ -14,6 +14,7 @@ from jgraph.backward import Residuals, Stash
 from jgraph.pipeline.columns import Columns
 from jgraph.pipeline.pools import Pool
 from jgraph.pipeline.rank import AXIS, Rank
+from jgraph.scopes import scope
 
 Tree = Any
 Row = dict[str, Array]
@@ -39,6 +40,7 @@ class State:
     def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
         return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
 
+    @scope("wgrad")
     def add_ends(self, gradients: Tree) -> "State":
         return replace(self, ends=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.ends, gradients))
 
@@ -101,6 +103,7 @@ class Machine:
 
     # What goes in
 
+    @scope("copies")
     def x(self, state: State, row: Row, ticks: np.ndarray) -> Array:
         """The input of a forward: embedded on the first stage, received elsewhere."""
         received = state.pools["activation"].read(row["read activation"])
@@ -110,6 +113,7 @@ class Machine:
         x = _where_any(self.columns.enter[ticks], row["enter"], self.rank.embed, zeros)
         return jnp.where(row["stage"] == 0, x, received[0]) if received else x
 
+    @scope("copies")
     def dy(self, state: State, row: Row) -> Array:
         """The output gradient of a dgrad: the loss's on the last stage, received elsewhere."""
         own = state.pools["loss"].read(row["read loss"])[0]
@@ -149,6 +153,7 @@ class Machine:
 
     # What comes out
 
+    @scope("copies")
     def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:
         """The head, where a microbatch leaves the last stage: loss, gradients, and dy for its dgrad."""
         numbers = self.columns.leave[ticks]
@@ -165,6 +170,7 @@ class Machine:
         state = replace(state.add_ends(d_ends), loss=state.loss + loss)
         return state.write("loss", row["write loss"], (dy,))
 
+    @scope("copies")
     def back(self, state: State, row: Row, dx: Array, ticks: np.ndarray, is_dgrad: Array) -> State:
         """The embedding's gradient, where a microbatch is back at the first stage."""
         numbers = self.columns.back[ticks]

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax import Array, lax
 
+from jgraph.scopes import scope
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["slots"])
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Pool:
         # Not zeros: on a GPU `lax.empty` only reserves memory, and clearing it would take a hundredth of a large model's step.
         return cls(tuple(lax.empty((*lead, *aval.shape), aval.dtype) for aval in avals) if slots else (), slots)
 
+    @scope("copies")
     def read(self, slot: Array) -> tuple[Array, ...]:
         """The leaves in a slot, an int32 scalar. Of a pool without slots, nothing."""
         if self.slots == 1:
             return self.leaves
         return tuple(lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in self.leaves)
 
+    @scope("copies")
     def write(self, slot: Array, values: Sequence[Array]) -> "Pool":
         """With these leaves in a slot, in place where the program allows it."""
         if not self.slots:

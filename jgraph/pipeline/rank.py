@@ -11,6 +11,7 @@ from jax import Array, lax
 from jgraph.backward import Residuals, Split, Stash
 from jgraph.errors import ShapeError
 from jgraph.pipeline.parts import Parts
+from jgraph.scopes import scope
 
 Tree = Any
 AXIS = "pipe"
@@ -69,10 +70,12 @@ class Rank:
     def num_chunks(self) -> int:
         return len(self._stages)
 
+    @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
         """Float32 zeros as each chunk's parameters; what has no gradient stays as it is."""
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, tuple(self._stages))
 
+    @scope("wgrad")
     def zero_ends(self) -> Tree:
         """Float32 zeros as the parameters of embedding and head."""
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._ends)
@@ -102,6 +105,7 @@ class Rank:
 
         return self._by_chunk(chunk, of)
 
+    @scope("wgrad")
     def add_early(self, chunk: Any, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Any) -> tuple[Tree, ...]:
         """`grads` with the early ones added to those of the chunk, where they count: a bool scalar, or None for always."""
 
@@ -123,14 +127,17 @@ class Rank:
 
     # Embedding and head, by all ranks together.
 
+    @scope("forward")
     def embed(self, m: Any) -> Array:
         return self._parts.embed(self._ends, self._of(m))
 
+    @scope("wgrad")
     def embed_backward(self, m: Any, dx: Array) -> Tree:
         """Gradients as `ends`, from dx on the rank of the first stage and zeros elsewhere."""
         _, pull_back = jax.vjp(lambda ends: self._parts.embed(ends, self._of(m)), self._ends)
         return pull_back(dx)[0]
 
+    @scope("loss")
     def head(self, m: Any, y: Array, here: Array) -> tuple[Array, Tree, Array]:
         """This microbatch's share of the mean loss, and of it the gradients as `ends`, and dy.
 

@@ -1,0 +1,253 @@
+"""Where the time of a traced step went: each kernel to the cause of its instruction, by rank and by groups of like kernels."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jgraph.errors import ProfileError
+from jgraph.graph.launches import launches_of
+from jgraph.profile.causes import CAUSES, COLLECTIVES, OTHER, Purpose, purpose_of, purpose_of_hidden, purpose_of_scopes
+from jgraph.profile.ceilings import Ceilings
+from jgraph.profile.program import Instruction, Program
+from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
+
+_MOST_OTHERS = 5
+_TRANSFERS = frozenset(COLLECTIVES.values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a trace on one device.
+
+    Attributes:
+        events: of the step alone, in ms from its start.
+        purposes: of the events.
+        ms: how long it took, to the start of the next one where that was traced too.
+        all_ms: of all steps of the trace.
+    """
+
+    events: Events
+    purposes: tuple[Purpose, ...]
+    ms: float
+    all_ms: tuple[float, ...]
+
+
+def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
+    """One step, by device: of several the last that was not the last to be traced, so that what comes after it counts too.
+
+    The first ones run faster, on a GPU that has just rested. All devices begin when the first of them does.
+
+    Args:
+        trace: of a run without capture.
+        program: what ran; None: attributed by what the trace says of scopes.
+        count: steps in the trace; None: guessed.
+    """
+    modules = {device: _of_step(events, program) for device, events in trace.devices.items()}
+    count = count or guess_steps(next(iter(modules.values())))
+    bounds = {device: steps(events, count) for device, events in modules.items()}
+    k = max(count - 2, 0)
+    start = min(found[k][0] for found in bounds.values())
+    stop = min(found[k + 1][0] for found in bounds.values()) if count > 1 else max(found[k][1] for found in bounds.values())
+    chosen = {}
+    for device, events in trace.devices.items():
+        # A rank that is ahead has begun the next step when the slowest has not ended this one.
+        inside = events.between(start, stop)
+        starts = [found[0] for found in bounds[device]]
+        all_ms = (*np.diff(starts), bounds[device][-1][1] - starts[-1])
+        chosen[device] = Step(inside, _purposes(inside, program), stop - start, tuple(map(float, all_ms)))
+    return chosen
+
+
+def by_cause(rank: int, step: Step) -> dict[str, Any]:
+    """An entry of `uncaptured.ranks` of profile.json."""
+    events, own = step.events, _shares(step)
+    causes: dict[str, dict[str, float]] = {}
+    for cause in CAUSES:
+        chosen = np.array([purpose.cause == cause for purpose in step.purposes], bool)
+        if chosen.any():
+            kernel_ms = float((events.end - events.start)[chosen].sum())
+            causes[cause] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
+    busy_ms = busy(events.start, events.end)
+    others: dict[str, float] = defaultdict(float)
+    for name, purpose, ms in zip(events.name, step.purposes, own, strict=True):
+        if purpose.cause == "other":
+            others[name] += float(ms)
+    top = sorted(others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
+    return {
+        "rank": rank,
+        "busy_ms": busy_ms,
+        "idle_ms": max(step.ms - busy_ms, 0.0),
+        "attributed": 1 - sum(others.values()) / busy_ms if busy_ms else 1.0,
+        "other": [{"name": name, "ms": ms} for name, ms in top],
+        "causes": causes,
+    }
+
+
+def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> list[dict[str, Any]]:
+    """Kernels that do the same with the same shapes, together: `groups` of profile.json, the furthest above its floor first.
+
+    A floor is the longer of two times: the FLOPs at the ceiling of products, and the bytes at that of copies (Williams et al.,
+    "Roofline", doi:10.1145/1498765.1498785); of a collective, the bytes at that of the links.
+    """
+    events, own, known = step.events, _shares(step), program.instructions if program else {}
+    members: dict[tuple[str, str], list[int]] = defaultdict(list)
+    kernels: dict[str, Counter[str]] = defaultdict(Counter)
+    for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
+        label = program.label(known[op]) if program and op in known else name
+        members[purpose.cause, label].append(i)
+        kernels[op][name] += 1
+    # An instruction may have several kernels, and be run several times; its rarest kernel tells how often.
+    runs = {op: min(names.values()) for op, names in kernels.items()}
+    sources = program.sources(list(kernels)) if program else {}
+    rows = []
+    for (cause, label), found in members.items():
+        ops = dict.fromkeys(events.op[i] for i in found)
+        work = Work(0, 0, "")
+        for op in ops:
+            if program and op in known:
+                work = work.plus(_work(program, known[op], cause), runs[op])
+        ms = float(own[found].sum())
+        floor = work.floor_ms(ceilings)
+        row = {"label": label, "cause": cause, "source": next((sources[op] for op in ops if op in sources), "")}
+        row |= {"count": len(found), "ms": ms, "flops": work.flops, "bytes": work.nbytes}
+        row |= {"floor_ms": floor, "bound": work.bound(ceilings), "over_ms": None if floor is None else ms - floor}
+        rows.append(row)
+    return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What kernels have to do.
+
+    Attributes:
+        flops: of products.
+        nbytes: read and written, or sent.
+        way: `link` where the bytes go to other devices.
+    """
+
+    flops: int
+    nbytes: int
+    way: str
+
+    def plus(self, other: "Work", times: int) -> "Work":
+        return Work(self.flops + other.flops * times, self.nbytes + other.nbytes * times, other.way)
+
+    def times_ms(self, ceilings: Ceilings) -> dict[str, float | None]:
+        """At each ceiling."""
+        if self.way == "link":
+            links = ceilings.link_bytes_per_second
+            return {"link": self.nbytes / links * 1e3 if links else None}
+        return {
+            "compute": self.flops / ceilings.product_flops_per_second * 1e3,
+            "memory": self.nbytes / ceilings.copy_bytes_per_second * 1e3,
+        }
+
+    def floor_ms(self, ceilings: Ceilings | None) -> float | None:
+        """None where no ceiling is known."""
+        times = [ms for ms in self.times_ms(ceilings).values() if ms is not None] if ceilings and self.nbytes else []
+        return max(times, default=None)
+
+    def bound(self, ceilings: Ceilings | None) -> str:
+        """Which ceiling it is."""
+        times = {name: ms for name, ms in self.times_ms(ceilings).items() if ms is not None} if ceilings and self.nbytes else {}
+        return max(times, key=lambda name: times[name], default="")
+
+
+def _work(program: Program, instruction: Instruction, cause: str) -> Work:
+    if cause in _TRANSFERS:
+        return Work(0, program.sent_bytes(instruction), "link")
+    return Work(program.flops(instruction), program.nbytes(instruction), "")
+
+
+def captured(trace: Trace, count: int, step_ms: float) -> dict[str, Any]:
+    """`captured` of profile.json.
+
+    Args:
+        trace: of a run with command buffers.
+        count: steps in it.
+        step_ms: of a step, timed without the profiler.
+    """
+    launches = launches_of(trace.counts)
+    host = {name: sum(ms) / count for name, ms in trace.host.items()}
+    launch_ms = host.get("cuGraphLaunch", host.get("command_buffer::execute", 0.0))
+    busy_ms = [busy(events.start, events.end) / count for events in trace.devices.values()]
+    bounds = next(steps(events, count) for events in trace.devices.values())
+    starts = [start for start, _ in bounds]
+    mean = float(np.mean(busy_ms))
+    return {
+        "steps_ms": [*map(float, np.diff(starts)), bounds[-1][1] - starts[-1]],
+        "step_ms": step_ms,
+        **{name: getattr(launches, name) / count for name in ("launches", "updates", "records")},
+        "launch_ms": launch_ms,
+        "update_ms": host.get("command_buffer::update", 0.0),
+        "busy_ms": mean,
+        "idle_ms": max(step_ms - mean, 0.0),
+    }
+
+
+def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
+    """`timeline` of profile.json: every event of the step, by device and stream."""
+    names: dict[str, int] = {}
+    tracks = []
+    for rank, step in chosen.items():
+        events = step.events
+        for stream in sorted(set(events.stream)):
+            found = [i for i, where in enumerate(events.stream) if where == stream]
+            tracks.append(
+                {
+                    "rank": rank,
+                    "stream": stream,
+                    "start_ms": [round(float(events.start[i]), 4) for i in found],
+                    "ms": [round(float(events.end[i] - events.start[i]), 4) for i in found],
+                    "name": [names.setdefault(events.op[i] or events.name[i], len(names)) for i in found],
+                    "cause": [CAUSES.index(step.purposes[i].cause) for i in found],
+                }
+            )
+    return {"names": list(names), "causes": list(CAUSES), "tracks": tracks}
+
+
+def action_kernels(step: Step) -> dict[str, np.ndarray]:
+    """Start and end in ms, [n, 2], of the products and attention kernels of each kind of action, by start."""
+    events = step.events
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    op, names = "", set()
+    for i, purpose in enumerate(step.purposes):
+        if not (purpose.works and purpose.action):
+            continue
+        times, start, end = found[purpose.action], float(events.start[i]), float(events.end[i])
+        # An instruction may have several kernels; the same one again is another run of it.
+        if events.op[i] == op and events.name[i] not in names:
+            times[-1] = times[-1][0], end
+            names.add(events.name[i])
+        else:
+            times.append((start, end))
+            op, names = events.op[i], {events.name[i]}
+    return {action: np.array(times) for action, times in found.items()}
+
+
+def _shares(step: Step) -> np.ndarray:
+    return shares(step.events, np.array([purpose.cause in _TRANSFERS for purpose in step.purposes], bool))
+
+
+def _of_step(events: Events, program: Program | None) -> Events:
+    """Without what other programs ran."""
+    if program is None:
+        return events
+    own = np.array([module == program.module for module in events.module], bool)
+    if not own.any():
+        ran = ", ".join(dict.fromkeys(events.module)) or "kernels without names"
+        raise ProfileError(f"the trace has nothing of the program {program.module}, but {ran}: give the program that ran")
+    return events.where(own)
+
+
+def _purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
+    if program is None:
+        return tuple(map(purpose_of_scopes, events.scopes))
+    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
+    rows = zip(events.module, events.op, events.scopes, strict=True)
+    return tuple(
+        OTHER if module != program.module else known.get(op) or purpose_of_hidden(op, scopes) for module, op, scopes in rows
+    )

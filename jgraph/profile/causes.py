@@ -1,0 +1,118 @@
+"""What an instruction of a compiled program was for: forward, dgrad, wgrad and so on, from the scopes it was traced in.
+
+The scopes are the library's own (`jgraph.scope`) and jax's (`jvp`, `transpose`, `rematted_computation`); collectives are told
+by their opcode, copies by computing nothing. In a backward pass that nobody split, a product whose factors both depend on the
+batch makes a weight's gradient. A kernel's name is never looked at.
+"""
+
+import re
+from dataclasses import dataclass
+
+from jgraph.profile.program import Instruction, Program
+from jgraph.scopes import PREFIX
+
+COLLECTIVES: dict[str, str] = {
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-broadcast": "all-gather",
+    "collective-permute": "transfer",
+    "send": "transfer",
+    "recv": "transfer",
+}
+"""Causes by opcode, without `-start` and `-done`."""
+
+# jax's primitives that have another name than XLA's opcode.
+_PRIMITIVES = {
+    "psum": "all-reduce",
+    "psum-invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "all-gather-invariant": "all-gather",
+}
+
+CAUSES = (
+    *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
+    *dict.fromkeys(COLLECTIVES.values()),
+    *("copies", "other"),
+)
+"""All causes, in the order in which they are shown."""
+
+_ACTIONS = ("forward", "dgrad", "wgrad")
+_SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """Of an instruction.
+
+    Attributes:
+        cause: one of `CAUSES`.
+        action: the action of a pipeline that it is part of, `forward`, `dgrad` or `wgrad`; empty outside of one.
+        works: whether it is a matrix product or attention, which make up an action's time.
+    """
+
+    cause: str
+    action: str = ""
+    works: bool = False
+
+
+OTHER = Purpose("other")
+
+
+def purpose_of(program: Program, instruction: Instruction) -> Purpose:
+    """Of an instruction that a kernel was launched for."""
+    parts = list(program.inside(instruction))
+    for part in parts:
+        if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
+            return Purpose(collective)
+    named = [part.scopes for part in parts if part.scopes and part.opcode not in ("parameter", "constant")]
+    product = program.product(instruction)
+    works = product is not None or any(part.is_attention for part in parts)
+    # Of a fusion the last operation is what it was made for; what comes before it was drawn in.
+    meant = product.scopes if product is not None else next(filter(_by_scopes, (*named[:1], *named[:0:-1])), "")
+    action = next((action for action in map(_action, (meant, *named)) if action), "")
+    cause = _by_scopes(meant)
+    computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
+    if not computes and cause not in ("attention", "loss", "optimizer"):
+        return Purpose("copies", action)
+    if product is not None and cause == "dgrad" and not action:
+        factors = product.operands[:2]
+        cause = "wgrad" if all(name in program.of_batch for name in factors) else cause
+    return Purpose(cause or "other", action, works)
+
+
+def purpose_of_scopes(scopes: str) -> Purpose:
+    """From jax's name of an operation alone, where the program is not at hand: a joint backward is all dgrad then."""
+    return Purpose(_by_scopes(scopes) or "other", _action(scopes))
+
+
+def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
+    """Of an instruction that the program's text does not show: one within the start of an asynchronous one.
+
+    XLA names instructions after jax's primitives, so that a collective's name begins with its primitive's or its opcode.
+    """
+    stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
+    cause = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
+    return Purpose(cause) if cause else purpose_of_scopes(scopes)
+
+
+def _by_scopes(scopes: str) -> str:
+    """The cause that a name tells, the innermost first; empty where it tells none."""
+    scopes = scopes.split(";")[-1]
+    if "rematted_computation" in scopes:
+        return "recompute"
+    if "dot_product_attention" in scopes:
+        return "attention"
+    if found := _SCOPE.findall(scopes):
+        return found[-1] if found[-1] in CAUSES else "other"
+    if "transpose(" in scopes:
+        return "dgrad"
+    return "forward" if "jvp(" in scopes else ""
+
+
+def _action(scopes: str) -> str:
+    return next((found for found in _SCOPE.findall(scopes) if found in _ACTIONS), "")

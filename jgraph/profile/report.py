@@ -1,0 +1,128 @@
+"""`profile.json` and `profile.html` of a run directory's traces, or of a trace of any program."""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgraph.errors import ProfileError
+from jgraph.profile import actions, ceilings
+from jgraph.profile.attribution import Step, action_kernels, by_cause, captured, choose_step, groups, timeline
+from jgraph.profile.page import page
+from jgraph.profile.program import Program
+from jgraph.profile.trace import find, read
+from jgraph.schedule import files
+from jgraph.schedule.action import KINDS
+
+FORMAT = 1
+
+
+def of_run(directory: Path) -> dict[str, Any]:
+    """The report of what `jgraph.profile.record` left in a directory, as profile.json has it.
+
+    Raises:
+        ProfileError: something is missing or damaged, or the traces do not show what was traced.
+    """
+    try:
+        about = json.loads((directory / "run.json").read_text())
+        with gzip.open(directory / "program.txt.gz", "rt") as file:
+            program = Program.of(file.read())
+    except (OSError, ValueError, EOFError) as e:
+        raise ProfileError(
+            f"{directory} has no complete recording ({e}): record one, e.g. python -m jgraph.train --profile 10:13"
+        ) from e
+    with_graphs = directory / "captured"
+    graphs = captured(read(with_graphs), about["steps"], about["step_ms"]) if with_graphs.exists() else None
+    chosen = choose_step(read(directory / "uncaptured"), program, about["steps"])
+    notes = [
+        "Kernels, causes and floors are those of a step without command buffers: what comes out of a CUDA graph has no name."
+    ]
+    if not graphs:
+        notes = [f"Without the profiler and without command buffers a step took {about['step_ms']:.2f} ms."]
+    found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
+    if "pipeline" in about:
+        found["pipeline"], trouble = _pipeline(about["pipeline"], chosen)
+        notes += trouble
+    return found | {"about": found["about"] | {"notes": notes}}
+
+
+def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
+    """The report of a bare trace.
+
+    Args:
+        path: a *.xplane.pb, or a directory that has one.
+        program: XLA's text of the program that ran, `compiled.as_text()`; without it there are no floors, and the gradients of
+            weights and activations are told apart only where they were split.
+        steps: equal steps in the trace; None: guessed.
+
+    Raises:
+        ProfileError: there is no trace, it is damaged, or its kernels have no names.
+    """
+    trace = read(path)
+    try:
+        known = Program.of(program.read_text()) if program else None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ProfileError(f"--program is {program}: cannot be read ({e}); give what compiled.as_text() returned") from e
+    if known is not None and not known.entry:
+        raise ProfileError(f"--program is {program}: has no program in it; give what compiled.as_text() returned")
+    chosen = choose_step(trace, known, steps)
+    device = trace.device or trace.kind
+    about = {"title": f"{find(path).name}, {len(trace.devices)} x {device}", "device": device, "devices": len(trace.devices)}
+    return _report(about | {"versions": {}, "date": "", "flags": ""}, chosen, known) | {
+        "captured": None,
+        "memory": {"pools": {}},
+    }
+
+
+def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
+    """Writes profile.json and profile.html; returns where."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data, html = directory / "profile.json", directory / "profile.html"
+    data.write_text(json.dumps(profile, allow_nan=False) + "\n")
+    html.write_text(page(profile), encoding="utf-8")
+    return data, html
+
+
+def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
+    first = next(iter(chosen.values()))
+    limits = ceilings.find(about["device"])
+    told = ("device", "devices", "versions", "date", "flags")
+    return {
+        "format": FORMAT,
+        "title": about["title"],
+        "about": {name: about[name] for name in told} | {"notes": []},
+        "uncaptured": {
+            "steps_ms": list(first.all_ms),
+            "step_ms": first.ms,
+            "ranks": [by_cause(rank, step) for rank, step in chosen.items()],
+        },
+        "groups": groups(first, program, limits),
+        "ceilings": None
+        if limits is None
+        else {
+            "device": limits.device,
+            "copy_bytes_per_second": limits.copy_bytes_per_second,
+            "product_flops_per_second": limits.product_flops_per_second,
+            "link_bytes_per_second": limits.link_bytes_per_second,
+            "source": limits.source,
+        },
+        "pipeline": None,
+        "timeline": timeline(chosen),
+    }
+
+
+def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dict[str, Any] | None, list[str]]:
+    """`pipeline` of profile.json; or why there is none."""
+    schedule = files.from_json(about["schedule"])
+    ranks = []
+    for device in about["devices"]:
+        found = action_kernels(chosen[device])
+        ranks.append({kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)})
+    try:
+        run = actions.measured(schedule, ranks, about["runtime"])
+    except ProfileError as e:
+        return None, [f"The actions of the pipeline cannot be told apart: {e}."]
+    return actions.report(schedule, run, about["runtime"]), []

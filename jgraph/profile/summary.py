@@ -1,0 +1,79 @@
+"""A report in a few lines of a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jgraph.profile.causes import CAUSES
+from jgraph.profile.ceilings import Ceilings
+
+_MOST = 5
+
+
+def show(profile: Mapping[str, Any], console: Console) -> None:
+    """Prints how long a step takes, where the time goes, and what is furthest above its floor."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(profile["title"])
+    if graphs := profile["captured"]:
+        say(
+            f"captured: {graphs['step_ms']:.2f} ms a step, {graphs['idle_ms']:.2f} idle; {graphs['launches']:g} launches, "
+            f"{graphs['updates']:g} updates, {graphs['records']:g} records of graphs, {graphs['launch_ms']:.2f} ms of the host"
+        )
+    named = profile["uncaptured"]
+    attributed = np.mean([rank["attributed"] for rank in named["ranks"]])
+    say(f"without capture, traced: {named['step_ms']:.2f} ms a step, {attributed:.1%} of the busy time attributed")
+    console.print(_causes(named))
+    for group in [group for group in profile["groups"] if group["over_ms"]][:_MOST]:
+        say(
+            f"  {group['over_ms']:7.3f} ms above its floor of {group['floor_ms']:.3f}: {group['cause']}, {group['label']}"
+            f" ({group['count']} kernels{', ' + group['source'] if group['source'] else ''})"
+        )
+    if pipeline := profile["pipeline"]:
+        planned, ran = pipeline["planned"], pipeline["measured"]
+        say(
+            f"pipeline: planned {planned['step_ms']:.2f} ms, {planned['bubble']:.1%} idle; ran {ran['step_ms']:.2f} ms, "
+            f"{ran['bubble']:.1%} idle"
+        )
+        for index in pipeline["late"][:3]:
+            action = pipeline["actions"][index]
+            say(
+                f"  late by {action['late_ms']:.3f} ms: rank {action['rank']}, {action['kind']} of microbatch "
+                f"{action['microbatch']}, chunk {action['chunk']}"
+            )
+    for note in profile["about"]["notes"]:
+        say(note)
+
+
+def of_ceilings(found: Ceilings) -> str:
+    """One line a ceiling."""
+    lines = [
+        found.device,
+        f"  copies    {found.copy_bytes_per_second / 1e9:10,.1f} GB/s, read and written together",
+        f"  products  {found.product_flops_per_second / 1e12:10,.1f} TFLOP/s, bfloat16",
+    ]
+    if found.link_bytes_per_second:
+        lines.append(f"  links     {found.link_bytes_per_second / 1e9:10,.1f} GB/s received in an all-gather")
+    return "\n".join(lines)
+
+
+def _causes(named: Mapping[str, Any]) -> Table:
+    ranks = named["ranks"]
+    table = Table(box=box.SIMPLE)
+    table.add_column("cause")
+    for name in ("ms", "share", "kernels' ms", "kernels"):
+        table.add_column(name, justify="right")
+    for cause in CAUSES:
+        found = [rank["causes"].get(cause, {"ms": 0.0, "kernel_ms": 0.0, "kernels": 0}) for rank in ranks]
+        if any(one["kernels"] for one in found):
+            ms, kernel_ms, kernels = (float(np.mean([one[key] for one in found])) for key in ("ms", "kernel_ms", "kernels"))
+            table.add_row(cause, f"{ms:.3f}", f"{ms / named['step_ms']:.1%}", f"{kernel_ms:.3f}", f"{kernels:g}")
+    idle = float(np.mean([rank["idle_ms"] for rank in ranks]))
+    table.add_row("idle", f"{idle:.3f}", f"{idle / named['step_ms']:.1%}", "", "")
+    return table

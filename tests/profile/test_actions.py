@@ -1,0 +1,231 @@
+"""Runs of a pipeline are simulated, cut into kernels as a trace would have them, and read back."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.errors import ProfileError
+from jgraph.profile import actions
+from jgraph.schedule import Costs, Order, Schedule, generate, simulate
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
+from jgraph.schedule.table import tick_table
+
+COSTS = {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0, "backward": 4.5}
+EXECUTION: dict[str, Any] = {"aligned": "lockstep", "general": "neighbours"}
+CASES = [  # name, P, M, chunks, runtime
+    ("aligned", 2, 4, 1, "aligned"),
+    ("aligned", 4, 6, 1, "aligned"),
+    ("aligned", 4, 8, 2, "aligned"),
+    ("aligned", 4, 6, 1, "general"),
+    ("zb-h1", 4, 8, 1, "general"),
+    ("zb-v", 2, 6, 2, "general"),
+    ("1f1b", 4, 8, 1, "general"),
+    ("interleaved-1f1b", 2, 4, 2, "general"),
+    ("dualpipe-v", 2, 6, 2, "general"),
+]
+cases = pytest.mark.parametrize(("name", "P", "M", "chunks", "runtime"), CASES)
+
+
+def schedule_of(name, P, M, chunks, runtime):
+    schedule = generate(name, pp=P, microbatches=M, chunks=chunks)
+    return schedule.newest_first() if runtime == "aligned" else schedule  # as `Pipeline.of` does
+
+
+def run_of(schedule, runtime):
+    return simulate(schedule, Costs(**COSTS), execution=EXECUTION[runtime])
+
+
+def kernels(run, runtime, count=3):
+    """What each rank would have run: `count` kernels an action, of a backward as many for dgrad and for wgrad, in turn."""
+    kinds, schedule = tick_table(run.schedule).kind, run.schedule
+    begin = np.full(len(kinds), np.inf)  # of each tick, on whichever rank
+    for ticks, starts in zip(schedule.ticks, run.starts, strict=True):
+        np.minimum.at(begin, ticks, starts)
+    ranks = []
+    for r, order in enumerate(schedule):
+        found = {FORWARD: [], DGRAD: [], WGRAD: []}
+        for kind, start, end in zip(order.kinds.tolist(), run.starts[r], run.ends[r], strict=True):
+            halves = (DGRAD, WGRAD) if kind == BACKWARD else (kind,)
+            edges = np.linspace(start, end, count * len(halves) + 1).tolist()
+            for i, piece in enumerate(pairwise(edges)):
+                found[halves[i % len(halves)]].append(piece)
+        if runtime == "aligned":
+            for tick in np.flatnonzero(kinds[:, r] == IDLE):
+                # A rank that has nothing to do in a tick does what the others do, but for a wgrad.
+                for kind in {int(kind) for kind in kinds[tick]} - {IDLE, WGRAD}:
+                    found[kind] += [(begin[tick] + 0.1 * j, begin[tick] + 0.1 * j + 0.05) for j in range(count)]
+        ranks.append({kind: np.array(sorted(times)).reshape(-1, 2) for kind, times in found.items()})
+    return ranks
+
+
+def with_a_slow_one(schedule, runtime, rank, position, more):
+    """As it would run in ticks if one action took `more`."""
+    took = [np.array([COSTS[action.kind] for action in order]) for order in schedule]
+    took[rank][position] += more
+    home = schedule.rank_of_stage
+    neighbours = {r: {r} for r in range(schedule.num_ranks)}
+    for a, b in zip(home[:-1].tolist(), home[1:].tolist(), strict=True):
+        neighbours[a].add(b)
+        neighbours[b].add(a)
+    if runtime == "aligned":
+        neighbours = {r: set(neighbours) for r in neighbours}
+    clock, starts = [0.0] * schedule.num_ranks, [np.zeros(len(order)) for order in schedule]
+    for tick in range(schedule.num_ticks):
+        left = list(clock)
+        for r in range(schedule.num_ranks):
+            for i in np.flatnonzero(schedule.ticks[r] == tick):
+                starts[r][i], left[r] = clock[r], clock[r] + took[r][i]
+        clock = [max(left[q] for q in neighbours[r]) for r in range(schedule.num_ranks)]
+    return actions.as_run(schedule, starts, [start + own for start, own in zip(starts, took, strict=True)])
+
+
+@cases
+def test_kernels_are_read_back_as_the_actions_that_ran(name, P, M, chunks, runtime):
+    run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
+    read = actions.measured(run.schedule, kernels(run, runtime), runtime)
+    for found, expected in ((read.starts, run.starts), (read.ends, run.ends)):
+        for row, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(row, wanted)
+    assert actions.costs(read) == {kind: COSTS[kind] for kind in actions.costs(read)}
+    assert (read.makespan, read.bubble) == (run.makespan, pytest.approx(run.bubble))
+
+
+def test_an_action_ends_with_its_last_kernel_whichever_started_last():
+    run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
+    ranks = kernels(run, "general")
+    for products in ranks:
+        for times in products.values():
+            times[::3, 1] = times[2::3, 1]  # of three, the first runs beside the others and is through last
+            times[2::3, 1] -= 0.01
+    read = actions.measured(run.schedule, ranks, "general")
+    np.testing.assert_array_equal(np.concatenate(read.ends), np.concatenate(run.ends))
+
+
+def test_time_begins_with_the_first_action():
+    run = run_of(schedule_of("aligned", 4, 6, 1, "aligned"), "aligned")
+    later = [{kind: times + 1234.5 for kind, times in rank.items()} for rank in kernels(run, "aligned")]
+    # An idle rank begins before the others; what it makes is of no action.
+    later[3][FORWARD][:3] -= 0.25
+    read = actions.measured(run.schedule, later, "aligned")
+    np.testing.assert_allclose(np.concatenate(read.starts), np.concatenate(run.starts))
+
+
+@cases
+def test_without_anything_late_the_step_runs_as_planned(name, P, M, chunks, runtime):
+    run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
+    plan = actions.planned(run.schedule, actions.costs(run), runtime)
+    played = with_a_slow_one(run.schedule, runtime, 0, 0, more=0.0)
+    np.testing.assert_array_equal(np.concatenate(plan.starts), np.concatenate(played.starts))
+    np.testing.assert_array_equal(np.concatenate(plan.starts), np.concatenate(run.starts))
+    for row in actions.late(run, actions.costs(run)):
+        np.testing.assert_allclose(row, 0, atol=1e-9)
+
+
+@cases
+def test_a_slow_action_is_late_and_those_that_wait_for_it_are_not(name, P, M, chunks, runtime):
+    schedule, rng = schedule_of(name, P, M, chunks, runtime), np.random.default_rng(0)
+    for _ in range(20):
+        rank = int(rng.integers(P))
+        position = int(rng.integers(len(schedule[rank])))
+        run = with_a_slow_one(schedule, runtime, rank, position, more=50.0)
+        read = actions.measured(schedule, kernels(run, runtime), runtime)
+        late = actions.late(read, actions.costs(read))
+        assert late[rank][position] == pytest.approx(50.0)
+        late[rank][position] = 0
+        assert np.abs(np.concatenate(late)).max() < 1e-9
+        assert actions.critical(read)[rank][position]
+        listed = actions.report(schedule, read, runtime)
+        first = listed["actions"][listed["late"][0]]
+        slow = schedule[rank][position]
+        assert (first["rank"], first["kind"], first["microbatch"]) == (rank, slow.kind, slow.microbatch)
+
+
+@cases
+def test_the_critical_path_is_as_long_as_the_step(name, P, M, chunks, runtime):
+    run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
+    path = np.concatenate(actions.critical(run))
+    starts, ends = (np.concatenate(rows)[path] for rows in (run.starts, run.ends))
+    at = np.argsort(starts)
+    assert starts[at][0] == 0
+    assert ends[at][-1] == run.makespan
+    np.testing.assert_allclose(starts[at][1:], ends[at][:-1])  # nothing waits on it
+
+
+def test_the_critical_path_follows_what_is_needed_however_short_the_wait_was():
+    schedule = generate("gpipe", pp=2, microbatches=4)
+    run = simulate(schedule, Costs(forward=[2.0, 1.98]))
+    first, second = actions.critical(run)
+    assert first[:4].all()
+    np.testing.assert_array_equal(second[:4], [False, False, False, True])
+
+
+def test_the_critical_path_goes_from_a_wgrad_to_its_dgrad_if_that_ended_after_what_came_between():
+    schedule = Schedule((Order.parse([1, 1, -1, -1, -1.5, -1.5]),))
+    # The kernels of both dgrads are in turn.
+    run = actions.as_run(schedule, [[0, 2, 4, 4.5, 7.04, 8.04]], [[2, 4, 7.04, 7, 8.04, 9.04]])
+    (path,) = actions.critical(run)
+    np.testing.assert_array_equal(path, [True, True, True, False, True, True])
+
+
+def test_an_action_that_begins_late_for_no_reason_is_late_itself():
+    run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
+    starts, ends = ([row.copy() for row in rows] for rows in (run.starts, run.ends))
+    for rows in (starts, ends):
+        rows[0][-1] += 9  # other ranks are through by then, but in the same tick, for which nobody waits
+    late = actions.late(actions.as_run(run.schedule, starts, ends), COSTS)
+    assert late[0][-1] == pytest.approx(9)
+
+
+def test_an_action_that_begins_before_the_one_before_ends_is_late_by_what_it_took():
+    run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
+    starts = [row.copy() for row in run.starts]
+    starts[0][-1] -= 0.75  # XLA may put kernels of two actions in turn
+    late = actions.late(actions.as_run(run.schedule, starts, run.ends), COSTS)
+    assert late[0][-1] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("kind", "word"), [(FORWARD, "forward"), (DGRAD, "dgrad"), (WGRAD, "wgrad")])
+@pytest.mark.parametrize("runtime", ["aligned", "general"])
+def test_kernels_that_cannot_be_shared_out_are_refused_with_their_numbers(kind, word, runtime):
+    schedule = schedule_of("aligned", 2, 4, 1, runtime)
+    ranks = kernels(run_of(schedule, runtime), runtime)
+    ran, does = len(ranks[1][kind]) - 1, len(ranks[1][kind]) // 3
+    ranks[1][kind] = ranks[1][kind][:-1]
+    with pytest.raises(ProfileError, match=f"rank 1 ran {ran} kernels of {word} in {does} actions"):
+        actions.measured(schedule, ranks, runtime)
+    del ranks[1][kind]
+    with pytest.raises(ProfileError, match=f"rank 1 ran 0 kernels of {word}"):
+        actions.measured(schedule, ranks, runtime)
+
+
+def test_a_trace_of_another_number_of_ranks_is_refused():
+    run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
+    with pytest.raises(ProfileError, match="the trace has 1 ranks, the schedule 2"):
+        actions.measured(run.schedule, kernels(run, "general")[:1], "general")
+
+
+@cases
+def test_the_report_is_json_of_the_agreed_form(name, P, M, chunks, runtime):
+    schedule = schedule_of(name, P, M, chunks, runtime)
+    run = with_a_slow_one(schedule, runtime, 0, 3, more=0.75)
+    said = json.loads(json.dumps(actions.report(schedule, run, runtime), allow_nan=False))
+    assert list(said) == ["schedule", "ranks", "microbatches", "chunks", "costs_ms", "planned", "measured", "actions", "late"]
+    assert (said["schedule"], said["ranks"], said["microbatches"], said["chunks"]) == (name, P, M, chunks)
+    assert set(said["actions"][0]) == {
+        *("rank", "kind", "chunk", "microbatch", "planned_start_ms", "planned_end_ms", "start_ms", "end_ms"),
+        *("late_ms", "critical"),
+    }
+    kinds = {action["kind"] for action in said["actions"]}
+    assert kinds == set(said["costs_ms"])
+    each = [(a["rank"], a["kind"], a["chunk"], a["microbatch"]) for a in said["actions"]]
+    assert each == [(r, a.kind, a.chunk, a.microbatch) for r, order in enumerate(schedule) for a in order]
+    assert said["planned"]["step_ms"] == max(action["planned_end_ms"] for action in said["actions"])
+    assert said["measured"]["step_ms"] == max(action["end_ms"] for action in said["actions"])
+    busy = sum(action["end_ms"] - action["start_ms"] for action in said["actions"])
+    assert said["measured"]["bubble"] == pytest.approx(1 - busy / P / said["measured"]["step_ms"], abs=1e-4)
+    assert said["planned"]["bubble"] == pytest.approx(run_of(schedule, runtime).bubble)
+    assert [said["actions"][i]["late_ms"] for i in said["late"]] == [0.75]
+    assert any(action["critical"] for action in said["actions"])

@@ -1,0 +1,381 @@
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgraph.profile.page import page
+from jgraph.schedule.action import KINDS
+from jgraph.schedule.draw import COLOURS, tint
+from tests.profile.synthetic import profile
+
+CHROMIUM = shutil.which("chromium")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+PANELS = ["Summary", "Where the time went", "What to fix first", "Pipeline", "Memory", "Timeline"]
+NOTHING = "\N{EN DASH}"
+EMPTY = {"captured": None, "uncaptured": None, "groups": [], "ceilings": None, "pipeline": None}
+EMPTY |= {"memory": {"pools": {}, "predicted_peak": None, "compiled_peak": None, "measured_peak": None}}
+EMPTY |= {"timeline": {"names": [], "causes": [], "tracks": []}}
+TITLES = "[...document.querySelectorAll('h2')].map((title) => title.textContent)"
+TABLES = """Object.fromEntries([...document.querySelectorAll("table")].map((table) => [table.id, [...table.tBodies[0].rows].map(
+  (row) => [...row.querySelectorAll(".number")].map((cell) => [Number(cell.dataset.value ?? NaN), cell.textContent]))]))"""
+KEY = """const key = (target, key, options) =>
+  target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, ...options }));"""
+
+
+def see(tmp_path: Path, data: dict[str, Any], expression: str, *, before: str = "", flags: tuple[str, ...] = ()) -> Any:
+    """The value of an expression of JavaScript's, in the page when it is drawn and the statements `before` have run."""
+    script = f"<script>{{ {before}\ndocument.documentElement.dataset.seen = JSON.stringify({expression}); }}</script>"
+    path = tmp_path / "page.html"
+    path.write_text(page(data).replace("</body>", script + "</body>"), encoding="utf-8")
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1000,3000",
+    ]
+    command += [*flags, f"--user-data-dir={tmp_path / 'user'}", "--dump-dom", path.as_uri()]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    root = re.search(r"<html[^>]*>", dumped)
+    assert root, dumped[:200]
+    found = dict(re.findall(r'data-(\w+)="([^"]*)"', root[0]))
+    assert "error" not in found, html.unescape(found["error"])
+    assert "ready" in found
+    return json.loads(html.unescape(found["seen"]))
+
+
+def in_page(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="profile">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two colours `#RRGGBB`, as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    dark, light = sorted(map(luminance, (first, second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def long_hex(colour: str) -> str:
+    return "#" + "".join(2 * digit for digit in colour[1:]) if len(colour) == 4 else colour
+
+
+def test_the_page_names_nothing_outside_of_itself():
+    text = page(profile(4))
+    assert not re.findall(r"https?:|@import|\bimport\s*\(|fetch\(|XMLHttpRequest", text)
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#idle"}
+    assert set(re.findall(r"<[^>]*\b(?:src|href)=\"([^\"]*)\"", text)) <= {"data:,"}
+
+
+@pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<!--<script>", "\u2028 ' \" & \\", "𝛁·ü"])
+def test_any_name_comes_out_of_the_page_as_it_went_in(name):
+    data = profile(4)
+    data["title"] = data["groups"][0]["label"] = data["timeline"]["names"][0] = name
+    text = page(data)
+    assert in_page(text) == data
+    assert text.count("</script>") == page(profile()).count("</script>")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_json_does_not_have_are_refused(value):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        page(profile() | {"captured": {"step_ms": value}})
+
+
+def test_actions_have_the_colours_of_pictures_of_schedules():
+    colours = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", page(profile())))
+    assert colours == {KINDS[kind]: colour for kind, colour in COLOURS.items() if KINDS[kind] != "backward"}
+
+
+def test_text_can_be_read_in_light_and_in_dark():
+    for colours in re.findall(r":root \{(.*?)\}", page(profile()), re.DOTALL):
+        of = {name: long_hex(colour) for name, colour in re.findall(r"--(\w+): (#\w+);", colours)}
+        pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("page", "panel")]
+        assert min(contrast(of[text], of[ground]) for text, ground in pairs) >= 4.5
+
+
+@browser
+@pytest.mark.parametrize(
+    ("ranks", "changes", "shown"),
+    [
+        (4, {}, PANELS),
+        (1, {}, [title for title in PANELS if title != "Pipeline"]),
+        (1, EMPTY, []),
+        (4, EMPTY | {"captured": profile()["captured"]}, ["Summary"]),
+        (4, {"captured": None, "ceilings": None, "groups": []}, [title for title in PANELS if title != "What to fix first"]),
+    ],
+    ids=["all", "one-gpu", "nothing", "captured", "uncaptured"],
+)
+def test_panels_are_there_where_there_is_something_to_show(tmp_path, ranks, changes, shown):
+    sizes = "[...document.querySelectorAll('section')].map((panel) => panel.offsetHeight - panel.firstChild.offsetHeight)"
+    titles, heights = see(tmp_path, profile(ranks) | changes, f"[{TITLES}, {sizes}]")
+    assert titles == shown
+    assert all(height > 60 for height in heights)
+
+
+@browser
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
+    data = profile(ranks)
+    tables = see(tmp_path, data, TABLES)
+    captured, uncaptured, pools = data["captured"], data["uncaptured"], data["memory"]["pools"]
+
+    def over_ranks(get):
+        return sum(map(get, uncaptured["ranks"])) / ranks
+
+    def of(cause, key):
+        return over_ranks(lambda rank: rank["causes"][cause][key])
+
+    def late(action):
+        return [action[key] for key in ("rank", "planned_end_ms", "end_ms", "late_ms")]
+
+    step, idle = uncaptured["step_ms"], over_ranks(lambda rank: rank["idle_ms"])
+    expected: dict[str, list[list[float | None]]] = {
+        "summary-table": [
+            [captured["step_ms"], step],
+            [captured["busy_ms"], over_ranks(lambda rank: rank["busy_ms"])],
+            [captured["idle_ms"], idle],
+            *([captured[key], None] for key in ("launches", "updates", "records", "launch_ms", "update_ms")),
+        ],
+        "causes": [
+            *(
+                [of(cause, "ms"), of(cause, "ms") / step, of(cause, "kernel_ms"), of(cause, "kernels")]
+                for cause in uncaptured["ranks"][0]["causes"]
+            ),
+            [idle, idle / step, None, None],
+        ],
+        "groups": [
+            [g["count"], g["ms"], g["floor_ms"], g["floor_ms"] and g["floor_ms"] / g["ms"], g["over_ms"]]
+            for g in data["groups"]
+        ],
+        "pools": [[size] for size in [*pools.values(), sum(pools.values())]]
+        + [[data["memory"][f"{name}_peak"]] for name in ("predicted", "compiled", "measured")],
+    }
+    if ranks > 1:
+        pipeline = data["pipeline"]
+        expected["bubbles"] = [[pipeline[run]["step_ms"], pipeline[run]["bubble"]] for run in ("planned", "measured")]
+        expected["late"] = [late(pipeline["actions"][i]) for i in pipeline["late"]]
+    assert tables.keys() == expected.keys()
+    for name, rows in expected.items():
+        seen = [[math.nan if value is None else value for value, _ in row] for row in tables[name]]
+        assert seen == [pytest.approx([math.nan if v is None else v for v in row], rel=1e-12, nan_ok=True) for row in rows], (
+            name
+        )
+    for value, text in (cell for rows in tables.values() for row in rows for cell in row):
+        # As it is shown: a percentage, GiB, or the number itself.
+        scale = 0.01 if text.endswith("%") else 2**30 if value and value > 1e6 else 1
+        shown = None if text == NOTHING else float(text.removesuffix(" %").replace(",", "")) * scale
+        assert shown == (None if value is None else pytest.approx(value, abs=0.0505 * scale, rel=1e-3))
+
+
+@browser
+@pytest.mark.parametrize("flags", [(), ("--blink-settings=preferredColorScheme=0",)], ids=["light", "dark"])
+def test_a_page_of_1000_pixels_does_not_scroll_sideways_and_its_boxes_can_be_read(tmp_path, flags):
+    data = profile(4)
+    data["groups"][0] |= {"label": "fusion_" * 40, "source": "models/" * 30}
+    data["title"] = data["about"]["flags"] = "x" * 300
+    data["timeline"]["tracks"][0]["stream"] = "Stream " * 20
+    pairs = """[...document.querySelectorAll("svg .label")].flatMap((text) => {
+      const at = (box) => Math.abs(Number(box.getAttribute("x")) + box.getAttribute("width") / 2 - text.getAttribute("x"))
+        + Math.abs(Number(box.getAttribute("y")) + box.getAttribute("height") / 2 - text.getAttribute("y"));
+      const box = [...text.closest("svg").querySelectorAll("rect")].find((box) => at(box) < 0.01);
+      const texts = [box.getAttribute("fill"), text.style.fill];
+      const inside = text.getBBox().width <= box.getBoundingClientRect().width;
+      return text.style.fill ? [[...texts, inside]] : [];
+    })"""
+    width, seen, dark, boxes = see(
+        tmp_path,
+        data,
+        f"[innerWidth, document.documentElement.scrollWidth, matchMedia('(prefers-color-scheme: dark)').matches, {pairs}]",
+        flags=flags,
+    )
+    assert (width, dark) == (1000, bool(flags))
+    assert seen <= width
+    assert len(boxes) > 100
+    black_or_white = {"rgb(0, 0, 0)": "#000000", "rgb(255, 255, 255)": "#ffffff"}
+    assert min(contrast(fill, black_or_white[text]) for fill, text, _ in boxes) >= 4.5
+    assert all(inside for *_, inside in boxes)
+
+
+@browser
+def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_path):
+    data = profile(4)
+    pipeline = data["pipeline"]
+    pipeline["chunks"] = 2
+    for action in pipeline["actions"]:
+        action["chunk"] = action["microbatch"] % 2
+    boxes = see(
+        tmp_path,
+        data,
+        """[...document.querySelectorAll("#pipeline g g")].map((row) => [...row.children].map(
+          (box) => [box.getAttribute("fill"), Number(box.getAttribute("x")), Number(box.getAttribute("width"))]))""",
+    )
+    for row, rank_and_run in zip(boxes, [(r, run) for run in ("planned_", "") for r in range(4)], strict=True):
+        rank, run = rank_and_run
+        actions = [action for action in pipeline["actions"] if action["rank"] == rank]
+        assert [fill.upper() for fill, *_ in row] == [tint(KINDS.index(a["kind"]), a["chunk"], 2) for a in actions]
+        critical = 0 if run else np.array([a["critical"] for a in actions])  # outlined inside of their boxes
+        left, width = np.array([[at, size] for _, at, size in row]).T + np.array([[-0.75], [1.5]]) * critical
+        starts, ends = (np.array([a[f"{run}{key}_ms"] for a in actions]) for key in ("start", "end"))
+        scale = (left[-1] - left[0]) / (starts[-1] - starts[0])
+        np.testing.assert_allclose(left - left[0], (starts - starts[0]) * scale, atol=1e-6)
+        np.testing.assert_allclose(width, (ends - starts) * scale, atol=1e-6)
+
+
+@browser
+def test_arrows_go_from_box_to_box_and_late_actions_lead_to_theirs(tmp_path):
+    data = profile(4)
+    first = next(action for action in data["pipeline"]["actions"] if action["rank"] == 0)
+    latest = data["pipeline"]["actions"][data["pipeline"]["late"][0]]
+    before = f"""{KEY}
+      const seen = [];
+      const look = () => seen.push(document.activeElement.dataset.tip.split("\\n")[0]);
+      document.querySelector("#pipeline [tabindex='0']").focus();
+      look();
+      for (const name of ["ArrowDown", "ArrowRight", "ArrowUp", "Home"]) {{ key(document.activeElement, name); look(); }}
+      document.querySelector("#late tbody button").click();
+      look();"""
+    seen, stops, tip = see(
+        tmp_path,
+        data,
+        "[seen, document.querySelectorAll('#pipeline svg [tabindex=\"0\"]').length, tip.textContent]",
+        before=before,
+    )
+    assert seen[0] == seen[-2] == f"{first['kind']} of microbatch 0, rank 0"
+    assert [text[-6:] for text in seen] == ["rank 0", "rank 1", "rank 1", "rank 0", "rank 0", "rank 3"]
+    assert seen[-1] == f"{latest['kind']} of microbatch {latest['microbatch']}, rank {latest['rank']}"
+    assert stops == 1
+    assert f"{latest['late_ms']:.3f} ms late" in tip
+
+
+@browser
+def test_tables_are_sorted_by_their_headers_and_all_groups_are_shown_on_demand(tmp_path):
+    data = profile(4)
+    before = """const seen = [];
+      const button = document.querySelector("#what-to-fix-first p button");
+      const look = () => {
+        const rows = [...document.querySelectorAll("#groups tbody tr")].filter((row) => row.offsetHeight);
+        const sorted = [...document.querySelectorAll("#groups [aria-sort]")].map((head) => head.getAttribute("aria-sort"));
+        seen.push([rows.map((row) => row.cells[5].dataset.value ?? null), sorted.filter((sort) => sort !== "none"), sorted[5]]);
+      };
+      const floor = document.querySelectorAll("#groups thead button")[5];
+      look(); floor.click(); look(); floor.click(); look(); button.click(); look(); button.click(); look();"""
+    start, down, up, every, short = see(tmp_path, data, "seen", before=before)
+    floors = [group["floor_ms"] for group in data["groups"]]
+    known = sorted(floor for floor in floors if floor is not None)
+    unknown = floors.count(None)
+
+    def numbers(texts):
+        return [text and float(text) for text in texts]
+
+    assert (numbers(start[0]), *start[1:]) == (floors[:20], ["descending"], "none")
+    assert (numbers(down[0]), *down[1:]) == (known[::-1][:20], ["descending"], "descending")
+    assert (numbers(up[0]), *up[1:]) == (known[:20], ["ascending"], "ascending")
+    assert numbers(every[0]) == known + [None] * unknown
+    assert short == up
+
+
+@browser
+def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_within_a_pixel(tmp_path):
+    data = profile()
+    # A thousand kernels on some eight pixels; one in the middle is longer than the others.
+    short = {"start_ms": [10 + 0.001 * i for i in range(1000)], "ms": [0.0002] * 1000, "name": [0] * 1000}
+    short["ms"][500], causes = 0.0008, [0] * 500 + [5] + [0] * 499
+    tracks = [
+        {"rank": 0, "stream": "a", "start_ms": [25.0, 0.0], "ms": [75.0, 20.0], "name": [0, 1], "cause": [1, 2]},
+        {"rank": 0, "stream": "b", **short, "cause": causes},
+        {"rank": 0, "stream": "c", "start_ms": [], "ms": [], "name": [], "cause": []},
+    ]
+    data["timeline"]["tracks"] = tracks
+    colours, height = see(
+        tmp_path,
+        data,
+        """[[[0.1, 13], [0.22, 13], [0.9, 13], [0.102, 35], [0.105001, 35], [0.5, 35]].map(([share, y]) => {
+          const left = 10 + Math.max(...["a", "b"].map((name) => widthOf(`rank 0 · ${name}`)));
+          return [...pen.getImageData(Math.floor(left + share * (canvas.width - left)), y, 1, 1).data];
+        }), canvas.height]""",
+        before='const canvas = document.querySelector("canvas"); const pen = canvas.getContext("2d");',
+    )
+    page_colours = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", page(data)))
+
+    def opaque(cause):
+        return [*bytes.fromhex(page_colours[cause][1:]), 255]
+
+    assert colours[0] == opaque("wgrad")
+    assert colours[2] == opaque("dgrad")
+    assert colours[1][3] == colours[5][3] == 0
+    assert colours[3][:3] == pytest.approx(opaque("forward")[:3], abs=3)
+    assert colours[4][:3] == pytest.approx(opaque("loss")[:3], abs=3)
+    assert 0 < colours[3][3] < 255
+    assert height == 2 * 22 + 22
+
+
+@browser
+def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
+    data = profile()
+    track = {"rank": 0, "stream": "a", "name": [0, 1, 2], "cause": [0, 1, 2]}
+    apart, nested = (
+        {"start_ms": [0.0, 60.0, 80.0], "ms": [20.0, 10.0, 20.0]},
+        {"start_ms": [0.0, 5.0, 20.0], "ms": [99.0, 5.0, 5.0]},
+    )
+    data["timeline"]["tracks"] = [track | apart, track | nested]
+    before = f"""{KEY}
+      const seen = [];
+      const canvas = document.querySelector("canvas");
+      const range = () => document.getElementById("timeline-range").textContent.match(/[\\d.]+/g).slice(0, 2).map(Number);
+      canvas.focus();
+      const tips = [];
+      for (const name of ["+", "ArrowRight", "ArrowLeft", "-", "Enter", "Home", "ArrowDown"]) {{
+        key(canvas, name);
+        seen.push(range());
+        tips.push(document.getElementById("tip").textContent.split("\\n")[0]);
+      }}
+      key(canvas, "Escape");"""
+    seen, tips, hidden = see(tmp_path, data, "[seen, tips, document.getElementById('tip').hidden]", before=before)
+    third = 100 / 3
+    assert seen[0] == pytest.approx([third / 2, 100 - third / 2], abs=1e-3)
+    assert seen[1] == pytest.approx([time + 2 * third / 10 for time in seen[0]], abs=2e-3)
+    assert seen[2] == pytest.approx(seen[0], abs=2e-3)
+    assert seen[3] == pytest.approx([0, 100], abs=2e-3)
+    assert seen[4] == [40, 90]
+    assert seen[5] == [0, 100]
+    names = data["timeline"]["names"]
+    assert (tips[0], tips[4], tips[6]) == ("nothing runs here", names[1], names[0])
+    assert hidden
+
+
+@browser
+def test_the_page_asks_nobody_for_anything(tmp_path):
+    assert see(tmp_path, profile(4), "performance.getEntriesByType('resource').map((entry) => entry.name)") == []
+
+
+@browser
+def test_a_name_is_never_markup(tmp_path):
+    data = profile(4)
+    name = "<img src=x onerror='throw 1'><b>bold</b>"
+    data["title"] = data["groups"][0]["label"] = data["about"]["notes"][0] = data["pipeline"]["schedule"] = name
+    data["uncaptured"]["ranks"][0]["other"][0]["name"] = name
+    text, elements = see(tmp_path, data, "[document.body.innerText, document.querySelectorAll('b, img').length]")
+    assert elements == 0
+    assert text.count(name) >= 5
+
+
+@browser
+def test_a_page_of_50_000_events_opens_within_3_seconds(tmp_path):
+    # No virtual time here: what is measured is the clock, from the start of the navigation to the last panel.
+    assert see(tmp_path, profile(events=50_000), "Number(document.documentElement.dataset.ready)") < 3000

@@ -1,0 +1,223 @@
+"""python -m benchmarks: what it lists, runs and compares; README has the results' tables; steps are timed in one way."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+from benchmarks import harness, suite
+
+FOLDER = Path(suite.__file__).parent
+RESULTS = sorted(harness.RESULTS.glob("*.json"))
+
+# Who reads the clock beside harness.py and peers/protocol.py.
+CLOCKS = {
+    # Until a program is traced, compiled, built, or has run for the first time.
+    "callables.py": {"time_blocks", "build", "time"},
+    "fsdp.py": {"of"},
+    "pipeline_program.py": {"time_schedule"},
+    "peers/fsdp.py": {"measure", "timed"},
+    # Ranks must agree on the number of steps and on the slowest's time, so peers under torchrun time by themselves.
+    "peers/pipelining.py": {"timed"},
+    # No step: how long numpy takes to make a schedule.
+    "schedules.py": {"measure"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _pipe(monkeypatch):
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def told(capsys):
+    """Runs the command; gives back the lines it prints."""
+
+    def run(*args: object) -> list[str]:
+        assert suite.main([str(arg) for arg in args]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return [" ".join(line.replace("|", " ").split()) for line in out.splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command, which must fail with 2; gives back its one line of error."""
+
+    def run(*args: object) -> str:
+        assert suite.main([str(arg) for arg in args]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes results of two works; gives back the file."""
+
+    def write(name: str, *rows: dict, device: str = "4 x X", batch: int = 8) -> Path:
+        about = {
+            "environment": {"date": f"2026-01-0{len(name)}", "revision": "abc", "jax": "0.11.2"},
+            "options": {"name": name},
+        }
+        work = about | {"config": {"batch_size": batch}, "device": device, "rows": list(rows)}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"works": {"gpt": work}}))
+        return tmp_path / f"{name}.json"
+
+    return write
+
+
+def row(variant: str, *repeats_ms: float) -> dict:
+    return {"system": "jgraph", "variant": variant, "ms": sorted(repeats_ms)[len(repeats_ms) // 2], "repeats_ms": repeats_ms}
+
+
+def test_a_difference_counts_where_the_repeats_do_not_overlap(told, write):
+    a = write("a", row("x", 10, 11, 12), row("y", 10, 11, 12), row("z", 10, 11, 12), row("once", 10))
+    b = write("bb", row("x", 8, 9, 9.9), row("y", 12, 13, 14), row("z", 12.1, 13, 14), row("once", 5))
+    lines = told("compare", a, b)
+    assert lines[1] == "2026-01-01, revision abc, jax 0.11.2, 4 x X"
+    assert lines[3].startswith("2026-01-02")
+    assert lines[-4:] == [
+        "gpt, jgraph, x 11.000 9.000 0.818 faster",
+        "gpt, jgraph, y 11.000 13.000 1.182 within the spread",
+        "gpt, jgraph, z 11.000 13.000 1.182 slower",
+        "gpt, jgraph, once 10.000 5.000 0.500 no spread known",
+    ]
+    assert not any("warning" in line for line in lines)  # other names of files are no difference
+
+
+def test_other_devices_and_sizes_are_a_warning(told, write):
+    a, b = write("a", row("", 1, 1)), write("b", row("", 1, 1), device="8 x Y", batch=16)
+    (warning,) = (line for line in told("compare", a, b) if line.startswith("warning"))
+    assert warning.endswith("device 4 x X -> 8 x Y; config.batch_size 8 -> 16")
+
+
+def test_a_field_that_was_not_there_yet_had_its_default(tmp_path, told, write):
+    a, b = write("a", row("", 1, 1)), write("b", row("", 1, 1))
+    for graph, warned in (("auto", False), ("off", True)):
+        data = json.loads(a.read_text())
+        data["works"]["gpt"]["config"]["graph"] = graph
+        b.write_text(json.dumps(data))
+        assert any("config.graph auto -> off" in line for line in told("compare", a, b)) == warned
+
+
+def test_rows_of_one_file_are_named_with_why_the_other_has_none(told, write):
+    failed = {"system": "jgraph", "variant": "x", "failed": "out of memory"}
+    lines = told("compare", write("a", row("x", 1, 1), row("y", 1, 1)), write("b", failed, row("z", 1, 1)))
+    assert lines[-4:] == [
+        "no row is in both",
+        "only in A: gpt, jgraph, x (in the other: out of memory)",
+        "only in A: gpt, jgraph, y",
+        "only in B: gpt, jgraph, z",
+    ]
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_every_result_is_read_and_equals_itself(file, told, refused):
+    if file.stem == "dtype_rules":  # bytes
+        assert f"{file} has no times" in refused("compare", file, file)
+        return
+    rows = [line for line in told("compare", file, file) if " 1.000 " in line]
+    assert rows
+    assert len(rows) == sum(bool(row.ms) for row in suite.timed(file).values())
+    assert all(line.endswith(("within the spread", "no spread known")) for line in rows)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]", "{}", '{"ms": "fast"}', "\xff"])
+def test_what_is_no_result_is_refused_with_its_name(text, tmp_path, write, refused):
+    file = tmp_path / "no.json"
+    if text is not None:
+        file.write_text(text, encoding="latin-1")
+    error = refused("compare", write("a", row("", 1, 1)), file)
+    assert str(file) in error
+    assert "expected JSON" in error
+
+
+def test_the_list_has_every_benchmark_and_what_it_left(told):
+    lines = told("list")
+    for name in ("callables", "convergence", "dtype_rules", "fsdp", "pipeline", "schedules", "single_gpu", "split_backward"):
+        assert any(line.startswith(f"{name} {name}.json ") for line in lines)
+    assert any(line.startswith("single_gpu single_gpu_1b3.json ") and "NVIDIA H200" in line for line in lines)
+    assert any(line.startswith("pipeline_trace pipeline_trace.json") for line in lines)
+    assert not any(line.startswith(("harness", "pipeline_program", "suite", "?")) for line in lines)
+
+
+def test_flags_after_a_name_are_the_benchmarks_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "echo.py").write_text(
+        '"""Says it."""\nimport sys\n\nif __name__ == "__main__":\n    raise SystemExit(str(sys.argv[1:]))\n'
+    )
+    monkeypatch.setattr(benchmarks, "__path__", [str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["before"])
+    with pytest.raises(SystemExit) as left:
+        suite.main(["run", "echo", "--help", "--x", "1"])
+    assert left.value.code == "['--help', '--x', '1']"
+
+
+def test_an_unknown_benchmark_is_refused_with_those_that_are_known(refused):
+    error = refused("run", "nope", "--work", "gpt-1b3")
+    assert error.startswith("benchmarks: error: no benchmark is named nope; there are: callables, ")
+
+
+def test_the_readme_says_what_the_results_say(told):
+    told("readme", "--check")
+
+
+def test_a_readme_that_has_drifted_is_told_and_mended(tmp_path, monkeypatch, capsys, told, refused):
+    monkeypatch.setattr(suite, "README", tmp_path / "README.md")
+    text = f"# x\n\n## Speed\nBefore.\n\n{suite.BEGIN}\n| 1.19 |\n{suite.END}\n\nAfter.\n"
+    suite.README.write_text(text)
+    assert suite.main(["readme", "--check"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert suite.README.read_text() == text
+    told("readme")
+    told("readme", "--check")
+    new = suite.README.read_text()
+    assert new.startswith(text.partition(suite.BEGIN)[0])
+    assert new.endswith(text.partition(suite.END)[2])
+    assert f"{suite.BEGIN}\n{suite.speed()}\n{suite.END}" in new
+    suite.README.write_text(text.replace(suite.END, ""))
+    assert suite.END in refused("readme")
+
+
+def test_the_fastest_is_bold_and_pytorch_is_compared_with_the_default():
+    times = {"jgraph": 2.0, "jgraph --graph off": 1.0, "torch eager": 30.0, "torch CUDA graph": 3.0}
+    rows = [{"variant": name, "ms": ms, "repeats_ms": [ms, ms], "peak_bytes": 2e9 / ms} for name, ms in times.items()]
+    config = {"batch_size": 2, "seq_len": 128, "model": {"num_layers": 12, "d_model": 256}}
+    results = {"presets": {"tiny": {"config": config, "variants": [*rows, {"variant": "torch.compile", "error": "no"}]}}}
+    line = suite.one_gpu({"single_gpu": results})[-1]
+    shape = "tiny, 12 layers of 256, 2x128 tokens"
+    assert line == f"| {shape} | 2.00 | **1.00** | did not run | did not run | 30.0 | 1.50 | 1.0, 0.67 |"
+
+
+def test_a_ratio_of_several_gpus_says_of_what_and_whether_it_is_within_the_spread():
+    def row(system, schedule, variant, *repeats_ms):
+        return {"system": system, "schedule": schedule, "variant": variant, "ms": repeats_ms[1], "repeats_ms": repeats_ms}
+
+    ours = row("jgraph", "aligned", "xla_a=1 graph=full xla_b=2", 10, 11, 12)
+    rows = [row("torch", "1F1B", "compile", 12, 13, 14), row("torch", "ZBV", "", 20, 21, 22), ours]
+    size = {"d_model": 64, "tokens": 32}
+    data = {"pipeline": {"works": {"mlp": {"size": size, "device": "4 x X", "rows": rows}}}, "fsdp": {"works": {}}}
+    line = suite.several_gpus(data | {"callables": {"device": "4 x X", "parts": {"pipeline": []}}})[-1]
+    assert line.split(" | ")[1:4] == ["4 x X", "13.0 (1F1B, compile)", "11.0 (aligned, graph=full, XLA options: 2)"]
+    assert line.endswith("| 1.18, within the spread |")
+
+
+def test_steps_are_timed_by_the_harness_and_the_protocol_alone():
+    found = set()
+    for file in FOLDER.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for scope in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Module)):
+            nested = {n for n in ast.walk(scope) if isinstance(n, ast.FunctionDef) and n is not scope}
+            own = set(ast.walk(scope)) - {n for function in nested for n in ast.walk(function)}
+            words = {n.attr if isinstance(n, ast.Attribute) else n.id for n in own if isinstance(n, ast.Attribute | ast.Name)}
+            if words & {"perf_counter", "perf_counter_ns", "timeit", "process_time"}:
+                found.add((file.relative_to(FOLDER).as_posix(), getattr(scope, "name", "the module")))
+    allowed = {(name, function) for name, functions in CLOCKS.items() for function in functions}
+    assert ("harness.py", "time_steps") in found
+    assert {pair for pair in found if pair[0] not in ("harness.py", "peers/protocol.py")} <= allowed
