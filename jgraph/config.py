@@ -250,8 +250,8 @@ class TrainConfig:
     checkpoint_keep: int = 2
     """Checkpoints kept."""
     profile: str = ""
-    """FIRST:STOP, steps to trace, e.g. 10:13: how long they take, then as many as they are captured, then as many without
-    capture; profile.html and profile.json are written in the run directory."""
+    """FIRST:STOP, steps to trace, e.g. 10:13: those as they are captured, then as many without capture, where kernels have
+    names; profile/profile.html and profile.json are written in the run directory."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -315,9 +315,9 @@ class TrainConfig:
             _require("=" in option, "xla_options", option, "name=value")
         if self.profile:
             first, stop = self.profile_steps
-            steps = 3 * (stop - first) + 2
+            steps = 2 * (stop - first) + 1
             is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
-            allowed = f"FIRST:STOP, FIRST < STOP, with room for 3 x (STOP - FIRST) + 3 steps up to --steps {self.steps}"
+            allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to --steps {self.steps}"
             _require(is_window, "profile", self.profile, allowed)
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset}")

@@ -162,29 +162,29 @@ def _work(program: Program, instruction: Instruction, cause: str) -> Work:
     return Work(program.flops(instruction), program.nbytes(instruction), "")
 
 
-def captured(trace: Trace, count: int, step_ms: float) -> dict[str, Any]:
-    """`captured` of profile.json.
+def captured(trace: Trace, count: int) -> dict[str, Any]:
+    """`captured` of profile.json, from a trace of so many steps with command buffers.
 
-    Args:
-        trace: of a run with command buffers.
-        count: steps in it.
-        step_ms: of a step, timed without the profiler.
+    A step is from its beginning to that of the next one: of several the last, which nothing follows, counts in no mean.
     """
     launches = launches_of(trace.counts)
     host = {name: sum(ms) / count for name, ms in trace.host.items()}
-    launch_ms = host.get("cuGraphLaunch", host.get("command_buffer::execute", 0.0))
-    busy_ms = [busy(events.start, events.end) / count for events in trace.devices.values()]
-    bounds = next(steps(events, count) for events in trace.devices.values())
-    starts = [start for start, _ in bounds]
-    mean = float(np.mean(busy_ms))
+    bounds = [steps(events, count) for events in trace.devices.values()]
+    starts = np.array([[start for start, _ in found] for found in bounds]).min(0)
+    end = max(found[-1][1] for found in bounds)
+    steps_ms = [*map(float, np.diff(starts)), float(end - starts[-1])]
+    stop, whole = (starts[-1], count - 1) if count > 1 else (end, 1)
+    inside = [events.between(starts[0], stop) for events in trace.devices.values()]
+    busy_ms = float(np.mean([busy(events.start, events.end) for events in inside])) / whole
+    step_ms = float(stop - starts[0]) / whole
     return {
-        "steps_ms": [*map(float, np.diff(starts)), bounds[-1][1] - starts[-1]],
+        "steps_ms": steps_ms,
         "step_ms": step_ms,
         **{name: getattr(launches, name) / count for name in ("launches", "updates", "records")},
-        "launch_ms": launch_ms,
+        "launch_ms": host.get("cuGraphLaunch", host.get("command_buffer::execute", 0.0)),
         "update_ms": host.get("command_buffer::update", 0.0),
-        "busy_ms": mean,
-        "idle_ms": max(step_ms - mean, 0.0),
+        "busy_ms": busy_ms,
+        "idle_ms": max(step_ms - busy_ms, 0.0),
     }
 
 
@@ -233,12 +233,17 @@ def _shares(step: Step) -> np.ndarray:
 
 
 def _of_step(events: Events, program: Program | None) -> Events:
-    """Without what other programs ran."""
+    """Without what other programs ran. Raises ProfileError where nothing is left, or nothing has a name."""
+    if not any(events.op):
+        raise ProfileError(
+            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run without capture, "
+            "--graph off, or both ways, --profile 10:13"
+        )
     if program is None:
         return events
     own = np.array([module == program.module for module in events.module], bool)
     if not own.any():
-        ran = ", ".join(dict.fromkeys(events.module)) or "kernels without names"
+        ran = ", ".join(dict.fromkeys(filter(None, events.module)))
         raise ProfileError(f"the trace has nothing of the program {program.module}, but {ran}: give the program that ran")
     return events.where(own)
 

@@ -37,11 +37,14 @@ _PRIMITIVES = {
 CAUSES = (
     *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
     *dict.fromkeys(COLLECTIVES.values()),
-    *("copies", "other"),
+    *("copies", "control", "other"),
 )
 """All causes, in the order in which they are shown."""
 
 _ACTIONS = ("forward", "dgrad", "wgrad")
+# Counters of loops, conditions, places in pools: nothing that a model computes.
+_CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))
+_INTEGERS = frozenset(("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64"))
 _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 
 
@@ -77,6 +80,8 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     action = next((action for action in map(_action, (meant, *named)) if action), "")
     cause = _by_scopes(meant)
     computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
+    if not cause and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
+        return Purpose("control", action)
     if not computes and cause not in ("attention", "loss", "optimizer"):
         return Purpose("copies", action)
     if product is not None and cause == "dgrad" and not action:

@@ -2,13 +2,12 @@
 
     python -m jgraph.profile ceilings
 
-Each is the median of repeats on arrays so large that nothing but the thing itself counts, under whatever power limit the device
-has. Those of devices that were measured for the project are in `ceilings.json` beside this file; a user's own, in a cache.
+Each is the best of several bursts on arrays so large that nothing but the thing itself counts. Those of devices that were
+measured for the project are in `ceilings.json` beside this file; a user's own, in a cache.
 """
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,10 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ProfileError
 
-_REPEATS = 7
-# Long enough for a card to reach its power limit, where it stays in training.
-_WARM_SECONDS = 2.0
-_SECONDS = 0.3
+_BURSTS = 10
+_BURST_SECONDS = 0.03
+_REST_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -99,19 +97,18 @@ def measure(*, copy_bytes: int = 2**31, size: int = 8192, link_bytes: int = 2**3
 
 
 def _rate(run: Callable[[jax.Array], jax.Array], x: jax.Array, amount: float) -> float:
-    """`amount` a second: the median of repeats of many runs, handed over one after the other."""
+    """`amount` a second, in the best of several bursts after a rest: a device at its power limit does less, but no more."""
     run(x).block_until_ready()
-    start, runs = time.perf_counter(), 0
-    while time.perf_counter() < start + _WARM_SECONDS:
-        run(x).block_until_ready()
-        runs += 1
-    count = max(1, round(runs * _SECONDS / (time.perf_counter() - start)))
+    start = time.perf_counter()
+    run(x).block_until_ready()
+    count = max(1, round(_BURST_SECONDS / (time.perf_counter() - start)))
     rates = []
-    for _ in range(_REPEATS):
+    for _ in range(_BURSTS):
+        time.sleep(_REST_SECONDS)
         start = time.perf_counter()
         y = x
         for _ in range(count):
             y = run(x)  # of the ones before nothing is kept
         y.block_until_ready()
         rates.append(amount * count / (time.perf_counter() - start))
-    return statistics.median(rates)
+    return max(rates)

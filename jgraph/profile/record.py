@@ -7,7 +7,6 @@ import dataclasses
 import gzip
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,42 +62,30 @@ class Recorder:
     directory: Path
 
     def record(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, list[StepMetrics]]:
-        """Runs at most 3 x `count` + 2 steps, some timed alone, then those of the traces. `state` is donated, as always."""
+        """Runs 2 x `count` + 1 steps, or `count` where only one kind of trace is taken. `state` is donated, as in any step."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         metrics: list[StepMetrics] = []
-        ends: list[float] = []
-        # On a CPU, steps that overlap can take each other's threads.
-        waits = jax.default_backend() == "cpu"
 
         def run(step: Step, state: TrainState, count: int) -> TrainState:
             for _ in range(count):
                 with jax.profiler.StepTraceAnnotation("train", step_num=self.first + len(metrics)):
                     state, one = step(state, next(batches))
                 metrics.append(one)
-                if waits:
+                if jax.default_backend() == "cpu":  # where steps that overlap can take each other's threads
                     jax.block_until_ready(one)
-                    ends.append(time.perf_counter())
+            jax.block_until_ready((state, metrics))
             return state
 
-        # From the end of one step to that of another, handed over before: what the host needs to begin is in none of them.
-        state = run(self.captured or self.uncaptured, state, self.count + 1)
-        for one in () if waits else metrics:
-            jax.block_until_ready(one)
-            ends.append(time.perf_counter())
-        step_ms = (ends[-1] - ends[0]) / self.count * 1e3
         if self.captured is not None:
             with _trace(self.directory / "captured"):
                 state = run(self.captured, state, self.count)
-                jax.block_until_ready(state)
             state = run(self.uncaptured, state, 1)  # its first run loads and records
-        jax.block_until_ready(state)
         with _trace(self.directory / "uncaptured"):
             state = run(self.uncaptured, state, self.count)
-            jax.block_until_ready(state)
         with gzip.open(self.directory / "program.txt.gz", "wt") as file:
             file.write(self.uncaptured.as_text() or "")
-        about = _about(self.assembly, self.uncaptured) | {"steps": self.count, "step_ms": step_ms}
+        about = _about(self.assembly, self.uncaptured) | {"steps": self.count}
         (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
         return state, metrics
 

@@ -35,13 +35,15 @@ def of_run(directory: Path) -> dict[str, Any]:
             f"{directory} has no complete recording ({e}): record one, e.g. python -m jgraph.train --profile 10:13"
         ) from e
     with_graphs = directory / "captured"
-    graphs = captured(read(with_graphs), about["steps"], about["step_ms"]) if with_graphs.exists() else None
+    graphs = captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
     chosen = choose_step(read(directory / "uncaptured"), program, about["steps"])
     notes = [
         "Kernels, causes and floors are those of a step without command buffers: what comes out of a CUDA graph has no name."
     ]
     if not graphs:
-        notes = [f"Without the profiler and without command buffers a step took {about['step_ms']:.2f} ms."]
+        notes = [
+            "The step has no command buffers: there is one trace, and its times are those of the run, but for the profiler's."
+        ]
     found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
         found["pipeline"], trouble = _pipeline(about["pipeline"], chosen)

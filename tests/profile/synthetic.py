@@ -10,7 +10,7 @@ from jgraph.schedule.action import KINDS
 
 CAUSES = [
     *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
-    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer", "copies", "other"),
+    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer", "copies", "control", "other"),
 ]
 NAMES = (
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT",
@@ -83,7 +83,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
 
 def _rank(rank: int, ranks: int, step: float, rng: np.random.Generator) -> dict[str, Any]:
     alone = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer"}
-    weights = np.array([9.1, 8.8, 8.2, 1, 2.4, 1.3, 1.1, 0.6, 0.6, 0.5, 0.4, 0.9, 0.3, 0.06]) * rng.uniform(
+    weights = np.array([9.1, 8.8, 8.2, 1, 2.4, 1.3, 1.1, 0.6, 0.6, 0.5, 0.4, 0.9, 0.3, 0.1, 0.06]) * rng.uniform(
         0.9, 1.1, len(CAUSES)
     )
     own = {cause: weight for cause, weight in zip(CAUSES, weights, strict=True) if ranks > 1 or cause not in alone}

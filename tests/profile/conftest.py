@@ -1,0 +1,22 @@
+import pytest
+
+from tests.profile import recordings
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """name -> the directory of a stored recording, unpacked once."""
+    unpacked = {}
+
+    def of(name):
+        if name not in unpacked:
+            unpacked[name] = recordings.unpack(name, tmp_path_factory.mktemp("recordings"))
+        return unpacked[name]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    """Ceilings that a developer has measured must not change what tests see."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

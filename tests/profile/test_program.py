@@ -1,0 +1,147 @@
+"""What is read off the text of a compiled program: work, bytes, and what depends on the batch."""
+
+import gzip
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jgraph.profile.causes import purpose_of, purpose_of_hidden
+from jgraph.profile.program import Program
+
+TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_computation_layout={}
+
+%body (p: f32[8,256], i: s32[]) -> f32[1,256] {
+  %p = f32[8,256]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %part = f32[1,256]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,256}
+}
+
+%update (q: f32[8,256], v: f32[1,256], j: s32[]) -> f32[8,256] {
+  %q = f32[8,256]{1,0} parameter(0)
+  %v = f32[1,256]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %null = s32[] constant(0)
+  ROOT %written = f32[8,256]{1,0} dynamic-update-slice(%q, %v, %j, %null)
+}
+
+%work (a: f32[1,256], b: f32[256,64]) -> (f32[1,64], f32[1,256]) {
+  %a = f32[1,256]{1,0} parameter(0)
+  %b = f32[256,64]{1,0} parameter(1)
+  %tanh = f32[1,256]{1,0} tanh(%a), metadata={op_name="jit(step)/jvp(jgraph.attention)/tanh"}
+  %dot = f32[1,64]{1,0} dot(%tanh, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="f/jvp()/dot"}
+  ROOT %both = (f32[1,64]{1,0}, f32[1,256]{1,0}) tuple(%dot, %tanh)
+}
+
+ENTRY %main (state: f32[8,256], w: f32[256,64], n: s32[]) -> (f32[8,256], f32[1,64]) {
+  %state = f32[8,256]{1,0} parameter(0)
+  %w = f32[256,64]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %sliced = f32[1,256]{1,0} fusion(%state, %n), kind=kLoop, calls=%body
+  %made = (f32[1,64]{1,0}, f32[1,256]{1,0}) fusion(%sliced, %w), kind=kLoop, calls=%work
+  %y = f32[1,64]{1,0} get-tuple-element(%made), index=0
+  %x = f32[1,256]{1,0} get-tuple-element(%made), index=1
+  %all = f32[1,64]{1,0} all-reduce-start(%y), to_apply=%body
+  %new = f32[8,256]{1,0} fusion(%state, %x, %n), kind=kLoop, calls=%update
+  ROOT %out = (f32[8,256]{1,0}, f32[1,64]{1,0}) tuple(%new, %y)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program():
+    return Program.of(TEXT)
+
+
+def compiled(fn, *args, donate):
+    text = jax.jit(fn, donate_argnums=donate, keep_unused=True).lower(*args).compile().as_text()
+    assert text
+    return Program.of(text)
+
+
+def products(program):
+    """How many there are of each cause; a fusion and the product in it count once."""
+    found = [purpose_of(program, i).cause for i in program.instructions.values() if i.is_product]
+    return {cause: found.count(cause) for cause in sorted(set(found))}
+
+
+def test_the_entry_and_all_instructions_are_found(program):
+    assert (program.module, program.entry) == ("jit_step", "main")
+    assert program.computations["main"].root.name == "out"
+    assert program.instructions["made"].operands == ("sliced", "w")
+    assert [str(shape) for shape in program.instructions["made"].shapes] == ["f32[1,64]", "f32[1,256]"]
+
+
+def test_of_a_slice_in_a_fusion_only_the_slice_is_read(program):
+    row, index = 256 * 4, 4
+    assert program.nbytes(program.instructions["sliced"]) == row + index + row
+
+
+def test_of_an_update_in_a_fusion_only_the_part_is_written(program):
+    row, index = 256 * 4, 4
+    assert program.nbytes(program.instructions["new"]) == row + index + row
+
+
+def test_a_fusion_has_the_flops_of_the_products_in_it(program):
+    assert program.flops(program.instructions["made"]) == 2 * 256 * 64
+    assert program.label(program.instructions["made"]) == "product f32[1,256] x f32[256,64] -> f32[1,64]"
+
+
+def test_what_only_moves_is_a_copy_and_a_product_has_its_own_cause(program):
+    causes = {name: purpose_of(program, program.instructions[name]).cause for name in ("sliced", "made", "new", "all")}
+    assert causes == {"sliced": "copies", "made": "forward", "new": "copies", "all": "all-reduce"}
+
+
+def test_what_is_updated_in_place_is_no_batch(program):
+    assert {"w", "n", "sliced"} <= program.of_batch  # by its index
+    assert "state" not in program.of_batch
+
+
+@pytest.mark.parametrize("unroll", [1, 4])
+def test_gradients_of_weights_and_activations_are_told_apart_in_a_joint_backward(unroll):
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(weights, xs):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, x)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), xs, unroll=unroll)
+        return jax.tree.map(lambda w, g: w - g, weights, total)
+
+    weights = [jnp.ones((128, 128))] * 3
+    xs = jnp.ones((4, 64, 128))
+    # The gradient of the first layer's input is not asked for.
+    expected = {"dgrad": 2 * unroll, "forward": 3 * unroll, "wgrad": 3 * unroll}
+    assert products(compiled(step, weights, xs, donate=0)) == expected
+
+
+def test_the_products_of_a_step_for_an_h200_are_those_of_its_model(recorded):
+    with gzip.open(recorded("one") / "program.txt.gz", "rt") as file:
+        program = Program.of(file.read())
+    layers, width, ff, vocabulary, tokens, length, heads = 2, 256, 1024, 8192, 256, 128, 4
+    by_layer = 2 * tokens * (3 * width * width + width * width + 2 * width * ff)
+    head = 2 * tokens * width * vocabulary
+    # Forward, dgrad and wgrad of every product; of attention two products and five, half of each under the causal mask.
+    attention = (2 + 5) * 2 * (tokens // length) * heads * length * length * (width // heads) // 2
+    entry = program.computations[program.entry].instructions.values()
+    assert sum(map(program.flops, entry)) == 3 * (layers * by_layer + head) + layers * attention
+
+
+@pytest.mark.parametrize(
+    ("op", "cause"),
+    [
+        ("psum.649.1", "all-reduce"),
+        ("psum.652.0-fusion.1", "all-reduce"),
+        ("ppermute.59.1", "transfer"),
+        ("all-gather-start.3", "all-gather"),
+        ("all_gather.12", "all-gather"),
+        ("reduce_scatter.7.1", "reduce-scatter"),
+        ("loop_add_fusion", "other"),
+    ],
+)
+def test_a_collective_that_the_text_hides_is_told_by_its_instruction(op, cause):
+    assert purpose_of_hidden(op).cause == cause

@@ -1,0 +1,185 @@
+"""Recordings of H200s and of this machine become reports whose numbers add up."""
+
+import gzip
+import json
+
+import pytest
+
+from jgraph.config import TrainConfig
+from jgraph.errors import ConfigError, ProfileError
+from jgraph.profile import ceilings, report
+from jgraph.profile.__main__ import main
+from jgraph.profile.causes import CAUSES
+from tests import tiny
+from tests.profile.recordings import NAMES
+
+# Together, kernels of a tiny model leave much of a step idle; of what is busy nearly all must have a cause.
+LEAST_ATTRIBUTED = 0.97
+COMPUTE = {"forward", "dgrad", "wgrad", "attention", "loss", "optimizer", "copies"}
+
+
+@pytest.fixture(scope="module")
+def reports(recorded):
+    return {name: report.of_run(recorded(name)) for name in NAMES}
+
+
+def check(profile):
+    """What holds of any report."""
+    json.dumps(profile, allow_nan=False)
+    named = profile["uncaptured"]
+    for rank in named["ranks"]:
+        assert set(rank["causes"]) <= set(CAUSES)
+        exposed = sum(cause["ms"] for cause in rank["causes"].values())
+        assert exposed == pytest.approx(rank["busy_ms"], rel=1e-6)
+        assert exposed + rank["idle_ms"] == pytest.approx(named["step_ms"], rel=1e-6)
+        assert rank["attributed"] >= LEAST_ATTRIBUTED
+    first = named["ranks"][0]
+    assert sum(group["ms"] for group in profile["groups"]) == pytest.approx(first["busy_ms"], rel=1e-6)
+    by_cause = dict.fromkeys(first["causes"], 0.0)
+    for group in profile["groups"]:
+        by_cause[group["cause"]] += group["ms"]
+    assert by_cause == pytest.approx({cause: found["ms"] for cause, found in first["causes"].items()}, rel=1e-6)
+    kernels = sum(len(track["ms"]) for track in profile["timeline"]["tracks"])
+    assert kernels == sum(found["kernels"] for rank in named["ranks"] for found in rank["causes"].values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_time_of_an_h200s_step_is_given_out_once(name, reports):
+    check(reports[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives"),
+    [("one", set()), ("pipeline", {"transfer", "all-reduce"}), ("sharded", {"all-gather", "reduce-scatter", "all-reduce"})],
+)
+def test_every_cause_of_a_step_is_found_and_no_other(name, collectives, reports):
+    recompute = {"recompute"} if name == "pipeline" else set()
+    for rank in reports[name]["uncaptured"]["ranks"]:
+        assert set(rank["causes"]) - {"other", "control"} == COMPUTE | collectives | recompute
+
+
+def test_a_captured_step_is_one_launch(reports):
+    found = reports["one"]["captured"]
+    assert (found["launches"], found["records"]) == (1, 0)
+    assert len(found["steps_ms"]) == 2
+    assert found["busy_ms"] + found["idle_ms"] == pytest.approx(found["step_ms"])
+    assert 0 < found["launch_ms"] < found["step_ms"]
+
+
+def test_a_pipelines_actions_are_those_of_its_schedule(reports):
+    found = reports["pipeline"]["pipeline"]
+    of_rank = {(action["kind"], action["microbatch"]) for action in found["actions"] if action["rank"] == 2}
+    assert of_rank == {(kind, m) for kind in ("forward", "dgrad", "wgrad") for m in range(4)}
+    assert any(action["critical"] for action in found["actions"])
+    by_key = {(action["rank"], action["kind"], action["microbatch"]): action for action in found["actions"]}
+    for m in range(4):  # a microbatch goes from rank to rank, and back
+        starts = [by_key[rank, "forward", m]["start_ms"] for rank in range(4)]
+        starts += [by_key[rank, "dgrad", m]["start_ms"] for rank in (3, 2, 1, 0)]
+        assert starts == sorted(starts)
+
+
+def test_floors_are_below_what_was_measured(reports):
+    known = [group for group in reports["one"]["groups"] if group["floor_ms"] is not None]
+    products = [group for group in known if group["label"].startswith("product")]
+    assert sum(group["count"] for group in products) >= 3 * (2 * 4 + 1)
+    assert all(0 < group["floor_ms"] < group["ms"] for group in products)
+    assert known == sorted(known, key=lambda group: -group["over_ms"])
+
+
+def test_memory_is_told_by_pool(reports):
+    pools = reports["pipeline"]["memory"]["pools"]
+    assert {"parameters", "optimizer", "main_grad", "stash", "forward_dgrad", "forward_wgrad"} <= set(pools)
+    assert pools["optimizer"] > 1.9 * pools["parameters"]
+
+
+def test_a_trace_of_graphs_says_what_to_do(recorded, capsys):
+    assert main([str(recorded("one") / "captured")]) == 2
+    said = capsys.readouterr().err
+    assert "came out of CUDA graphs" in said
+    assert "--graph off" in said
+    assert said.count("\n") == 1
+
+
+def test_a_bare_trace_and_its_program_give_the_same_causes(recorded, reports, tmp_path, capsys):
+    program = tmp_path / "step.txt"
+    program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
+    trace = next((recorded("one") / "uncaptured").glob("*.xplane.pb"))
+    flags = ["--program", str(program), "--steps", "2", "--out", str(tmp_path / "out")]
+    assert main([str(trace), *flags]) == 0
+    assert "above its floor" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "profile.json").read_text())
+    assert found["uncaptured"] == reports["one"]["uncaptured"]
+
+
+def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("HloModule jit_other\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n")
+    with pytest.raises(ProfileError, match=r"nothing of the program jit_other, but .*jit_step"):
+        report.of_trace(recorded("one") / "uncaptured", program=other, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nowhere"], "nowhere has no trace"),
+        (["tests", "--steps", "-1"], "--steps is -1"),
+        (["tests/profile/traces/one.tar.xz"], "cannot be read as a trace"),
+        ([], "required"),
+    ],
+)
+def test_what_cannot_be_profiled_is_told_in_one_line(argv, said, capsys):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_recording_that_was_cut_off_is_refused(recorded, tmp_path):
+    (tmp_path / "run.json").write_text((recorded("one") / "run.json").read_text())
+    with pytest.raises(ProfileError, match="has no complete recording"):
+        report.of_run(tmp_path)
+
+
+def test_ceilings_are_measured_kept_and_found_before_the_projects(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("_BURST_SECONDS", "_REST_SECONDS"):
+        monkeypatch.setattr(ceilings, name, 0.001)
+    found = ceilings.measure(copy_bytes=2**20, size=64, link_bytes=2**16)
+    assert min(found.copy_bytes_per_second, found.product_flops_per_second, found.link_bytes_per_second or 0) > 0
+    assert ceilings.find(found.device) is None
+    ceilings.save(found)
+    assert ceilings.find(found.device) == found
+    assert ceilings.find("NVIDIA H200") is not None
+    ceilings.own_file(found.device).write_text("[{]")
+    with pytest.raises(ProfileError, match="is damaged"):
+        ceilings.find(found.device)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), ("--fsdp", "2", "--num-microbatches", "2")],
+    ids=["one device", "pipeline", "sharded"],
+)
+def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
+    assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4", *flags) == 0
+    assert "profile of steps 2 to 3" in capsys.readouterr().out
+    written = tmp_path / "run" / "profile"
+    check(json.loads((written / "profile.json").read_text()))
+    assert (written / "profile.html").stat().st_size > 0
+    before = (written / "profile.json").read_text()
+    assert main([str(tmp_path / "run")]) == 0
+    assert (written / "profile.json").read_text() == before
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [0, 1, 4, 5, 6, 7]
+
+
+def test_a_profiled_run_trains_as_any_other(tmp_path):
+    assert tiny.train(tmp_path / "a", "--steps", "7") == 0
+    assert tiny.train(tmp_path / "b", "--steps", "7", "--profile", "1:3") == 0
+    plain, profiled = tiny.losses(tmp_path / "a"), tiny.losses(tmp_path / "b")
+    assert profiled == [entry for entry in plain if entry[0] not in (1, 2)]
+
+
+@pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])
+def test_a_window_that_cannot_be_profiled_is_refused(window, tmp_path):
+    with pytest.raises(ConfigError, match="--profile is"):
+        TrainConfig(steps=12, run_dir=str(tmp_path), profile=window)

@@ -1,0 +1,77 @@
+"""Traces as arrays: steps, time that is given out once, files that are no traces."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgraph.errors import ProfileError
+from jgraph.profile.trace import Events, busy, guess_steps, read, shares, steps
+
+
+def events(rows):
+    """From (start, end, op)."""
+    rows = sorted(rows)
+    start, end, op = zip(*rows, strict=True)
+    texts = tuple(op), tuple(op), ("",) * len(rows), ("jit_step",) * len(rows), ("stream",) * len(rows)
+    return Events(np.array(start, float), np.array(end, float), *texts)
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), min_size=1, max_size=25)
+
+
+@given(INTERVALS)
+def test_time_is_given_out_once(rows):
+    found = events([(start, start + length, str(i)) for i, (start, length, _) in enumerate(rows)])
+    yields = np.array([rows[int(op)][2] for op in found.op], bool)
+    ticks = np.arange(60) + 0.5
+    covered = ((found.start[:, None] < ticks) & (ticks < found.end[:, None])).any(0).sum()
+    own = shares(found, yields)
+    assert own.sum() == pytest.approx(covered)
+    assert busy(found.start, found.end) == pytest.approx(covered)
+    assert (own <= found.end - found.start + 1e-9).all()
+    # Collectives have what nothing else covers, and no more.
+    others = ((found.start[:, None] < ticks) & (ticks < found.end[:, None]) & ~yields[:, None]).any(0).sum()
+    assert own[yields].sum() == pytest.approx(covered - others)
+
+
+def test_what_runs_within_something_has_its_own_time():
+    loop, body, gather = 0, 1, 2
+    found = events([(0, 10, "while"), (2, 5, "body"), (4, 12, "all-gather")])
+    own = shares(found, np.array([False, False, True]))
+    assert (own[loop], own[body], own[gather]) == (7, 3, 2)
+
+
+def test_steps_are_found_by_what_runs_once_in_each():
+    found = events(
+        [
+            row
+            for k in range(3)
+            for row in [(10 * k, 10 * k + 1, "a"), (10 * k + 1, 10 * k + 2, "b"), (10 * k + 3, 10 * k + 9, "b")]
+        ]
+    )
+    assert steps(found, 3) == [(0, 1), (10, 11), (20, 21)]
+    assert guess_steps(events([(i, i + 1, "a") for i in range(3)])) == 3
+    with pytest.raises(ProfileError, match="does not have 4 steps: no kernel ran 4 times"):
+        steps(found, 4)
+
+
+def test_a_path_without_a_trace_is_refused(tmp_path):
+    with pytest.raises(ProfileError, match=r"has no trace: must be, or have in it, a \*\.xplane\.pb"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_a_damaged_trace_is_refused_by_name(damage, recorded, tmp_path):
+    whole = next(recorded("one").rglob("uncaptured/*.xplane.pb")).read_bytes()
+    file = tmp_path / "bad.xplane.pb"
+    file.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"once upon a time" * 100)
+    with pytest.raises(ProfileError, match=r"bad\.xplane\.pb cannot be read as a trace"):
+        read(file)
+
+
+def test_a_trace_of_nothing_is_refused(tmp_path):
+    file = tmp_path / "empty.xplane.pb"
+    file.write_bytes(b"")
+    with pytest.raises(ProfileError, match="it has no GPU and no CPU program in it"):
+        read(file)
