@@ -11,7 +11,7 @@ nothing but its actions and its bubble, which the measured one is compared with:
 flow for the general one.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -20,15 +20,15 @@ import tyro
 
 from benchmarks.harness import Table, count_gpus, environment, fastest, line, merge, print_soak, ratio, spread
 from benchmarks.peers.protocol import Clock, ask
-from benchmarks.works import schedule_of, size_from, sizes_of
+from benchmarks.works import Size, schedule_of, size_from, sizes_of
 from jgraph.schedule import Costs, simulate, tick_table
 from jgraph.schedule.action import DGRAD, FORWARD
 
 Row = dict[str, Any]
-WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3"]
+WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3", "gpt-7b"]
 
 # To reach: fastest torch / jgraph, and ms / what the actions take alone.
-LEAST_GAIN = {"mlp-large": 1.09, "mlp-launch-bound": 3.0, "gpt-1b3": 1.10}
+LEAST_GAIN = {"mlp-large": 1.09, "mlp-launch-bound": 3.0, "gpt-1b3": 1.10, "gpt-7b": 1.10}
 MOST_OVERHEAD = 1.03
 
 
@@ -42,6 +42,8 @@ class Options:
     """tiny is for a machine without a GPU."""
     ranks: int = 0
     """Of the pipeline; 0 for all GPUs that there are."""
+    microbatches: int = 0
+    """Of a step; 0 for 16, on a machine without a GPU 8."""
     schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b")
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon; none where the flag stands alone."""
     peers: tuple[str, ...] = (
@@ -103,9 +105,14 @@ def main() -> int:
     return 0
 
 
+def size_of(work: WorkName, ranks: int, options: Options) -> Size:
+    size = sizes_of(options.sizes, ranks)[work]
+    return replace(size, microbatches=options.microbatches) if options.microbatches else size
+
+
 def run(work: WorkName, ranks: int, options: Options, results: Table) -> None:
     """All rows of a work."""
-    size = asdict(sizes_of(options.sizes, ranks)[work])
+    size = asdict(size_of(work, ranks, options))
     schedules, peers = (some[: 1 if options.quick else None] for some in (options.schedules, options.peers))
     about = {"environment": environment(revision=options.revision), "options": asdict(options), "ranks": ranks}
     results.begin(work, **about, size=size, actions={})
@@ -137,7 +144,7 @@ def ask_jgraph(task: str, work: WorkName, schedule: str, ranks: int, options: Op
         "task": task,
         "schedule": schedule,
         "ranks": ranks,
-        "size": asdict(sizes_of(options.sizes, ranks)[work]),
+        "size": asdict(size_of(work, ranks, options)),
         "graph": options.graph,
         "xla_options": [*options.xla_option, *variant.split()],
         "remat": options.remat,

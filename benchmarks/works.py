@@ -79,11 +79,13 @@ SIZES: dict[str, dict[str, Size]] = {
         "mlp-large": MLPSize(4096, 16384, 4096, layers=4, microbatches=16),
         "mlp-launch-bound": MLPSize(1024, 4096, 512, layers=4, microbatches=16),
         "gpt-1b3": GPTSize(preset("gpt-1b3").model, batch=4, length=2048, microbatches=16),
+        "gpt-7b": GPTSize(preset("gpt-7b").model, batch=1, length=2048, microbatches=16),
     },
     "tiny": {
         "mlp-large": MLPSize(64, 128, 32, layers=4, microbatches=8),
         "mlp-launch-bound": MLPSize(32, 64, 16, layers=4, microbatches=8),
         "gpt-1b3": GPTSize(_TINY, batch=1, length=16, microbatches=8),
+        "gpt-7b": GPTSize(_TINY, batch=1, length=16, microbatches=8),
     },
 }
 

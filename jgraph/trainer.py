@@ -118,7 +118,11 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
             if done:
                 reporter.line(f"resumed from step {done}")
             step = step or _compile(assembly, reporter)
-            recorder = _recorder(assembly, step, run_dir) if config.profile and done <= config.profile_steps[0] else None
+            recorder = None
+            if config.profile and done > config.profile_steps[0]:
+                reporter.warn(f"no profile: --profile is {config.profile}, and {done} steps are done already")
+            elif config.profile:
+                recorder = _recorder(assembly, step, run_dir)
             metrics = run_dir.metrics if is_first() else Path(os.devnull)
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 clock = StepClock(next((entry["seconds"] for entry in reversed(read_metrics(run_dir.metrics))), 0.0))

@@ -54,9 +54,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_losses(tmp_path):
     assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "damage", [flip_a_byte, *(pytest.param(d, marks=pytest.mark.once) for d in (truncate, delete_largest))]
-)
+@pytest.mark.parametrize("damage", [pytest.param(d, marks=pytest.mark.once) for d in (flip_a_byte, truncate, delete_largest)])
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(tmp_path, capsys, damage):
     assert tiny.train(tmp_path / "run", *SHORT) == 0
     whole = tiny.losses(tmp_path / "run")

@@ -125,7 +125,7 @@ def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
     ("pp", "dp", "chunks", "schedule", "num_layers", "head", "runtime"),
     [
         (2, 1, 1, "aligned", 5, "tied", "aligned"),
-        (2, 2, 1, "zb-h1", 4, "untied", "general"),
+        pytest.param(2, 2, 1, "zb-h1", 4, "untied", "general", marks=pytest.mark.once),
         pytest.param(2, 1, 1, "zb-v", 5, "tied", "general", marks=pytest.mark.once),
     ],
 )

@@ -1,0 +1,1 @@
+"""Where a training step's time goes: `python -m jgraph.profile`, `python -m jgraph.train --profile`. How: notes/profile.md."""

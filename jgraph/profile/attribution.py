@@ -15,7 +15,7 @@ from jgraph.profile.program import Instruction, Program
 from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
 
 _MOST_OTHERS = 5
-_TRANSFERS = frozenset(COLLECTIVES.values())
+_COMMUNICATION = frozenset(COLLECTIVES.values())
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> li
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
-        label = program.label(known[op]) if program and op in known else name
+        # A kernel's arguments in C++ say nothing.
+        label = program.label(known[op]) if program and op in known else name.partition("(")[0] or name
         members[purpose.cause, label].append(i)
         kernels[op][name] += 1
     # An instruction may have several kernels, and be run several times; its rarest kernel tells how often.
@@ -157,7 +158,7 @@ class Work:
 
 
 def _work(program: Program, instruction: Instruction, cause: str) -> Work:
-    if cause in _TRANSFERS:
+    if cause in _COMMUNICATION:
         return Work(0, program.sent_bytes(instruction), "link")
     return Work(program.flops(instruction), program.nbytes(instruction), "")
 
@@ -229,7 +230,7 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
 
 
 def _shares(step: Step) -> np.ndarray:
-    return shares(step.events, np.array([purpose.cause in _TRANSFERS for purpose in step.purposes], bool))
+    return shares(step.events, np.array([purpose.cause in _COMMUNICATION for purpose in step.purposes], bool))
 
 
 def _of_step(events: Events, program: Program | None) -> Events:

@@ -9,38 +9,16 @@ from jgraph.config import TrainConfig
 from jgraph.errors import ConfigError, ProfileError
 from jgraph.profile import ceilings, report
 from jgraph.profile.__main__ import main
-from jgraph.profile.causes import CAUSES
 from tests import tiny
+from tests.profile.checks import check
 from tests.profile.recordings import NAMES
 
-# Together, kernels of a tiny model leave much of a step idle; of what is busy nearly all must have a cause.
-LEAST_ATTRIBUTED = 0.97
 COMPUTE = {"forward", "dgrad", "wgrad", "attention", "loss", "optimizer", "copies"}
 
 
 @pytest.fixture(scope="module")
 def reports(recorded):
     return {name: report.of_run(recorded(name)) for name in NAMES}
-
-
-def check(profile):
-    """What holds of any report."""
-    json.dumps(profile, allow_nan=False)
-    named = profile["uncaptured"]
-    for rank in named["ranks"]:
-        assert set(rank["causes"]) <= set(CAUSES)
-        exposed = sum(cause["ms"] for cause in rank["causes"].values())
-        assert exposed == pytest.approx(rank["busy_ms"], rel=1e-6)
-        assert exposed + rank["idle_ms"] == pytest.approx(named["step_ms"], rel=1e-6)
-        assert rank["attributed"] >= LEAST_ATTRIBUTED
-    first = named["ranks"][0]
-    assert sum(group["ms"] for group in profile["groups"]) == pytest.approx(first["busy_ms"], rel=1e-6)
-    by_cause = dict.fromkeys(first["causes"], 0.0)
-    for group in profile["groups"]:
-        by_cause[group["cause"]] += group["ms"]
-    assert by_cause == pytest.approx({cause: found["ms"] for cause, found in first["causes"].items()}, rel=1e-6)
-    kernels = sum(len(track["ms"]) for track in profile["timeline"]["tracks"])
-    assert kernels == sum(found["kernels"] for rank in named["ranks"] for found in rank["causes"].values())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,8 +135,11 @@ def test_ceilings_are_measured_kept_and_found_before_the_projects(monkeypatch, t
 
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), ("--fsdp", "2", "--num-microbatches", "2")],
-    ids=["one device", "pipeline", "sharded"],
+    [
+        pytest.param((), id="one device"),
+        pytest.param(("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), id="pipeline"),
+        pytest.param(("--fsdp", "2", "--num-microbatches", "2"), id="sharded", marks=pytest.mark.once),
+    ],
 )
 def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
     assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4", *flags) == 0
@@ -172,6 +153,7 @@ def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [0, 1, 4, 5, 6, 7]
 
 
+@pytest.mark.once
 def test_a_profiled_run_trains_as_any_other(tmp_path):
     assert tiny.train(tmp_path / "a", "--steps", "7") == 0
     assert tiny.train(tmp_path / "b", "--steps", "7", "--profile", "1:3") == 0
@@ -183,3 +165,11 @@ def test_a_profiled_run_trains_as_any_other(tmp_path):
 def test_a_window_that_cannot_be_profiled_is_refused(window, tmp_path):
     with pytest.raises(ConfigError, match="--profile is"):
         TrainConfig(steps=12, run_dir=str(tmp_path), profile=window)
+
+
+def test_a_window_that_is_past_is_told(tmp_path, capsys):
+    assert tiny.train(tmp_path, "--steps", "5", "--checkpoint-every", "3") == 0
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"steps": 5', '"steps": 9'))
+    capsys.readouterr()
+    assert tiny.train(tmp_path, "--steps", "9", "--checkpoint-every", "3", "--profile", "1:2") == 0
+    assert "no profile: --profile is 1:2, and 5 steps are done already" in capsys.readouterr().out
