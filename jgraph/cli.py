@@ -3,12 +3,27 @@
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from jgraph.errors import ConfigError, JgraphError
+from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 
 T = TypeVar("T")
+
+
+def exit_code(prog: str, act: Callable[[], None]) -> int:
+    """Runs a command: 0 when it returns, 1 for a loss or gradient that is not finite, 2 for input that cannot work, told in one
+    line on stderr, 130 after Ctrl-C."""
+    try:
+        act()
+    except (JgraphError, OSError) as e:
+        print(f"{prog}: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 1 if isinstance(e, NonFiniteError) else 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
 
 _RULE = r"[─-]{3,}"
 

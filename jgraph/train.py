@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from jgraph.cli import one_line
+from jgraph.cli import exit_code, one_line
 from jgraph.config import TrainConfig
-from jgraph.errors import JgraphError, NonFiniteError
 from jgraph.presets import PRESETS, preset
 
 _PROG = "jgraph.train"
@@ -33,25 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 when finished, stopped by a signal or asked for help; 1 for a loss or gradient that is not finite; 2 for
         input that cannot work; 130 after Ctrl-C twice. An error is one line on stderr.
     """
-    try:
-        config = parse(sys.argv[1:] if argv is None else argv)
-        if config is None:
-            return 0
-        # After the flags were checked: jax takes its time.
-        from absl import logging
-        from rich.console import Console
+    return exit_code(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
 
-        from jgraph.trainer import train
 
-        # Orbax logs tracebacks of errors that it also raises, and those are told in one line below.
-        logging.set_verbosity(logging.FATAL)
-        train(config, console=Console())
-    except (JgraphError, OSError) as e:
-        print(f"{_PROG}: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 1 if isinstance(e, NonFiniteError) else 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+def _run(argv: Sequence[str]) -> None:
+    config = parse(argv)
+    if config is None:
+        return
+    # After the flags were checked: jax takes its time.
+    from absl import logging
+    from rich.console import Console
+
+    from jgraph.trainer import train
+
+    # Orbax logs tracebacks of errors that it also raises, and those are told in one line.
+    logging.set_verbosity(logging.FATAL)
+    train(config, console=Console())
 
 
 def parse(args: Sequence[str]) -> TrainConfig | None:

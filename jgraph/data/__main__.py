@@ -11,12 +11,12 @@ from pathlib import Path
 
 import tyro
 
+from jgraph.cli import exit_code
 from jgraph.data import tokenfile
 from jgraph.data.corpus import load
 from jgraph.data.directory import side_files
 from jgraph.data.documents import HELDOUT_FRACTION
 from jgraph.data.make import SHARD_TOKENS, make_token_files
-from jgraph.errors import JgraphError
 
 
 def make(
@@ -76,19 +76,15 @@ def show(data: tyro.conf.Positional[str], /) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 2 after an error, which is told in one line."""
-    try:
-        tyro.extras.subcommand_cli_from_dict(
+    return exit_code(
+        "jgraph.data",
+        lambda: tyro.extras.subcommand_cli_from_dict(
             {"make": make, "verify": verify, "show": show},
             prog="python -m jgraph.data",
             description=f"{__doc__}\n{tokenfile.__doc__}",
             args=args,
-        )
-    except (JgraphError, OSError) as e:
-        print("error:", " ".join(str(e).splitlines()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        ),
+    )
 
 
 if __name__ == "__main__":

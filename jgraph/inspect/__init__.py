@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import tyro
 from rich.console import Console
 
-from jgraph.cli import one_line
-from jgraph.errors import JgraphError
+from jgraph.cli import exit_code, one_line
 from jgraph.inspect.capture import CaptureOptions, show_capture
 from jgraph.inspect.schedule import ScheduleOptions, show_schedule
 
@@ -36,25 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 when done or asked for help, 2 for input that cannot work (one line on stderr), 130 after Ctrl-C.
     """
-    try:
-        options = one_line(
-            lambda: tyro.extras.subcommand_cli_from_dict(
-                {"schedule": ScheduleOptions, "capture": CaptureOptions},
-                prog=f"python -m {_PROG}",
-                description=__doc__,
-                args=list(sys.argv[1:] if argv is None else argv),
-            )
+    return exit_code(_PROG, lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(args: list[str]) -> None:
+    options = one_line(
+        lambda: tyro.extras.subcommand_cli_from_dict(
+            {"schedule": ScheduleOptions, "capture": CaptureOptions},
+            prog=f"python -m {_PROG}",
+            description=__doc__,
+            args=args,
         )
-        if isinstance(options, ScheduleOptions):
-            show_schedule(options, _console())
-        elif isinstance(options, CaptureOptions):
-            show_capture(options, _console())
-    except (JgraphError, OSError) as e:
-        print(f"{_PROG}: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    )
+    if isinstance(options, ScheduleOptions):
+        show_schedule(options, _console())
+    elif isinstance(options, CaptureOptions):
+        show_capture(options, _console())
 
 
 def _console() -> Console:

@@ -17,8 +17,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from jgraph.cli import one_line
-from jgraph.errors import ConfigError, JgraphError
+from jgraph.cli import exit_code, one_line
+from jgraph.errors import ConfigError
 
 _PROG = "jgraph.profile"
 
@@ -50,20 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 when done or asked for help, 2 for input that cannot work (one line on stderr), 130 after Ctrl-C.
     """
-    try:
-        options = one_line(
-            lambda: tyro.cli(
-                Options, prog=f"python -m {_PROG}", description=__doc__, args=list(sys.argv[1:] if argv is None else argv)
-            )
-        )
+    args = list(sys.argv[1:] if argv is None else argv)
+
+    def act() -> None:
+        options = one_line(lambda: tyro.cli(Options, prog=f"python -m {_PROG}", description=__doc__, args=args))
         if options is not None:
             run(options, Console())
-    except (JgraphError, OSError) as e:
-        print(f"{_PROG}: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return exit_code(_PROG, act)
 
 
 def run(options: Options, console: Console) -> None:

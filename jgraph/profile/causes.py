@@ -6,6 +6,7 @@ batch makes a weight's gradient. A kernel's name is never looked at.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jgraph.profile.program import Instruction, Program
@@ -72,14 +73,16 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
             return Purpose(collective)
-    named = [part.scopes for part in parts if part.scopes and part.opcode not in ("parameter", "constant")]
+    computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
+    named = _names(parts) or (_inherited(program, instruction) if computes else [])
     product = program.product(instruction)
     works = product is not None or any(part.is_attention for part in parts)
     # Of a fusion the last operation is what it was made for; what comes before it was drawn in.
-    meant = product.scopes if product is not None else next(filter(_by_scopes, (*named[:1], *named[:0:-1])), "")
+    meant = next(filter(_by_scopes, (*named[:1], *named[:0:-1])), "")
+    if product is not None:
+        meant = product.scopes or meant
     action = next((action for action in map(_action, (meant, *named)) if action), "")
     cause = _by_scopes(meant)
-    computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
     if not cause and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
         return Purpose("control", action)
     if not computes and cause not in ("attention", "loss", "optimizer"):
@@ -103,6 +106,23 @@ def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
     cause = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
     return Purpose(cause) if cause else purpose_of_scopes(scopes)
+
+
+def _names(parts: Iterable[Instruction]) -> list[str]:
+    return [part.scopes for part in parts if part.scopes and part.opcode not in ("parameter", "constant")]
+
+
+def _inherited(program: Program, instruction: Instruction) -> list[str]:
+    """Names of the nearest instruction before this one that has any: what XLA made by itself, it made of that."""
+    home = program.home[instruction.name].instructions
+    names, seen = list(instruction.operands), set[str]()
+    for name in names:
+        if name in home and name not in seen:
+            seen.add(name)
+            if found := [scopes for scopes in _names(program.inside(home[name])) if _by_scopes(scopes)]:
+                return found
+            names += home[name].operands
+    return []
 
 
 def _by_scopes(scopes: str) -> str:

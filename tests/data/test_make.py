@@ -27,7 +27,7 @@ def all_tokens(folder, side):
 
 
 def assert_one_line(captured, *parts):
-    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
+    assert re.fullmatch(r"jgraph\.data: error: [^\n]+\n", captured.err)
     assert all(part in captured.err for part in parts)
     assert not captured.out
 
@@ -167,7 +167,7 @@ def test_damaged_file_fails_verification_in_one_line(make, capsys):
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
     assert main(["verify", str(folder)]) == 2
     captured = capsys.readouterr()
-    assert re.fullmatch(r"error: .*heldout-00000.bin: SHA-256 [^\n]+\n", captured.err)
+    assert re.fullmatch(r"jgraph\.data: error: .*heldout-00000.bin: SHA-256 [^\n]+\n", captured.err)
 
 
 def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):
@@ -180,7 +180,7 @@ def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "jgraph.data", "show", "synthetics"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(r"error: [^\n]+did you mean synthetic\?\n", done.stderr)
+    assert re.fullmatch(r"jgraph\.data: error: [^\n]+did you mean synthetic\?\n", done.stderr)
 
 
 def test_help_documents_the_header(capsys):

@@ -145,3 +145,17 @@ def test_the_products_of_a_step_for_an_h200_are_those_of_its_model(recorded):
 )
 def test_a_collective_that_the_text_hides_is_told_by_its_instruction(op, cause):
     assert purpose_of_hidden(op).cause == cause
+
+
+def test_what_xla_made_by_itself_is_for_what_it_was_made_of():
+    text = """HloModule jit_step
+
+ENTRY %main (x: f32[8,256]) -> f32[8] {
+  %x = f32[8,256]{1,0} parameter(0)
+  %tanh = f32[8,256]{1,0} tanh(%x), metadata={op_name="jit(step)/jgraph.optimizer/tanh"}
+  %ones = f32[256]{0} constant({...})
+  ROOT %dot = f32[8]{0} dot(%tanh, %ones), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    program = Program.of(text)
+    assert purpose_of(program, program.instructions["dot"]).cause == "optimizer"
