@@ -218,6 +218,7 @@ class Assembly:
         held = {"parameters": own(jax.tree.leaves(state.params)), "optimizer": own(jax.tree.leaves(state.opt_state))}
         if isinstance(self.form, Staged):
             pools = self.form.pipeline.bytes_per_rank(self.form.shapes, _tokens_by_microbatch(self.config))
+            pools = {name.replace("forward_", "residuals to "): size for name, size in pools.items()}
         else:
             itemsize = jnp.dtype(self.config.main_params_dtype).itemsize
             pools = {"main_grad": held["parameters"] // itemsize * jnp.dtype(self.config.main_grads_dtype).itemsize}

@@ -246,6 +246,7 @@ def whole(tmp_path_factory):
     return run_dir, flags
 
 
+@pytest.mark.once
 def test_a_run_goes_on_with_other_ranks(whole, tmp_path):
     assert tiny.train(tmp_path / "run", *FLAGS, *whole[1], "--dp", "2") == 0
     delete_last(tmp_path / "run", 8)

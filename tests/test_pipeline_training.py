@@ -121,12 +121,13 @@ def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
 # --- The numbers of one device ---
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("pp", "dp", "chunks", "schedule", "num_layers", "head", "runtime"),
     [
         (2, 1, 1, "aligned", 5, "tied", "aligned"),
-        pytest.param(2, 2, 1, "zb-h1", 4, "untied", "general", marks=pytest.mark.once),
-        pytest.param(2, 1, 1, "zb-v", 5, "tied", "general", marks=pytest.mark.once),
+        (2, 2, 1, "zb-h1", 4, "untied", "general"),
+        (2, 1, 1, "zb-v", 5, "tied", "general"),
     ],
 )
 def test_a_pipeline_trains_and_is_evaluated_as_one_device_does(pp, dp, chunks, schedule, num_layers, head, runtime):

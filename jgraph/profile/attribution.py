@@ -229,6 +229,18 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
     return {action: np.array(times) for action, times in found.items()}
 
 
+def causes_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
+    """Milliseconds by cause of what a device began within each of these intervals, the largest first."""
+    own, found = _shares(step), []
+    firsts, lasts = (np.searchsorted(step.events.start, times) for times in (starts, ends))
+    for first, last in zip(firsts, lasts, strict=True):
+        causes: dict[str, float] = defaultdict(float)
+        for purpose, ms in zip(step.purposes[first:last], own[first:last], strict=True):
+            causes[purpose.cause] += float(ms)
+        found.append({cause: round(ms, 4) for cause, ms in sorted(causes.items(), key=lambda item: -item[1]) if ms > 0})
+    return found
+
+
 def _shares(step: Step) -> np.ndarray:
     return shares(step.events, np.array([purpose.cause in _COMMUNICATION for purpose in step.purposes], bool))
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from jgraph.errors import ProfileError
 from jgraph.profile import actions, ceilings
-from jgraph.profile.attribution import Step, action_kernels, by_cause, captured, choose_step, groups, timeline
+from jgraph.profile.attribution import Step, action_kernels, by_cause, captured, causes_between, choose_step, groups, timeline
 from jgraph.profile.page import page
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
-from jgraph.schedule.action import KINDS
+from jgraph.schedule.action import FORWARD, KINDS
 
 FORMAT = 1
 
@@ -127,4 +127,15 @@ def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dic
         run = actions.measured(schedule, ranks, about["runtime"])
     except ProfileError as e:
         return None, [f"The actions of the pipeline cannot be told apart: {e}."]
-    return actions.report(schedule, run, about["runtime"]), []
+    found = actions.report(schedule, run, about["runtime"])
+    # Time 0 of the run is its first action, a forward.
+    first = min(range(len(ranks)), key=lambda r: run.starts[r].min())
+    zero = ranks[first][FORWARD][0, 0]
+    causes = [
+        one
+        for device, starts, ends in zip(about["devices"], run.starts, run.ends, strict=True)
+        for one in causes_between(chosen[device], starts + zero, ends + zero)
+    ]
+    for action, own in zip(found["actions"], causes, strict=True):
+        action["causes"] = own
+    return found, []

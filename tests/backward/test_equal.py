@@ -229,6 +229,7 @@ def chain_stage(x_axes, steps):
     return Stage(run, params, normal(1, *(SIZES[a] for a in x_axes)))
 
 
+@pytest.mark.once
 @given(chains())
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_random_chains_of_einsums_split(chain):

@@ -57,6 +57,7 @@ def test_with_graphs_off_nothing_is_captured(h200):
     }
 
 
+@pytest.mark.once
 def test_four_microbatches_are_unrolled_into_the_same_command_buffer(h200):
     compiled, report, state = compile_step(SMALL, num_microbatches=4)
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())

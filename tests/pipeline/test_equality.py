@@ -49,6 +49,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, P, C, M, runtime):
     model.assert_same(model.piped(pipe), model.expected(P * C, M))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("P", "C", "M", "runtime"),
     [(4, 1, 1, "aligned"), (4, 1, 3, "aligned"), (4, 2, 1, "aligned"), (2, 3, 3, "aligned"), (4, 2, 1, "general")],
@@ -116,6 +117,7 @@ def users_schedule(seed: int) -> Schedule:
             return schedule
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(4))
 def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
     write(users_schedule(seed), tmp_path / "own.csv")
