@@ -21,6 +21,7 @@ from jgraph.distributed import agree, devices_of_ranks
 from jgraph.errors import ConfigError
 from jgraph.forms import Form, Sharded, Staged, Whole
 from jgraph.graph import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
+from jgraph.graph.explain import Memory
 from jgraph.graph.options import OptionValue, installed_options
 from jgraph.packing import Packing, leaf_names
 from jgraph.pipeline import Pipeline, choose, find_schedule
@@ -222,14 +223,11 @@ class Assembly:
         else:
             itemsize = jnp.dtype(self.config.main_params_dtype).itemsize
             pools = {"main_grad": held["parameters"] // itemsize * jnp.dtype(self.config.main_grads_dtype).itemsize}
-        sizes = compiled.memory_analysis()
-        peak = None if sizes is None else sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
-        if sizes is not None and peak is not None:
-            peak += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-            pools["temporaries"] = max(0, sizes.temp_size_in_bytes - sum(pools.values()))
-        predicted = sum((*held.values(), *pools.values())) - pools.get("temporaries", 0)
+        predicted = sum((*held.values(), *pools.values())) if self.pipeline else None
+        if (memory := Memory.of(compiled)) is not None:
+            pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
         pools = {name: size for name, size in (held | pools).items() if size}
-        return {"pools": pools, "predicted_peak": predicted if self.pipeline else None, "compiled_peak": peak}
+        return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
     def about_pipeline(self, compiled: jax.stages.Compiled) -> str:
         """One line on the schedule, and on the memory that it was predicted to take and takes; empty without a pipeline."""

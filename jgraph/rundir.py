@@ -1,6 +1,7 @@
 """The run directory: which run it belongs to, and whether this one may go on there."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import shutil
@@ -116,9 +117,9 @@ class RunDir:
         return fields
 
     def _differences(self, config: TrainConfig, corpus: dict[str, Any]) -> list[str]:
-        there = _flatten(self._read_fields())
+        there = flatten(self._read_fields())
         # Through JSON, so that a tuple there and a list here are the same.
-        here = _flatten(json.loads(json.dumps(dataclasses.asdict(config) | {"corpus": {"fingerprint": corpus["fingerprint"]}})))
+        here = flatten(json.loads(json.dumps(dataclasses.asdict(config) | {"corpus": {"fingerprint": corpus["fingerprint"]}})))
         names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
         differences = [
             f"{flag(name)} is {_show(here, name)} and was {_show(there, name)}"
@@ -131,11 +132,17 @@ class RunDir:
         return differences
 
 
-def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a step computes."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
 
 
 def _show(fields: dict[str, Any], name: str) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,7 +26,7 @@ from jgraph.loop import Loop
 from jgraph.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.profile import record
 from jgraph.report import Reporter, Summary
-from jgraph.rundir import RunDir
+from jgraph.rundir import RunDir, versions
 from jgraph.sample import generate
 from jgraph.signals import StopRequest
 from jgraph.step import TrainState
@@ -259,5 +258,4 @@ def _corpus_entry(corpus: Corpus) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-    return packages | {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
+    return versions() | {"python": platform.python_version(), "device": jax.devices()[0].device_kind}

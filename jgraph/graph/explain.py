@@ -42,6 +42,19 @@ class Memory:
     aliased: int
     temporaries: int
 
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
+        """Of a program; None where XLA does not tell."""
+        found = compiled.memory_analysis()
+        if found is None:
+            return None
+        return cls(
+            arguments=found.argument_size_in_bytes,
+            outputs=found.output_size_in_bytes,
+            aliased=found.alias_size_in_bytes,
+            temporaries=found.temp_size_in_bytes,
+        )
+
     @property
     def total(self) -> int:
         """All of it at once, each buffer counted once."""
@@ -156,7 +169,7 @@ def explain(
         device=device,
         capture=capture,
         donations=donations(lowered, compiled, _argument_names(traced, lowered)),
-        memory=_memory(compiled),
+        memory=Memory.of(compiled),
         notes=tuple(_notes(capture, target)),
     )
 
@@ -176,18 +189,6 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
             yield "the XLA at hand does not say which operations its thunks run: those outside are only counted"
         elif not any(op.source for op in ops):
             yield "the program holds no source lines for the operations outside: jax left them out, or XLA made the operations"
-
-
-def _memory(compiled: jax.stages.Compiled) -> Memory | None:
-    found = compiled.memory_analysis()
-    if found is None:
-        return None
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-    )
 
 
 def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:

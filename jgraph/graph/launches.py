@@ -77,11 +77,9 @@ def count_launches() -> Iterator[LaunchCount]:
         JgraphError: a profiler is on already, or the counts are read inside the block.
     """
     count = LaunchCount()
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="jgraph-launches-") as directory:
         try:
-            jax.profiler.start_trace(directory, profiler_options=options)
+            jax.profiler.start_trace(directory, profiler_options=profiler_options())
         except RuntimeError as e:
             raise JgraphError(f"launches cannot be counted: {e}; end the other profile first") from e
         try:
@@ -90,6 +88,13 @@ def count_launches() -> Iterator[LaunchCount]:
         finally:
             jax.profiler.stop_trace()
         count._counts = launches_of(_events(Path(directory)))
+
+
+def profiler_options() -> jax.profiler.ProfileOptions:
+    """Devices and XLA's host, not every Python call, which would slow down what is watched."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return options
 
 
 def launches_of(events: Mapping[tuple[str, str], int]) -> Launches:

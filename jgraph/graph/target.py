@@ -137,8 +137,12 @@ def _placed(leaf: object, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStru
 
 def cache_directory() -> Path:
     """Where `install` puts the plugin unless told otherwise: one directory for each jaxlib version, under the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jgraph" / "target" / f"jax-{_version()}"
+    return user_cache() / "target" / f"jax-{_version()}"
+
+
+def user_cache() -> Path:
+    """The project's part of the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
 
 
 def find_library(directory: Path | None = None) -> Path | None:

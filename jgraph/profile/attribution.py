@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ class Step:
     ms: float
     all_ms: tuple[float, ...]
 
+    @cached_property
+    def own_ms(self) -> np.ndarray:
+        """Milliseconds of the device's time that count as each event's own."""
+        return shares(self.events, np.array([purpose.cause in _COMMUNICATION for purpose in self.purposes], bool))
+
 
 def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
     """One step, by device: of several the last that was not the last to be traced, so that what comes after it counts too.
@@ -63,7 +69,7 @@ def choose_step(trace: Trace, program: Program | None, count: int | None) -> dic
 
 def by_cause(rank: int, step: Step) -> dict[str, Any]:
     """An entry of `uncaptured.ranks` of profile.json."""
-    events, own = step.events, _shares(step)
+    events, own = step.events, step.own_ms
     causes: dict[str, dict[str, float]] = {}
     for cause in CAUSES:
         chosen = np.array([purpose.cause == cause for purpose in step.purposes], bool)
@@ -92,13 +98,13 @@ def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> li
     A floor is the longer of two times: the FLOPs at the ceiling of products, and the bytes at that of copies (Williams et al.,
     "Roofline", doi:10.1145/1498765.1498785); of a collective, the bytes at that of the links.
     """
-    events, own, known = step.events, _shares(step), program.instructions if program else {}
+    events, own, known = step.events, step.own_ms, program.instructions if program else {}
+    labels = {op: program.label(known[op]) for op in set(events.op) if op in known} if program else {}
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
         # A kernel's arguments in C++ say nothing.
-        label = program.label(known[op]) if program and op in known else name.partition("(")[0] or name
-        members[purpose.cause, label].append(i)
+        members[purpose.cause, labels.get(op) or name.partition("(")[0] or name].append(i)
         kernels[op][name] += 1
     # An instruction may have several kernels, and be run several times; its rarest kernel tells how often.
     runs = {op: min(names.values()) for op, names in kernels.items()}
@@ -111,10 +117,10 @@ def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> li
             if program and op in known:
                 work = work.plus(_work(program, known[op], cause), runs[op])
         ms = float(own[found].sum())
-        floor = work.floor_ms(ceilings)
+        floor, bound = work.floor(ceilings)
         row = {"label": label, "cause": cause, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": work.flops, "bytes": work.nbytes}
-        row |= {"floor_ms": floor, "bound": work.bound(ceilings), "over_ms": None if floor is None else ms - floor}
+        row |= {"floor_ms": floor, "bound": bound, "over_ms": None if floor is None else ms - floor}
         rows.append(row)
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
 
@@ -136,25 +142,16 @@ class Work:
     def plus(self, other: "Work", times: int) -> "Work":
         return Work(self.flops + other.flops * times, self.nbytes + other.nbytes * times, other.way)
 
-    def times_ms(self, ceilings: Ceilings) -> dict[str, float | None]:
-        """At each ceiling."""
+    def floor(self, ceilings: Ceilings | None) -> tuple[float | None, str]:
+        """The least time in ms, and the ceiling that sets it; (None, "") where no ceiling is known or nothing of the work."""
+        if ceilings is None or not self.nbytes:
+            return None, ""
         if self.way == "link":
             links = ceilings.link_bytes_per_second
-            return {"link": self.nbytes / links * 1e3 if links else None}
-        return {
-            "compute": self.flops / ceilings.product_flops_per_second * 1e3,
-            "memory": self.nbytes / ceilings.copy_bytes_per_second * 1e3,
-        }
-
-    def floor_ms(self, ceilings: Ceilings | None) -> float | None:
-        """None where no ceiling is known."""
-        times = [ms for ms in self.times_ms(ceilings).values() if ms is not None] if ceilings and self.nbytes else []
-        return max(times, default=None)
-
-    def bound(self, ceilings: Ceilings | None) -> str:
-        """Which ceiling it is."""
-        times = {name: ms for name, ms in self.times_ms(ceilings).items() if ms is not None} if ceilings and self.nbytes else {}
-        return max(times, key=lambda name: times[name], default="")
+            return (self.nbytes / links * 1e3, "link") if links else (None, "")
+        compute = self.flops / ceilings.product_flops_per_second * 1e3
+        memory = self.nbytes / ceilings.copy_bytes_per_second * 1e3
+        return max((compute, "compute"), (memory, "memory"), key=lambda floor: floor[0])
 
 
 def _work(program: Program, instruction: Instruction, cause: str) -> Work:
@@ -231,18 +228,14 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
 
 def causes_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
     """Milliseconds by cause of what a device began within each of these intervals, the largest first."""
-    own, found = _shares(step), []
+    found = []
     firsts, lasts = (np.searchsorted(step.events.start, times) for times in (starts, ends))
     for first, last in zip(firsts, lasts, strict=True):
         causes: dict[str, float] = defaultdict(float)
-        for purpose, ms in zip(step.purposes[first:last], own[first:last], strict=True):
+        for purpose, ms in zip(step.purposes[first:last], step.own_ms[first:last], strict=True):
             causes[purpose.cause] += float(ms)
         found.append({cause: round(ms, 4) for cause, ms in sorted(causes.items(), key=lambda item: -item[1]) if ms > 0})
     return found
-
-
-def _shares(step: Step) -> np.ndarray:
-    return shares(step.events, np.array([purpose.cause in _COMMUNICATION for purpose in step.purposes], bool))
 
 
 def _of_step(events: Events, program: Program | None) -> Events:

@@ -7,7 +7,6 @@ measured for the project are in `ceilings.json` beside this file; a user's own, 
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ProfileError
+from jgraph.graph.target import user_cache
 
 _BURSTS = 10
 _BURST_SECONDS = 0.03
@@ -59,8 +59,7 @@ def find(device: str) -> Ceilings | None:
 
 def own_file(device: str) -> Path:
     """Where `save` puts what was measured on this machine."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "jgraph" / "ceilings" / f"{device.replace(' ', '-').replace('/', '-')}.json"
+    return user_cache() / "ceilings" / f"{device.replace(' ', '-').replace('/', '-')}.json"
 
 
 def save(ceilings: Ceilings) -> Path:

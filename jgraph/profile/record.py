@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ import jax
 
 from jgraph.assembly import Assembly
 from jgraph.config import TrainConfig, flag
+from jgraph.graph.launches import profiler_options
 from jgraph.metrics import peak_memory_bytes
 from jgraph.presets import preset
+from jgraph.rundir import flatten, versions
 from jgraph.schedule import files
 from jgraph.step import StepMetrics, TrainState
 
@@ -91,9 +92,7 @@ class Recorder:
 
 
 def _trace(directory: Path):
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    return jax.profiler.trace(str(directory), profiler_options=options)
+    return jax.profiler.trace(str(directory), profiler_options=profiler_options())
 
 
 def _about(assembly: Assembly, compiled: jax.stages.Compiled) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def _about(assembly: Assembly, compiled: jax.stages.Compiled) -> dict[str, Any]:
         "title": f"{config.preset}, {tokens}, {assembly.num_devices} x {kind}",
         "device": kind,
         "devices": assembly.num_devices,
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+        "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "flags": _flags(config),
         "memory": assembly.memory(compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
@@ -122,18 +121,9 @@ def _about(assembly: Assembly, compiled: jax.stages.Compiled) -> dict[str, Any]:
 
 def _flags(config: TrainConfig) -> str:
     """Those that differ from the preset's."""
-
-    def flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, value
-
-    base = dict(flat(dataclasses.asdict(preset(config.preset))))
-    changed = [(name, value) for name, value in flat(dataclasses.asdict(config)) if base.get(name) != value]
+    base, own = (flatten(dataclasses.asdict(of)) for of in (preset(config.preset), config))
     words = [f"--preset {config.preset}"]
-    for name, value in changed:
-        if name not in ("run_dir", "preset"):
+    for name, value in own.items():
+        if value != base[name] and name not in ("run_dir", "preset"):
             words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return " ".join(words)

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,7 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
             "ranks": [by_cause(rank, step) for rank, step in chosen.items()],
         },
         "groups": groups(first, program, limits),
-        "ceilings": None
-        if limits is None
-        else {
-            "device": limits.device,
-            "copy_bytes_per_second": limits.copy_bytes_per_second,
-            "product_flops_per_second": limits.product_flops_per_second,
-            "link_bytes_per_second": limits.link_bytes_per_second,
-            "source": limits.source,
-        },
+        "ceilings": asdict(limits) if limits else None,
         "pipeline": None,
         "timeline": timeline(chosen),
     }

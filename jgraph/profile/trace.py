@@ -47,8 +47,8 @@ class Events:
         return len(self.name)
 
     def where(self, mask: np.ndarray) -> "Events":
-        """Those that the mask or the indices choose."""
-        chosen = np.flatnonzero(mask) if mask.dtype == bool else mask
+        """Those that the mask chooses."""
+        chosen = np.flatnonzero(mask)
         texts = ([values[i] for i in chosen] for values in (self.name, self.op, self.scopes, self.module, self.stream))
         return Events(self.start[chosen], self.end[chosen], *map(tuple, texts))
 
