@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph import fsdp
 from jgraph.config import TrainConfig
+from jgraph.dispatch import in_turn
 from jgraph.distributed import agree, devices_of_ranks
 from jgraph.errors import ConfigError
 from jgraph.forms import Form, Sharded, Staged, Whole
@@ -117,7 +118,7 @@ class Assembly:
 
     def init(self) -> TrainState:
         """The state before the first step, made in one program where it belongs."""
-        return jax.jit(self._init, out_shardings=None if self.mesh is None else self._shardings())()
+        return in_turn(jax.jit(self._init, out_shardings=None if self.mesh is None else self._shardings())())
 
     def state_shapes(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""

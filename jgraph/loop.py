@@ -12,6 +12,7 @@ import numpy as np
 from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints
 from jgraph.data import Batches
+from jgraph.dispatch import in_turn
 from jgraph.distributed import agree, is_first
 from jgraph.errors import NonFiniteError, ProfileError
 from jgraph.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes
@@ -68,7 +69,7 @@ class Loop:
                 done, state = self._profile(self.recorder, done, state)
                 continue
             self.clock.start()
-            state, metrics = self.step(state, self.place(self.batches[done]))
+            state, metrics = in_turn(self.step(state, self.place(self.batches[done])))
             self.pending.append((done, metrics))
             if len(self.pending) > _RUN_AHEAD:
                 jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)

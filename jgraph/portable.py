@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.dispatch import in_turn
 from jgraph.forms import Form
 from jgraph.step import TrainState
 
@@ -32,9 +33,8 @@ class Portable:
 
     def of(self, state: TrainState) -> TrainState:
         """The portable kind. All arrays are new and nothing is donated: the devices need room for the state a second time."""
-        is_like = self._is_like
         # One tree after the other, so that one's scratch is free for the next: over ranks it is as large as the tree.
-        return jax.tree.map(lambda tree: self._unpack(tree) if is_like(tree) else tree.copy(), state, is_leaf=is_like)
+        return self._each(state, lambda tree: in_turn(self._unpack(tree)))
 
     @cached_property
     def back(self) -> Callable[[TrainState], TrainState]:
@@ -48,11 +48,12 @@ class Portable:
 
         # Hardly a buffer of the one fits into the other, and saving needs the room of both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
-        return jax.jit(back, out_shardings=None if self.mesh is None else shardings)
+        jitted = jax.jit(back, out_shardings=None if self.mesh is None else shardings)
+        return lambda portable: in_turn(jitted(portable))
 
     def shapes(self) -> TrainState:
         """What `of` returns as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
-        shapes = jax.eval_shape(self.of, self.own)
+        shapes = jax.eval_shape(lambda state: self._each(state, self._unpack), self.own)
         if self.mesh is None:
             return shapes
         return jax.tree.map(
@@ -63,6 +64,10 @@ class Portable:
     def _unpack(self) -> Callable[[PyTree], PyTree]:
         tree = jax.eval_shape(self.form.unpack, self.own.params)
         return jax.jit(self.form.unpack, out_shardings=None if self.mesh is None else self._shardings(tree))
+
+    def _each(self, state: TrainState, unpack: Callable[[PyTree], PyTree]) -> TrainState:
+        is_like = self._is_like
+        return jax.tree.map(lambda tree: unpack(tree) if is_like(tree) else tree.copy(), state, is_leaf=is_like)
 
     def _is_like(self, tree: PyTree) -> bool:
         """Whether a tree is built as the parameters are: a dict, and not one array alone."""

@@ -19,6 +19,7 @@ from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints, check_space
 from jgraph.config import TrainConfig
 from jgraph.data import Batches, Corpus, heldout_batches, load
+from jgraph.dispatch import in_turn
 from jgraph.distributed import agree, connect, is_first, together
 from jgraph.errors import ConfigError
 from jgraph.graph import compiler_options
@@ -212,9 +213,13 @@ def _evaluator(assembly: Assembly, corpus: Corpus) -> Callable[[TrainState], flo
         limit=config.eval_batches * config.num_microbatches,
     )
     loss = jax.jit(assembly.loss)
-    # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
-    place = assembly.place_whole
-    return lambda state: float(np.mean(jax.device_get([loss(state.params, place(tokens_BS)) for tokens_BS in batches])))
+
+    def evaluate(state: TrainState) -> float:
+        losses = [in_turn(loss(state.params, assembly.place_whole(tokens_BS))) for tokens_BS in batches]
+        # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
+        return float(np.mean(jax.device_get(losses)))
+
+    return evaluate
 
 
 def _sample(assembly: Assembly, state: TrainState, corpus: Corpus) -> tuple[str, str]:

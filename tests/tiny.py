@@ -1,6 +1,7 @@
 """A run of a second or two, for tests that are about everything around the training."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -24,10 +25,20 @@ def train(run_dir: Path, *flags: str) -> int:
     return main([*FLAGS, "--run-dir", str(run_dir), *flags])
 
 
-def start(run_dir: Path, *flags: str) -> subprocess.Popen[str]:
-    """A run in a process of its own."""
+def start(run_dir: Path, *flags: str, num_devices: int | None = None) -> subprocess.Popen[str]:
+    """A run in a process of its own, with as many CPU devices; None: as the tests have them."""
     command = [sys.executable, "-m", "jgraph.train", *FLAGS, "--run-dir", str(run_dir), *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environ = os.environ | ({} if num_devices is None else {"JAX_NUM_CPU_DEVICES": str(num_devices)})
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], *, seconds: float) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr. Raises TimeoutExpired, and ends the process, where it takes longer."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, out, err
 
 
 def entries(run_dir: Path) -> list[dict]:

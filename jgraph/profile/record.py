@@ -17,6 +17,7 @@ import jax
 
 from jgraph.assembly import Assembly
 from jgraph.config import TrainConfig, flag
+from jgraph.dispatch import in_turn
 from jgraph.graph.launches import profiler_options
 from jgraph.metrics import peak_memory_bytes
 from jgraph.presets import preset
@@ -71,10 +72,8 @@ class Recorder:
         def run(step: Step, state: TrainState, count: int) -> TrainState:
             for _ in range(count):
                 with jax.profiler.StepTraceAnnotation("train", step_num=self.first + len(metrics)):
-                    state, one = step(state, next(batches))
+                    state, one = in_turn(step(state, next(batches)))
                 metrics.append(one)
-                if jax.default_backend() == "cpu":  # where steps that overlap can take each other's threads
-                    jax.block_until_ready(one)
             jax.block_until_ready((state, metrics))
             return state
 

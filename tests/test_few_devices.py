@@ -1,0 +1,32 @@
+"""Runs on exactly as many CPU devices as they have ranks: there is no thread to spare, so two programs at once would hang."""
+
+import pytest
+
+from tests import tiny
+from tests.test_pipeline_training import FAST_COMPILE
+
+# Few lines, so that nothing but the loop itself waits for a step.
+FLAGS = (
+    *("--data", "synthetic", "--model.num-layers", "4", "--model.vocab-size", "257", "--xla-options", FAST_COMPILE),
+    *("--batch-size", "16", "--num-microbatches", "4", "--steps", "12", "--log-every", "100"),
+    *("--eval-every", "5", "--eval-batches", "4", "--checkpoint-every", "4"),
+)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "flags"),
+    [
+        (4, "--pp 4"),
+        (2, "--fsdp 2"),
+        pytest.param(4, "--fsdp 4", marks=pytest.mark.once),
+        (4, "--pp 2 --dp 2 --schedule zb-v"),
+        pytest.param(4, "--pp 2 --fsdp 2", marks=pytest.mark.once),
+    ],
+)
+def test_a_run_trains_evaluates_and_saves_with_a_device_for_each_rank_and_no_more(tmp_path, num_devices, flags):
+    process = tiny.start(tmp_path / "run", *FLAGS, *flags.split(), num_devices=num_devices)
+    # XLA gives up after 40 s in a collective.
+    code, _, err = tiny.finish(process, seconds=120)
+    assert (code, err) == (0, "")
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run") if "eval_loss" in entry] == [5, 10, 11]
+    assert {"8", "12"} <= {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
