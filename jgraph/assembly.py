@@ -1,10 +1,13 @@
 """Assembly: from a configuration to the functions of a run: the model found by name, its packed parameters, the step."""
 
+import contextlib
 import importlib
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +22,7 @@ from jgraph import fsdp
 from jgraph.config import TrainConfig
 from jgraph.dispatch import in_turn
 from jgraph.distributed import agree, devices_of_ranks
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, JgraphError
 from jgraph.forms import Form, Sharded, Staged, Whole
 from jgraph.graph import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.graph.explain import Memory
@@ -51,13 +54,14 @@ class Assembly:
         """Finds the model and traces its construction; computes nothing.
 
         Raises:
-            ConfigError: as `find_model` does; there are more ranks than devices; the model cannot be a pipeline; the schedule
-                is for another one.
+            ConfigError: as `find_model` does; the model cannot be made, or be a pipeline; there are more ranks than devices;
+                the schedule is for another one.
             OrderError: there is no such schedule.
         """
         model_class = find_model(config.model.module)
-        model = nnx.eval_shape(lambda: model_class(config.model, rngs=nnx.Rngs(config.seed)))
-        graphdef, params = nnx.split(model, nnx.Param)
+        with _model_errors(config.model.module, "be called as Class(config.model, rngs=nnx.Rngs(seed))"):
+            model = nnx.eval_shape(lambda: model_class(config.model, rngs=nnx.Rngs(config.seed)))
+            graphdef, params = nnx.split(model, nnx.Param)
         mesh, tree = _mesh(config), nnx.to_pure_dict(params)
         form: Form
         if config.is_pipeline:
@@ -115,6 +119,30 @@ class Assembly:
     def logits(self, packed: PyTree, tokens_BT: Array) -> Array:
         """Logits (B, T, V) of packed parameters."""
         return self._model(packed).logits(tokens_BT)
+
+    def check_loss(self) -> None:
+        """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
+        rows = self.config.batch_size // self.config.num_microbatches
+        self._traced(self.loss, "have loss(tokens_BS), a scalar of floats", (rows, self.config.seq_len + 1), ())
+
+    def sampling_problem(self) -> str:
+        """Traces the model's logits. Returns why a sample cannot be drawn from them; empty if it can."""
+        length = self.config.seq_len
+        try:
+            self._traced(self.logits, "have logits(tokens_BT), floats (B, T, V)", (1, length), (1, length, ...))
+        except JgraphError as e:
+            return str(e)
+        return ""
+
+    def _traced(self, function: Callable[[PyTree, Array], Array], must: str, tokens: tuple[int, ...], shape: tuple) -> None:
+        """Raises ConfigError where a function of the parameters and tokens fails or gives another shape; `...` is any size."""
+        name = self.config.model.module
+        with _model_errors(name, must):
+            out = jax.eval_shape(function, jax.eval_shape(self._init).params, jax.ShapeDtypeStruct(tokens, jnp.int32))
+            given, dtype = tuple(out.shape), out.dtype  # of one array; of anything else this fails
+        fits = len(given) == len(shape) and all(size in (..., own) for size, own in zip(shape, given, strict=True))
+        if not (fits and jnp.issubdtype(dtype, jnp.floating)):
+            raise ConfigError(f"--model.module is {name}: must {must}; it gives {dtype}{list(given)}", field="model.module")
 
     def init(self) -> TrainState:
         """The state before the first step, made in one program where it belongs."""
@@ -351,8 +379,31 @@ def find_model(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError) as e:
+    except Exception as e:  # whatever the module does when it is imported
         raise ConfigError(
-            f"--model.module is {name}: must be package.module:Class of something that can be imported from here ({e})",
+            f"--model.module is {name}: must be package.module:Class of something that can be imported from here ({_told(e)})",
             field="model.module",
         ) from e
+
+
+@contextlib.contextmanager
+def _model_errors(name: str, must: str) -> Iterator[None]:
+    """What a user's model raises is told in one line, with its place in the user's code."""
+    try:
+        yield
+    except JgraphError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"--model.module is {name}: must {must} ({_told(e)})", field="model.module") from e
+
+
+def _told(error: Exception) -> str:
+    """The error in one line; of its traceback, the last place that is neither ours nor an installed package's."""
+    ours = str(Path(__file__).parent)
+    places = [
+        f" at {frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((ours, "<")) and not {"site-packages", "importlib"} & set(Path(frame.filename).parts)
+    ]
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {line}{places[-1] if places else ''}"

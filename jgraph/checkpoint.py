@@ -280,11 +280,25 @@ def _seal(leaves: list[dict[str, Any]], sums: list[int]) -> dict[str, Any]:
 def _unseal(digest: Any) -> list[int]:
     try:
         leaves, sums, crc = digest["leaves"], digest["checksums"], digest["crc"]
-    except (KeyError, TypeError) as e:
+        is_itself = crc == _crc(leaves, sums)
+    except (KeyError, TypeError, RecursionError) as e:
         raise _DamagedError("its digest is incomplete") from e
-    if crc != _crc(leaves, sums):
+    if not is_itself:
         raise _DamagedError("its digest does not match itself")
+    are_leaves = isinstance(leaves, list) and all(_is_leaf(leaf) for leaf in leaves)
+    are_sums = isinstance(sums, list) and all(isinstance(total, int) for total in sums)
+    if not (are_leaves and are_sums and len({leaf["name"] for leaf in leaves}) == len(leaves) == len(sums)):
+        raise _DamagedError("its digest is not one of jgraph's")
     return sums
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, dict)
+        and leaf.keys() == {"name", "dtype", "shape"}
+        and isinstance(leaf["name"], str)
+        and isinstance(leaf["shape"], list)
+    )
 
 
 def _crc(leaves: object, sums: object) -> int:

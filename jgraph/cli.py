@@ -2,27 +2,46 @@
 
 import contextlib
 import io
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import TypeVar
+
+from rich.console import Console
 
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 
 T = TypeVar("T")
 
 
-def exit_code(prog: str, act: Callable[[], None]) -> int:
-    """Runs a command: 0 when it returns, 1 for a loss or gradient that is not finite, 2 for input that cannot work, told in one
-    line on stderr, 130 after Ctrl-C."""
+class PipeConsole(Console):
+    """A console that leaves a pipe that nobody reads to `exit_code`."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+def exit_code(prog: str, act: Callable[[], int | None]) -> int:
+    """Runs a command and returns what the process is to exit with.
+
+    That is what `act` returns, or 0; 1 for a loss or gradient that is not finite, 2 for input that cannot work, both told in
+    one line on stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`.
+    """
     try:
-        act()
+        code = act() or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python writes what is left when it ends, and would tell of the pipe once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (JgraphError, OSError) as e:
         print(f"{prog}: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 _RULE = r"[─-]{3,}"

@@ -1,10 +1,24 @@
-"""How many programs may be with the devices at once: on GPUs any number, on CPU devices one that has collectives."""
+"""Devices that programs are handed to: whether there are any, and whether the next may come before the last is done."""
 
 from typing import TypeVar
 
 import jax
 
+from jgraph.errors import ConfigError
+
 T = TypeVar("T")
+
+
+def check_devices() -> None:
+    """Starts the backend. Raises ConfigError where there is none, as with JAX_PLATFORMS=cuda and no GPU."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as e:  # a platform that jax knows and has no plugin for is an assertion of jax's
+        platforms = jax.config.jax_platforms
+        reason = (str(e).strip() or "jax cannot use it here").splitlines()[0]
+        raise ConfigError(
+            f"JAX_PLATFORMS is {platforms}: must name a platform whose devices are here, or be unset ({reason})", field=""
+        ) from e
 
 
 def in_turn(results: T) -> T:

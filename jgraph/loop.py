@@ -171,9 +171,11 @@ class Loop:
         self.checkpoints.wait()
         saved = self.checkpoints.latest_step
         kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        # Where there is a checkpoint, it is of the old rate, and the directory refuses another.
+        over = "" if saved is None else " with --no-resume or another --run-dir"
         raise NonFiniteError(
             f"step {index}: {problem}; the run stops there and {kept}; "
-            "try a lower --optimizer.learning-rate, or go on past it with --on-nonfinite skip",
+            f"try a lower --optimizer.learning-rate{over}, or go on past it with --on-nonfinite skip",
             step=index,
         )
 

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, first_step: int):
-        kept = [entry for entry in read_metrics(path) if entry["step"] < first_step]
-        text = "".join(_line(entry) for entry in kept)
-        if not path.exists() or path.read_text() != text:
+        kept = [line for line, entry in _entries(path) if entry["step"] < first_step]
+        text = "".join(f"{line}\n" for line in kept)
+        if not path.exists() or path.read_bytes() != text.encode():
             scratch = path.with_name(path.name + ".tmp")
             scratch.write_text(text)
             os.replace(scratch, path)
@@ -83,15 +84,7 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Entries in the order of the file; none where it is missing. What is not an entry, such as half a line, is left out."""
-    entries = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-    return entries
+    return [entry for _, entry in _entries(path)]
 
 
 class StepClock:
@@ -125,6 +118,24 @@ class StepClock:
         mean = self._lap_seconds / self._lap_steps if self._lap_steps else math.nan
         self._lap_seconds, self._lap_steps = 0.0, 0
         return mean
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and _has_numbers(entry):
+            yield line, entry
+
+
+def _has_numbers(entry: dict[str, Any]) -> bool:
+    """Whether what a run reads of an entry is a number where it is there; the time of steps is never null."""
+    numbers = [entry.get(name, 0) for name in ("loss", "eval_loss")]
+    return all(value is None or isinstance(value, int | float) for value in numbers) and isinstance(
+        entry.get("seconds", 0), int | float
+    )
 
 
 def _line(entry: dict[str, Any]) -> str:

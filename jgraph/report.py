@@ -26,6 +26,7 @@ class Summary:
         zlib_nats_per_token: what zlib needs for the same text; None where tokens are not bytes.
         run_dir: where everything is.
         sample: prompt and continuation; empty where none was asked for.
+        stopped_by: the signal's name, e.g. `SIGTERM`; empty where the run is finished.
     """
 
     outcome: str
@@ -38,6 +39,7 @@ class Summary:
     zlib_nats_per_token: float | None
     run_dir: Path
     sample: tuple[str, str] = ("", "")
+    stopped_by: str = ""
 
     @property
     def tokens_per_second(self) -> float | None:

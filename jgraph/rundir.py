@@ -1,13 +1,18 @@
 """The run directory: which run it belongs to, and whether this one may go on there."""
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
 import shutil
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jgraph.config import TrainConfig, flag
 from jgraph.errors import ConfigError
@@ -59,6 +64,70 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    def has_checkpoint(self) -> bool:
+        """Whether any checkpoint was written to its end, damaged or not."""
+        return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
+
+    @contextlib.contextmanager
+    def locked(self, warn: Callable[[str], object]) -> Iterator[None]:
+        """Makes the directory and keeps other processes from writing in it. `check` comes first: this makes a file there.
+
+        The operating system's lock on the file ends with the process, however it ends; the file's text says whose it is. Where
+        the disk knows no locks, the text alone decides.
+
+        Args:
+            warn: is told, in one line, of a process on another machine that left its lock without ending it.
+
+        Raises:
+            ConfigError: another process has the lock.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._open_locked() as file:
+            if (left := _holder(file)) and left["host"] != socket.gethostname():
+                warn(
+                    f"--run-dir is {self.path}: process {left['pid']} on {left['host']} wrote there and did not end well; "
+                    "if it still runs there, stop one of the two"
+                )
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                # While it is locked: who opens it from now on makes a new one.
+                self.lock_file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # nothing was written, if it is empty
+                    self.path.rmdir()
+
+    def _open_locked(self) -> TextIO:
+        while True:
+            file = self.lock_file.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), self.lock_file.stat()):
+                    return file
+            except BlockingIOError:
+                raise self._held(file, "wait until it ends") from None
+            except OSError as e:
+                if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+                holder = _holder(file)
+                if not holder or (holder["host"] == socket.gethostname() and not _is_alive(holder["pid"])):
+                    return file
+                raise self._held(file, f"if it is there no more, remove {self.lock_file}") from e
+            # Its owner removed it in between.
+            file.close()
+
+    def _held(self, file: TextIO, advice: str) -> ConfigError:
+        holder = _holder(file)
+        who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+        file.close()
+        return _error(f"--run-dir is {self.path}: {who} is writing there; {advice}, or name another --run-dir")
+
     def check(self, config: TrainConfig, corpus: dict[str, Any]) -> None:
         """Changes nothing.
 
@@ -67,17 +136,18 @@ class RunDir:
             corpus: its name, fingerprint and sizes, as `write` stores them.
 
         Raises:
-            ConfigError: the path is a file or holds something else than a run, or, with `config.resume`, another run.
+            ConfigError: the path is a file or holds something else than a run, or, with `config.resume`, checkpoints of
+                another run.
         """
         if self.path.exists() and not self.path.is_dir():
             raise _error(f"--run-dir is {self.path}: a file; name a directory")
         if not self.config.exists():
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
                 raise _error(
                     f"--run-dir is {self.path}: not empty, and not a run directory (no config.json); name a new or empty one"
                 )
             return
-        if config.resume and (differences := self._differences(config, corpus)):
+        if config.resume and not self._is_free() and (differences := self._differences(config, corpus)):
             raise _error(
                 f"--run-dir is {self.path}: holds a run of another configuration: {'; '.join(differences)}; "
                 "use another --run-dir, or --no-resume to start over and replace that run"
@@ -107,13 +177,18 @@ class RunDir:
         corpus, versions = fields.pop("corpus", {}), fields.pop("versions", {})
         return TrainConfig.from_dict(fields), corpus, versions
 
+    def _is_free(self) -> bool:
+        """Whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
+        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self._read_fields().keys()
+
     def _read_fields(self) -> dict[str, Any]:
         try:
             fields = json.loads(self.config.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            if not isinstance(fields, dict):
+                raise ValueError("it is not an object")
+            flatten(fields)  # which ends as json does where it is nested too deeply
+        except (ValueError, RecursionError) as e:
             raise _error(f"--run-dir is {self.path}: its config.json is damaged ({e}); name another --run-dir") from e
-        if not isinstance(fields, dict):
-            raise _error(f"--run-dir is {self.path}: its config.json is not an object; name another --run-dir")
         return fields
 
     def _differences(self, config: TrainConfig, corpus: dict[str, Any]) -> list[str]:
@@ -143,6 +218,26 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of the packages that decide what a step computes."""
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def _holder(file: TextIO) -> dict[str, Any] | None:
+    """Pid and host in a lock file; None where it says nothing, because its owner ended well or has not written yet."""
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return {"pid": int(holder["pid"]), "host": str(holder["host"])}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _show(fields: dict[str, Any], name: str) -> str:

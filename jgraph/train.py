@@ -10,12 +10,13 @@ The same command again goes on from the last checkpoint.
 """
 
 import itertools
+import signal
 import sys
 from collections.abc import Sequence
 
 import tyro
 
-from jgraph.cli import exit_code, one_line
+from jgraph.cli import PipeConsole, exit_code, one_line
 from jgraph.config import TrainConfig
 from jgraph.presets import PRESETS, preset
 
@@ -29,25 +30,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; those of the process by default.
 
     Returns:
-        Exit code: 0 when finished, stopped by a signal or asked for help; 1 for a loss or gradient that is not finite; 2 for
-        input that cannot work; 130 after Ctrl-C twice. An error is one line on stderr.
+        Exit code: 0 when finished or asked for help; 1 for a loss or gradient that is not finite; 2 for input that cannot
+        work; 130 after Ctrl-C and 143 after SIGTERM, when all is saved; 130 after a second Ctrl-C, at once; 141 where nobody
+        reads stdout any more. An error is one line on stderr.
     """
     return exit_code(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def _run(argv: Sequence[str]) -> None:
+def _run(argv: Sequence[str]) -> int:
     config = parse(argv)
     if config is None:
-        return
+        return 0
     # After the flags were checked: jax takes its time.
     from absl import logging
-    from rich.console import Console
 
     from jgraph.trainer import train
 
     # Orbax logs tracebacks of errors that it also raises, and those are told in one line.
     logging.set_verbosity(logging.FATAL)
-    train(config, console=Console())
+    summary = train(config, console=PipeConsole())
+    # As of a process that the signal ended, so that a shell does not go on as after a finished run.
+    return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
 
 
 def parse(args: Sequence[str]) -> TrainConfig | None:

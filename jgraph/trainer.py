@@ -19,7 +19,7 @@ from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints, check_space
 from jgraph.config import TrainConfig
 from jgraph.data import Batches, Corpus, heldout_batches, load
-from jgraph.dispatch import in_turn
+from jgraph.dispatch import check_devices, in_turn
 from jgraph.distributed import agree, connect, is_first, together
 from jgraph.errors import ConfigError
 from jgraph.graph import compiler_options
@@ -55,44 +55,67 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
     compiler_options(config.graph, config.xla_options, platform="gpu")
     connect(config.distributed)
-    with together():
-        corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
-        run_dir = RunDir(Path(config.run_dir))
-        run_dir.check(config, _corpus_entry(corpus))
-        _check_attention(config)
-        assembly = Assembly.of(config)
-    _check_alike(config, corpus)
+    check_devices()
+    run_dir = RunDir(Path(config.run_dir))
     reporter = Reporter(console if is_first() else Console(quiet=True), config)
-    reporter.config()
-    if jax.process_count() > 1:
-        reporter.line(f"devices: {assembly.num_devices}, of {jax.process_count()} processes")
-    with StopRequest() as stop, _memory_errors(config):
-        return _train(assembly, corpus, run_dir, reporter, stop)
+    with contextlib.ExitStack() as held:
+        with together():
+            corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+            run_dir.check(config, _corpus_entry(corpus))
+            if is_first():
+                held.enter_context(run_dir.locked(reporter.warn))
+                # Again: until now another process may have been there.
+                run_dir.check(config, _corpus_entry(corpus))
+            _check_attention(config)
+            assembly = Assembly.of(config)
+            no_sample = _check_model(assembly)
+        _check_alike(config, corpus)
+        reporter.config()
+        if jax.process_count() > 1:
+            reporter.line(f"devices: {assembly.num_devices}, of {jax.process_count()} processes")
+        if no_sample:
+            reporter.warn(f"no sample at the end: {no_sample}; --sample-tokens 0 asks for none")
+        stop = held.enter_context(StopRequest())
+        held.enter_context(_memory_errors(config, run_dir))
+        return _train(assembly, corpus, run_dir, reporter, stop, samples=bool(config.sample_tokens) and not no_sample)
+
+
+def _check_model(assembly: Assembly) -> str:
+    """Traces what is first called long after the start. Returns why there can be no sample; empty if there can or need not be.
+
+    Raises:
+        ConfigError: the model's loss cannot be evaluated.
+    """
+    assembly.check_loss()
+    return assembly.sampling_problem() if assembly.config.sample_tokens else ""
 
 
 @contextlib.contextmanager
-def _memory_errors(config: TrainConfig) -> Iterator[None]:
+def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
     """A device that is too small is a matter of flags."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
+        over = ", with --no-resume or another --run-dir" if config.resume and run_dir.has_checkpoint() else ""
         raise ConfigError(
             f"--batch-size is {config.batch_size} in --num-microbatches {config.num_microbatches}: must fit the memory of a "
-            f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches ({str(e).splitlines()[0]})",
+            f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches{over} ({str(e).splitlines()[0]})",
             field="batch_size",
         ) from e
 
 
-def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest) -> Summary:
+def _train(
+    assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest, *, samples: bool
+) -> Summary:
     config, shapes = assembly.config, assembly.portable.shapes()
     if config.profile:
         assembly = dataclasses.replace(assembly, config=record.profiled(config, jax.default_backend()))
     batches = _batches(assembly, corpus)
     step = None
     # The first process's word, because it may already be writing where another looks.
-    if not agree(config.resume and run_dir.checkpoints.exists())[0]:
+    if not agree(config.resume and run_dir.has_checkpoint())[0]:
         with together():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Before the directory changes: what does not compile must not replace a run that did.
@@ -121,7 +144,8 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
                 recorder = _recorder(assembly, step, run_dir)
             metrics = run_dir.metrics if is_first() else Path(os.devnull)
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
-                clock = StepClock(next((entry["seconds"] for entry in reversed(read_metrics(run_dir.metrics))), 0.0))
+                entries = reversed(read_metrics(run_dir.metrics))
+                clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
                 loop = Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock, recorder)
                 done, state = loop.run(done, state, stop)
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
@@ -129,8 +153,9 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
         checkpoints.close()
     if done < config.steps:
         reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to go on")
-    sample = _sample(assembly, state, corpus) if done >= config.steps and config.sample_tokens else ("", "")
-    summary = _summary(config, corpus, run_dir, outcome, state, sample)
+    sample = _sample(assembly, state, corpus) if done >= config.steps and samples else ("", "")
+    stopped_by = stop.name if done < config.steps else ""
+    summary = dataclasses.replace(_summary(config, corpus, run_dir, outcome, state, sample), stopped_by=stopped_by)
     if done >= config.steps:
         reporter.summary(summary)
     return summary

@@ -157,6 +157,39 @@ def test_a_process_ends_with_code_2_and_one_line(tmp_path, flags):
     assert "Traceback" not in out
 
 
+@pytest.mark.parametrize("name", ["OtherArguments", "NoModule", "WithoutLoss", "VectorLoss", "BadLoss"])
+def test_a_model_that_cannot_be_trained_is_refused(refused, tmp_path, name):
+    assert_names(refused("--model.module", f"tests.odd:{name}"), "--model.module", f"tests.odd:{name}: must ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_a_model_s_code_is_told_with_its_place(refused):
+    assert_names(refused("--model.module", "tests.odd:BadLoss"), "TypeError", "tests/odd.py:")
+    assert_names(refused("--model.module", "tests.unimportable:GPT"), "ZeroDivisionError: no such luck", "unimportable.py:3")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "abacus"])
+def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch, platform):
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, _, err = tiny.finish(tiny.start(tmp_path / "run"), seconds=120)
+    assert code == 2
+    assert_names(one_line(err), f"JAX_PLATFORMS is {platform}")
+
+
+@pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect"])
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module):
+    train = [*tiny.FLAGS, "--run-dir", str(tmp_path / "run"), "--steps", "3", "--data", "synthetic"]
+    command = train if module == "jgraph.train" else ["schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *command], cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (141, "")
+
+
 def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
     code = "import sys\nfrom jgraph.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)

@@ -276,8 +276,8 @@ def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
     tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 3, process=processes[1])
     processes[1].send_signal(signal.SIGTERM)
     (code, out, err), quiet = finish(processes)
-    assert (code, err) == (0, "")
-    assert quiet == (0, "", "")
+    assert (code, err) == (143, "")
+    assert quiet == (143, "", "")
     last = tiny.entries(tmp_path / "run")[-1]["step"]
     assert f"stopped by SIGTERM at step {last + 1}" in out
     assert (tmp_path / "run" / "checkpoints" / str(last + 1)).is_dir()

@@ -4,12 +4,16 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from jgraph.data import Batches, load
+from jgraph.loop import Loop
+from jgraph.rundir import RunDir
 from jgraph.signals import StopRequest
 from tests import tiny
 from tests.faulty import POISON
@@ -27,7 +31,7 @@ def test_a_run_stopped_by_a_signal_goes_on_with_the_same_losses(tmp_path, name):
     tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 50, process=process)
     process.send_signal(getattr(signal, name))
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (128 + getattr(signal, name), "")
     assert f"stopped by {name} at step" in out
     num_done = tiny.num_lines(tmp_path / "run" / "metrics.jsonl")
     assert 50 < num_done < 500
@@ -82,6 +86,42 @@ def test_when_every_checkpoint_is_damaged_one_line_says_what_to_do(tmp_path, cap
     assert tiny.train(tmp_path / "run", *SHORT, "--no-resume") == 0
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_starts_over_with_what_its_message_advises(tmp_path, capsys):
+    flags = ("--steps", "8", "--optimizer.warmup-steps", "0")
+    assert tiny.train(tmp_path / "run", *flags, "--optimizer.learning-rate", "1e30") == 1
+    err = capsys.readouterr().err
+    assert "there is no checkpoint yet; try a lower --optimizer.learning-rate, or" in err
+    assert tiny.entries(tmp_path / "run")
+    assert tiny.train(tmp_path / "run", *flags, "--optimizer.learning-rate", "0.01") == 0
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(8))
+    assert RunDir(tmp_path / "run").read()[0].optimizer.learning_rate == 0.01
+
+
+def test_a_first_step_that_does_not_fit_the_memory_leaves_room_for_a_smaller_batch(tmp_path, capsys, monkeypatch):
+    def exhausted(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "run", exhausted)
+        assert tiny.train(tmp_path / "run", "--steps", "2") == 2
+    assert (tmp_path / "run" / "config.json").exists()
+    assert "take a smaller batch or more microbatches (RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert tiny.train(tmp_path / "run", "--steps", "2", "--batch-size", "2") == 0
+
+
+def test_a_second_run_in_the_directory_is_refused_and_the_first_loses_nothing(tmp_path, capsys):
+    process = tiny.start(tmp_path / "run", *LONG)
+    tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 5, process=process)
+    assert tiny.train(tmp_path / "run", *LONG) == 2
+    assert f"process {process.pid} on {socket.gethostname()} is writing there" in capsys.readouterr().err
+    process.send_signal(signal.SIGTERM)
+    code, _, err = tiny.finish(process, seconds=120)
+    assert (code, err) == (143, "")
+    entries = tiny.entries(tmp_path / "run")
+    assert [entry["step"] for entry in entries] == list(range(len(entries)))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
+
+
 @pytest.fixture
 def poisoned(tmp_path) -> tuple[str, ...]:
     """Flags for the faulty model and a text in which one training document has the token that it chokes on."""
@@ -127,6 +167,21 @@ def test_skipping_counts_the_bad_steps_and_goes_on_from_where_a_run_stopped(tmp_
     assert [entry["step"] for entry in entries if entry["loss"] is None] == bad
     assert [entry["skipped"] for entry in entries] == [sum(step <= i for step in bad) for i in range(120)]
     assert entries[-1]["loss"] < entries[0]["loss"]
+
+
+def test_skipped_steps_still_count_after_a_resume(tmp_path, poisoned, capsys):
+    flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5", "--on-nonfinite", "skip")
+    bad = poisoned_steps(poisoned[1], 120)
+    assert any(step < 115 for step in bad), "the test needs one before the checkpoint"
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    whole = [entry["skipped"] for entry in tiny.entries(tmp_path / "run")]
+    (tmp_path / "run" / "checkpoints" / "120").rename(tmp_path / "aside")
+    capsys.readouterr()
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    out = capsys.readouterr().out
+    assert "resumed from step 115" in out
+    assert [entry["skipped"] for entry in tiny.entries(tmp_path / "run")] == whole
+    assert f"{len(bad)} updates" in out
 
 
 def test_the_second_ctrl_c_does_not_wait_and_the_handlers_come_back():

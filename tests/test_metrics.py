@@ -69,6 +69,27 @@ def test_a_resumed_log_drops_what_comes_after_the_checkpoint_and_half_a_line(tmp
     assert len(path.read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"step"',
+        '{"step": "1"}',
+        '{"step": 1, "seconds": null}',
+        '{"step": 1, "loss": "low"}',
+        '{"step": 1, "eval_loss": []}',
+        '{"step": ' + 5000 * "1" + "}",
+        '{"step": 1, "x": ' + 200_000 * "[",
+        "\udcff",
+    ],
+)
+def test_a_line_that_is_no_entry_is_left_out_and_dropped(tmp_path, line):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(f'{{"step": 0}}\n{line}\n{{"step": 2, "own": [1e999]}}\n'.encode(errors="surrogateescape"))
+    assert [entry["step"] for entry in read_metrics(path)] == [0, 2]
+    MetricsLog(path, first_step=9).close()
+    assert path.read_text() == '{"step": 0}\n{"step": 2, "own": [1e999]}\n'
+
+
 def test_a_missing_file_has_no_entries(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
 

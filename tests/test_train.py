@@ -1,8 +1,10 @@
 import json
 
+import numpy as np
 import pytest
 
 from jgraph.config import TrainConfig
+from jgraph.data import heldout_batches, load
 from jgraph.rundir import RunDir
 from tests import tiny
 
@@ -80,6 +82,38 @@ def test_starting_over_replaces_the_run_with_the_same_losses(run):
     assert tiny.train(run_dir, *FLAGS, "--no-resume") == 0
     assert tiny.losses(run_dir) == before
     assert (run_dir / "mine.txt").exists()
+
+
+def test_the_held_out_loss_is_the_mean_over_all_batches_of_an_evaluation(tmp_path):
+    # The loss of this model is the mean of a batch's tokens.
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(chr(65 + i % 50) * 90 for i in range(400)))
+    flags = (
+        "--data",
+        str(text),
+        "--model.module",
+        "tests.odd:Mute",
+        "--optimizer.learning-rate",
+        "1e-9",
+        "--sample-tokens",
+        "0",
+    )
+    sizes = ("--steps", "2", "--eval-batches", "3", "--num-microbatches", "2")
+    assert tiny.train(tmp_path / "run", *flags, *sizes) == 0
+    heldout = load(str(text), seq_len=32, vocab_size=256).heldout
+    means = [np.mean(tokens) for tokens in heldout_batches(heldout, batch_size=4, seq_len=32, limit=3)]
+    assert np.ptp(means) > 0.1, "the test needs batches that differ"
+    assert tiny.entries(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(np.mean(means), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "why"), [("Mute", "no attribute 'logits'"), ("BadLogits", "float32[1, 32]")])
+def test_a_model_that_cannot_be_sampled_from_is_told_of_before_the_run_and_trained(tmp_path, capsys, name, why):
+    assert tiny.train(tmp_path / "run", "--steps", "2", "--model.module", f"tests.odd:{name}") == 0
+    before, _, after = capsys.readouterr().out.partition("step 1/2")
+    assert "warning: no sample at the end: " in before
+    assert why in before
+    assert "finished at step 2/2" in after
+    assert "sample" not in after
 
 
 def test_microbatches_and_the_other_seed_make_the_difference_they_should(run, tmp_path):

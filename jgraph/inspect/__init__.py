@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import tyro
 from rich.console import Console
 
-from jgraph.cli import exit_code, one_line
+from jgraph.cli import PipeConsole, exit_code, one_line
 from jgraph.inspect.capture import CaptureOptions, show_capture
 from jgraph.inspect.schedule import ScheduleOptions, show_schedule
 
@@ -57,4 +57,4 @@ def _console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Dots and lines become question marks, not errors, where the encoding has none.
         sys.stdout.reconfigure(errors="replace")
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+    return PipeConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)

@@ -77,6 +77,9 @@ def _explain(options: CaptureOptions) -> "Explanation":
     if options.target is None:
         import jax
 
+        from jgraph.dispatch import check_devices
+
+        check_devices()
         platform = jax.default_backend()
     else:
         platform = "gpu"

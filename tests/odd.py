@@ -1,0 +1,47 @@
+"""Models that cannot be trained, each for a reason of its own, and one that cannot be sampled from."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jgraph.config import ModelConfig
+
+
+class Mute(nnx.Module):
+    """Has no `logits`. Its loss is the mean token, so that anybody can say what it must be."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.zeros(2))
+
+    def loss(self, tokens_BS: Array) -> Array:
+        return jnp.mean(tokens_BS.astype(jnp.float32)) + jnp.sum(jnp.sin(self.scale[...]))
+
+
+class WithoutLoss(nnx.Module):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.zeros(2))
+
+
+class VectorLoss(Mute):
+    def loss(self, tokens_BS: Array) -> Array:
+        return jnp.mean(tokens_BS.astype(jnp.float32), axis=1) + self.scale[0]
+
+
+class BadLoss(Mute):
+    def loss(self, tokens_BS: Array) -> Array:
+        return tokens_BS @ tokens_BS
+
+
+class OtherArguments(Mute):
+    def __init__(self, width: int, depth: int):
+        super().__init__(ModelConfig(), rngs=nnx.Rngs(width + depth))
+
+
+class NoModule:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        raise NotImplementedError
+
+
+class BadLogits(Mute):
+    def logits(self, tokens_BT: Array) -> Array:
+        return tokens_BT.astype(jnp.float32)

@@ -1,0 +1,196 @@
+"""Whose a run directory is: which configuration may go on there, and which process may write."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jgraph.config import TrainConfig
+from jgraph.errors import ConfigError
+from jgraph.rundir import RunDir, flatten
+from tests import tiny
+
+CORPUS = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
+FREE = {
+    *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "on_nonfinite", "dp", "fsdp"),
+    *("reshard_after_forward", "shard_rules", "pp", "chunks", "schedule", "memory_limit", "remat", "graph", "xla_options"),
+    *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
+    *("distributed.num_processes", "distributed.process_id"),
+}
+FIXED = {
+    *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),
+    *("decoupled_grad", "on_dtype_mismatch", "data", "seed", "model.module", "model.num_layers", "model.d_model"),
+    *("model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size", "model.mlp", "model.head", "model.attention"),
+    *("model.compute_dtype", "model.scan_layers", "model.rope_theta", "model.norm_eps", "model.loss_chunk"),
+    *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
+    *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
+    "optimizer.second_moment_dtype",
+}
+
+
+def config_with(name: str, base: TrainConfig) -> TrainConfig:
+    """Another value of one field, whether or not it could be trained with."""
+
+    def changed(config, path: list[str]):
+        value = getattr(config, path[0])
+        if path[1:]:
+            other = changed(value, path[1:])
+        elif isinstance(value, bool):
+            other = not value
+        else:
+            other = {int: 7, float: 0.123, str: "other", tuple: ("other",), type(None): 1}[type(value)]
+        copy = object.__new__(type(config))
+        copy.__dict__.update(config.__dict__ | {path[0]: other})
+        return copy
+
+    return changed(base, name.split("."))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Of a run with a checkpoint."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.write(TrainConfig(), CORPUS, {})
+    (run_dir.checkpoints / "4").mkdir(parents=True)
+    return run_dir
+
+
+def test_every_field_either_may_change_when_a_run_goes_on_or_may_not():
+    names = set(flatten(dataclasses.asdict(TrainConfig())))
+    assert names == FREE | FIXED
+    assert not FREE & FIXED
+
+
+@pytest.mark.parametrize("name", sorted(FREE - {"resume"}))
+def test_a_field_that_leaves_the_numbers_as_they_are_may_change(run_dir, name):
+    run_dir.check(config_with(name, TrainConfig()), CORPUS)
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_a_field_that_the_numbers_depend_on_may_not_change(run_dir, name):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is ") as error:
+        run_dir.check(config_with(name, TrainConfig()), CORPUS)
+    assert error.value.field == "run_dir"
+
+
+@pytest.mark.parametrize("name", ["seed", "optimizer.learning_rate", "preset"])
+def test_a_directory_without_a_checkpoint_is_free_for_another_configuration(run_dir, name):
+    (run_dir.checkpoints / "4").rename(run_dir.checkpoints / "4.orbax-checkpoint-tmp")
+    run_dir.check(config_with(name, TrainConfig()), CORPUS)
+
+
+def test_a_directory_with_a_config_file_of_something_else_is_not(run_dir):
+    (run_dir.checkpoints / "4").rmdir()
+    run_dir.config.write_text('{"architectures": ["GPT"]}')
+    with pytest.raises(ConfigError) as error:
+        run_dir.check(TrainConfig(), CORPUS)
+    assert error.value.field == "run_dir"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", '{"a":' * 100_000, '{"a":' * 900 + "1" + "}" * 900, "[" * 100_000])
+def test_a_damaged_config_file_is_refused(run_dir, text):
+    run_dir.config.write_bytes(text.encode("latin1"))
+    with pytest.raises(ConfigError, match="damaged") as error:
+        run_dir.check(TrainConfig(), CORPUS)
+    assert error.value.field == "run_dir"
+
+
+# --- The lock ---
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def test_a_second_process_is_refused_and_told_of_the_first(tmp_path, told):
+    with RunDir(tmp_path / "run").locked(told.append):
+        code = f"""if True:
+            from pathlib import Path
+            from jgraph.rundir import RunDir
+            try:
+                with RunDir(Path({str(tmp_path / "run")!r})).locked(print):
+                    pass
+            except ValueError as e:
+                print(e)
+        """
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tiny.ROOT).stdout
+    assert f"process {os.getpid()} on {socket.gethostname()} is writing there" in said
+    assert len(said.splitlines()) == 1
+    assert told == []
+
+
+def test_who_ends_leaves_nothing_behind(tmp_path, told):
+    for _ in range(2):
+        with RunDir(tmp_path / "run").locked(told.append):
+            assert (tmp_path / "run").is_dir()
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ZeroDivisionError), RunDir(tmp_path / "run").locked(told.append):
+        raise ZeroDivisionError
+    assert not (tmp_path / "run").exists()
+    assert told == []
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Leaves a lock as a killed process does."""
+
+    def leave(pid: int, host: str) -> RunDir:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "lock").write_text(json.dumps({"pid": pid, "host": host}) + "\n")
+        return RunDir(tmp_path / "run")
+
+    return leave
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_the_lock_of_a_process_that_was_killed_is_taken(left, told):
+    run_dir = left(dead_pid(), socket.gethostname())
+    run_dir.check(TrainConfig(), CORPUS)
+    with run_dir.locked(told.append):
+        assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
+    assert told == []
+
+
+def test_a_lock_left_on_another_machine_is_taken_and_told_of(left, told):
+    with left(1, "elsewhere").locked(told.append):
+        pass
+    assert len(told) == 1
+    assert "process 1 on elsewhere" in told[0]
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """As a disk is that knows no locks."""
+
+    def flock(file, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+@pytest.mark.parametrize("holder", [(os.getpid(), socket.gethostname()), (1, "elsewhere")])
+def test_where_the_disk_knows_no_locks_the_lock_s_text_refuses(without_locks, left, told, holder):
+    run_dir = left(*holder)
+    with (
+        pytest.raises(ConfigError, match=f"process {holder[0]} on {holder[1]} .* remove ") as error,
+        run_dir.locked(told.append),
+    ):
+        pass
+    assert error.value.field == "run_dir"
+    assert run_dir.lock_file.exists()
+
+
+def test_where_the_disk_knows_no_locks_a_dead_process_s_is_taken(without_locks, left, told):
+    with left(dead_pid(), socket.gethostname()).locked(told.append):
+        pass
+    assert told == []

@@ -1,0 +1,3 @@
+"""Cannot be imported, and not because something is missing."""
+
+raise ZeroDivisionError("no such luck")
