@@ -14,7 +14,7 @@ def check_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # a platform that jax knows and has no plugin for is an assertion of jax's
-        platforms = jax.config.jax_platforms
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(e).strip() or "jax cannot use it here").splitlines()[0]
         raise ConfigError(
             f"JAX_PLATFORMS is {platforms}: must name a platform whose devices are here, or be unset ({reason})", field=""

@@ -17,7 +17,7 @@ FLAGS = (
     ("num_devices", "flags"),
     [
         (4, "--pp 4"),
-        (2, "--fsdp 2"),
+        (2, "--fsdp 2 --profile 6:8"),
         pytest.param(4, "--fsdp 4", marks=pytest.mark.once),
         (4, "--pp 2 --dp 2 --schedule zb-v"),
         pytest.param(4, "--pp 2 --fsdp 2", marks=pytest.mark.once),
