@@ -130,7 +130,8 @@ class Pipeline:
 
         Returns:
             Bytes of each pool; of `in flight`, what an action has made before it is in a pool; of `main_grad`; of `cast`, the
-            parameters in `compute_dtype`; of `gathered`, those that an axis `fsdp` makes whole besides.
+            parameters in `compute_dtype`, else those that padding computes with; of `gathered`, those that an axis `fsdp`
+            makes whole besides.
         """
         slots, sizes = self._columns().slots, self.slot_bytes(params, inputs)
         pools = {pool: slots[pool] * size for pool, size in sizes.items()}
@@ -146,8 +147,11 @@ class Pipeline:
             params["ends"],
         )
         matrices = [leaf for leaf in jax.tree.leaves(own) if leaf.ndim > 1]
-        cast = 0 if self.compute_dtype in (None, jnp.float32) else of([matrices, ends], self.compute_dtype)
-        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(ends if cast else [own, ends], None)
+        is_cast = self.compute_dtype not in (None, jnp.float32)
+        cast = of([matrices, ends], self.compute_dtype) if is_cast else 0
+        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(ends if is_cast else [own, ends], None)
+        if not (is_cast or self.layout.is_even):
+            cast = of([stage[-1] for stage in own], None)
         return pools | {"main_grad": of([own, ends], jnp.float32), "cast": cast, "gathered": gathered}
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
@@ -202,7 +206,9 @@ class Pipeline:
         for c, own in enumerate(layers):
             extra = {}
             if not layout.is_even:
-                extra["active"] = self._own(layout.active()[:, c])
+                extra["active"] = self._own(layout.active()[:, c, -1])
+                # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
+                own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
                 extra["first"] = self._own(layout.first_layers()[:, c])
             stages.append((own, extra))
@@ -212,7 +218,7 @@ class Pipeline:
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.ends
         )
-        grads = {"ends": summed, "layers": [own for own, _ in state.grads]}
+        grads = {"ends": summed, "layers": [_without_padding(own, extra) for own, extra in state.grads]}
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda cut, g: cut.scatter(g) / self.mesh.shape[fsdp.AXIS], cuts, grads)
         grads = jax.tree.map(lambda g: lax.pmean(g, "data"), grads)
@@ -241,7 +247,8 @@ class Pipeline:
             for j, own in enumerate(layers):
                 keys = [jax.random.fold_in(jax.random.wrap_key_data(key[0], impl=impl), extra["first"] + j)] if key else []
                 y = layer(own, x, *keys)
-                x = jnp.where(extra["active"][j], y, x) if "active" in extra else y
+                # Only the last place of a stage may be padding.
+                x = jnp.where(extra["active"], y, x) if "active" in extra and j == len(layers) - 1 else y
             return x
 
         return split_backward(stage)
@@ -265,6 +272,13 @@ class Pipeline:
                 f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp",
                 field="pp",
             )
+
+
+def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
+    """The gradients of a stage's layers, zeros for padding."""
+    if "active" not in extra:
+        return grads
+    return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
 
 
 def _name(path: Any) -> str:

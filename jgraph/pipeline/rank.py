@@ -61,6 +61,9 @@ class Rank:
         self._key, self._impl = key, impl
         self._ends, self._head_ends, self._stages = ends, head_ends, stages
         x = jax.eval_shape(parts.embed, ends, self._of(0))
+        effects = jax.make_jaxpr(parts.head)(head_ends, x, self._of(0)).effects
+        # Whether ranks work on the head together, or each for itself.
+        self._shares_head = any(getattr(effect, "name", None) == AXIS for effect in effects)
         spec = split.spec(stages[0], x, *self._keys(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
             raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
@@ -143,14 +146,18 @@ class Rank:
 
         Args:
             m: the microbatch.
-            y: of the last stage.
+            y: of the last stage, where it is here; anything elsewhere.
             here: whether this rank is the one whose y it is.
         """
-        y = jnp.where(here, y, jnp.zeros((), y.dtype))
+        if self._shares_head:
+            y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda ends, y: self._parts.head(ends, y, self._of(m)), self._head_ends, y)
         # The mean is taken here, of one number, and not at the end, of all gradients.
         share = 1 / len(jax.tree.leaves(self._inputs)[0])
         d_ends, dy = pull_back(jnp.where(here, share, 0).astype(loss.dtype))
+        if not self._shares_head:
+            # Cotangents of zero are not enough: of what lies elsewhere as y, the derivative may be infinite.
+            d_ends = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_ends)
         return jnp.where(here, loss * share, 0), d_ends, dy
 
     def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:

@@ -1,0 +1,120 @@
+"""Heads and layers without a derivative at zero: what idle ranks and padding compute reaches no gradient."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jgraph.pipeline import Parts, Pipeline
+from jgraph.schedule import generate
+from tests.pipeline import model
+
+Tree = Any
+M = 5
+
+
+def unit(x: jax.Array, axis: int = -1) -> jax.Array:
+    """0 / 0 at zero."""
+    return x / jnp.linalg.norm(x, axis=axis, keepdims=True)
+
+
+def unit_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    return model.head(ends, unit(x), inputs)
+
+
+def log_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    return model.head(ends, x, inputs) + jnp.mean(jnp.log(jnp.sum((x * ends["scale"]) ** 2, -1)))
+
+
+def biased_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    """Has a gradient even where x is zero."""
+    return model.head(ends, x + ends["scale"], inputs)
+
+
+def shared_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    """`unit_head`, with a part of the rows on each rank."""
+    ranks = lax.axis_size("pipe")
+
+    def own(whole: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(whole.reshape(ranks, -1, *whole.shape[1:]), lax.axis_index("pipe"), keepdims=False)
+
+    x = unit(lax.psum(x, "pipe"))
+    return lax.psum(model.head(ends, own(x), {"labels": own(inputs["labels"])}), "pipe") / ranks
+
+
+def weight_normalized(p: Tree, x: jax.Array) -> jax.Array:
+    """0 / 0 where the parameters are zeros, as padding is."""
+    return 0.9 * x + jax.nn.gelu((x * p["norm"]) @ unit(p["up"], 0)) @ unit(p["down"], 0)
+
+
+def unit_layer(p: Tree, x: jax.Array) -> jax.Array:
+    return x + model.layer(p, unit(x))
+
+
+PLAIN = {
+    "unit head": (model.layer, unit_head),
+    "log head": (model.layer, log_head),
+    "biased head": (model.layer, biased_head),
+    "weight normalization": (weight_normalized, model.head),
+    "unit layer": (unit_layer, unit_head),
+}
+
+
+def expected(layer: Any, head: Any, L: int) -> tuple[Any, Tree]:
+    def loss(ends: Tree, layers: list[Tree], inputs: Tree) -> jax.Array:
+        x = model.embed(ends, inputs)
+        for p in layers:
+            x = layer(p, x)
+        return head(ends, x, inputs)
+
+    def mean(ends: Tree, layers: list[Tree], inputs: Tree) -> jax.Array:
+        return jnp.mean(jax.vmap(lambda inputs: loss(ends, layers, inputs))(inputs))
+
+    run = jax.jit(jax.value_and_grad(mean, (0, 1)), compiler_options=model.FAST)
+    return jax.device_get(run(*model.params(L), model.batch(M)))
+
+
+LAYOUTS = {
+    "aligned": ("aligned", 4, 1, 4, "aligned"),
+    "aligned, uneven": ("aligned", 2, 2, 6, "aligned"),
+    "general": ("aligned", 2, 1, 2, "general"),
+    "general, uneven": ("zb-v", 2, 2, 5, "general"),
+    "1f1b, uneven": ("1f1b", 4, 1, 5, "general"),
+}
+
+
+def pipeline(layout: str, parts: Parts, **choices: Any) -> Pipeline:
+    schedule, P, C, L, runtime = LAYOUTS[layout]
+    return model.pipeline(
+        generate(schedule, pp=P, microbatches=M, chunks=C), L, parts=parts, runtime=cast(Any, runtime), **choices
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", PLAIN)
+def test_gradients_are_those_of_one_device(kind, layout):
+    layer, head = PLAIN[kind]
+    pipe = pipeline(layout, Parts(model.embed, layer, head))
+    model.assert_same(model.piped(pipe), expected(layer, head, pipe.layout.num_layers))
+
+
+@pytest.mark.parametrize("layout", ["aligned", "general, uneven"])
+def test_a_head_that_ranks_share_sees_the_last_stages_output_on_all_of_them(layout):
+    pipe = pipeline(layout, Parts(model.embed, weight_normalized, shared_head))
+    model.assert_same(model.piped(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
+
+
+def test_a_padded_layer_may_be_made_again_in_its_backward():
+    pipe = pipeline("general, uneven", Parts(model.embed, weight_normalized, model.head), remat="layer")
+    model.assert_same(model.piped(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
+
+
+def test_padding_has_gradients_of_zero():
+    pipe = pipeline("aligned, uneven", Parts(model.embed, weight_normalized, unit_head))
+    params = model.placed(pipe, *model.params(pipe.layout.num_layers))
+    _, grads = jax.device_get(jax.jit(pipe.loss_and_grads, compiler_options=model.FAST)(params, model.batch(M)))
+    ((rank, chunk, place), *_) = np.argwhere(~pipe.layout.active())
+    assert all((leaf[rank] == 0).all() for leaf in jax.tree.leaves(grads["layers"][chunk][place]))
