@@ -398,8 +398,8 @@ class Graphed:
             raise CallableError(f"callable {self.index}: {what} has no {before} to belong to; call {before} first")
         if before == "forward" and len(waiting) > self._most_waiting:
             raise CallableError(
-                f"callable {self.index}: {len(waiting)} microbatches wait for their {what} {_shown(waiting)}, and the order has "
-                f"at most {self._most_waiting} at once (without an order 1): say with microbatch= which one this is, drop() "
+                f"callable {self.index}: {len(waiting)} microbatches wait for their {what} {_shown(waiting)}, and the order "
+                f"has at most {self._most_waiting} at once (without one 1): say with microbatch= which one this is, drop() "
                 f"those that get none, or build with the order that is called; a forward without backward is evaluate"
             )
         return next(iter(waiting.values()))

@@ -21,7 +21,7 @@ class Turn:
 
     def __enter__(self) -> None:
         # Waiting for the other thread would only make the order of microbatches a matter of luck.
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
         me = get_ident()
         if me != self._thread:
@@ -39,7 +39,7 @@ class Turn:
     @contextmanager
     def taken_over(self) -> Iterator[None]:
         """Lets in a thread that only ends what waits, whichever thread's it is."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
         try:
             yield
