@@ -6,8 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jgraph.callables.shaped import Shaped
 from jgraph.errors import CallableError, OrderError
+from jgraph.schedule.action import FORWARD, WGRAD
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
@@ -74,6 +77,48 @@ def schedule_of(
     return schedule, flags
 
 
+def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
+    """Raises OrderError for wgrads in the order of a chunk where no layer has a gradient to delay."""
+    for rank, chunk, places in _chunks(schedule):
+        row = schedule.orders[rank]
+        if row.delay_wgrad[chunk] and not any(callables[i].late for i in places):
+            position = int(np.flatnonzero((row.kinds == WGRAD) & (row.chunks == chunk))[0])
+            flags = [bool(late and c != chunk) for c, late in enumerate(row.delay_wgrad)]
+            raise OrderError(
+                f"entry {position} is {-chunk - 1.5:g}, a wgrad of chunk {chunk + 1}, but callable {places[0]} has nothing to "
+                f"delay: no matrix product with a parameter of its own; leave the {-chunk - 1.5:g} out and pass "
+                f"delay_wgrad={flags}, by chunk",
+                position=position,
+                rank=rank if schedule.num_ranks > 1 else None,
+            )
+
+
+def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
+    """For each callable, how many of its microbatches wait for their backward at once; without an order, one."""
+    most = [1] * count
+    for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
+        row = schedule.orders[rank]
+        steps = np.where(row.kinds == FORWARD, 1, np.where(row.kinds == WGRAD, 0, -1)) * (row.chunks == chunk)
+        for i in places:
+            most[i] = int(np.cumsum(steps).max())
+    return most
+
+
+def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
+    """(rank, chunk, its callables), for all."""
+    layers = {
+        stage: (rank, chunk, n)
+        for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True))
+        for chunk, (stage, n) in enumerate(zip(stages, row.num_layers_per_chunk, strict=True))
+    }
+    found, first = [], 0
+    for stage in sorted(layers):
+        rank, chunk, n = layers[stage]
+        found.append((rank, chunk, range(first, first + n)))
+        first += n
+    return found
+
+
 def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
     """The device of each callable.
 
@@ -87,7 +132,8 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
                 f"params lie on {len(held)} devices: name one device per rank with devices=, and give each callable's params "
                 f"where it runs; a sharded parameter does not go with graphed callables"
             )
-        devices = list(held or jnp.zeros(()).devices())
+        with jax.ensure_compile_time_eval():  # also where somebody traces
+            devices = list(held or jnp.zeros(()).devices())
     if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
         raise CallableError(f"devices are {devices!r}: must be a list of jax devices, one for each rank, or one for all")
     if schedule is None:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from flax import linen, nnx
 
-from jgraph.callables.arguments import check_choice, each, homes, named, schedule_of
-from jgraph.callables.entry import Entry, Wanted, compile_parts, differences, signature
+from jgraph.callables.arguments import check_choice, check_wgrads, each, homes, most_waiting, named, schedule_of
+from jgraph.callables.entry import Entry, Wanted, check_concrete, compile_parts, differences, signature
 from jgraph.callables.graphed import Graphed
 from jgraph.callables.group import GraphedCallables
 from jgraph.callables.pool import Pool
 from jgraph.callables.shaped import Shaped, shape_callable
+from jgraph.callables.turn import Turn
 from jgraph.errors import CallableError
 from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
@@ -90,6 +91,7 @@ def make_graphed_callables(
             zip(every, each("sample_args", sample_args, len(fns)), each("sample_kwargs", sample_kwargs, len(fns)), strict=True)
         )
     ]
+    check_concrete("make_graphed_callables", samples)
     hooked = [_hooks(i, given) for i, given in enumerate(each("hooks", hooks, len(fns)))]
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     if schedule is None and reuse_buffers:
@@ -118,12 +120,14 @@ def make_graphed_callables(
         aliased = frozenset((*part.early, *part.late) if param_grads == "aliased" else late)
         return Wanted(part, kinds, aliased, "residuals" if training else "nothing")
 
-    def backward_kinds(i: int) -> tuple[Kind, ...]:
-        return () if not training else ("dgrad", "wgrad") if delayed[i] else ("backward",)
+    def backward_kinds(part: Shaped) -> tuple[Kind, ...]:
+        if not training or not delayed[part.index]:
+            return ("backward",) if training else ()
+        return ("dgrad", "wgrad") if part.late else ("dgrad",)
 
     def again(i: int, *sample: Any) -> Entry:
         part = shape(i, *sample)
-        return Entry(part, compile_parts([want(part, "forward", *backward_kinds(i))], options)[0])
+        return Entry(part, compile_parts([want(part, "forward", *backward_kinds(part))], options)[0])
 
     if any(hooked):
         shaped, made = [], []
@@ -134,21 +138,27 @@ def make_graphed_callables(
             _call_hook(hooked[i], "forward", i)
         for i in reversed(range(len(fns))) if training else ():
             _call_hook(hooked[i], "backward_pre", i)
-            made[i] |= compile_parts([want(shaped[i], *backward_kinds(i))], options)[0]
+            made[i] |= compile_parts([want(shaped[i], *backward_kinds(shaped[i]))], options)[0]
             _call_hook(hooked[i], "backward", i)
     else:
         shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
-        made = compile_parts([want(part, "forward", *backward_kinds(i)) for i, part in enumerate(shaped)], options)
+        if schedule is not None:
+            check_wgrads(schedule, shaped)
+        made = compile_parts([want(part, "forward", *backward_kinds(part)) for part in shaped], options)
     entries = [Entry(part, parts) for part, parts in zip(shaped, made, strict=True)]
     if schedule is not None:
+        check_wgrads(schedule, shaped)
         _check_chain(shaped)
     pools = {name: Pool(name) for name in POOLS} if reuse_buffers else None
+    together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
     graphed = tuple(
         Graphed(
             partial(again, i),
             entry,
             signature(*samples[i]),
             pools=pools,
+            turn=together if reuse_buffers else Turn(f"callable {i}"),
+            most_waiting=most[i],
             delayed=delayed[i],
             on_mismatch=on_mismatch,
             mode=modes[i],

@@ -167,6 +167,9 @@ class Flow:
     def _backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
         part = self.callables[i]
         residuals = self.values["residuals", i, m]
+        if kind == "wgrad" and not part.late:
+            del self.values["stash", i, m]
+            return
         if kind == "wgrad":
             ins = [*residuals[part.num_dgrad :], *self.values.pop(("stash", i, m))]
             task = Task(kind, i, tuple(ins), (), self.params(i, "wgrad"), self._grads(i, part.late))
@@ -248,7 +251,8 @@ def units_of(builder: Flow, schedule: Schedule) -> list[Unit]:
             around = (rank_of[i - 1] if i else None, rank_of[i + 1] if i + 1 < len(rank_of) else None)
             unit = builder.unit(kind, r, tick, i, m, around)
             unit.needed_at, unit.used_at = needed, used if unit.sends else _NEVER
-            units.append(unit)
+            # The wgrad of a callable that has nothing to delay is none.
+            units += [unit] if unit.tasks else []
     return units
 
 

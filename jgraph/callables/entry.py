@@ -9,6 +9,7 @@ import jax
 
 from jgraph.callables.program import Compiler, How, Job, Program, Task
 from jgraph.callables.shaped import Shaped, Side, shape_of
+from jgraph.errors import CallableError
 from jgraph.schedule.action import Kind
 
 
@@ -116,6 +117,15 @@ def _tasks(want: Wanted, avals: dict[int, jax.ShapeDtypeStruct]) -> tuple[tuple[
         "wgrad": Task("wgrad", part.index, (*kept, *stash), (), read("wgrad"), late),
         "backward": Task("backward", part.index, (*residuals, *dy), dx, read("dgrad") + read("wgrad"), every),
     }
+
+
+def check_concrete(name: str, tree: Any) -> None:
+    """Raises CallableError where a transformation of jax stands around the call, so that arguments are no arrays."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise CallableError(
+            f"{name} is called inside of jax.jit, jax.grad, jax.vmap or another transformation, and is compiled already: call "
+            f"it outside, its gradients come from backward; inside, call the function that it was made of"
+        )
 
 
 def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:

@@ -1,18 +1,19 @@
 """A graphed callable: its forward, dgrad and wgrad as executables made beforehand, called one by one."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgraph.callables.borrowed import arrays_of, handles_in
-from jgraph.callables.entry import Entry, differences, signature
+from jgraph.callables.entry import Entry, check_concrete, differences, signature
 from jgraph.callables.main_grad import MainGrad
 from jgraph.callables.pool import Pool, Slot, slots_of
+from jgraph.callables.turn import Turn
 from jgraph.errors import CallableError, OwnershipError
 
 Tree = Any
@@ -22,10 +23,11 @@ _LOG = getLogger(__name__)
 _MOST_ENTRIES = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """A microbatch between its forward and its last backward part."""
 
+    number: int
     entry: Entry
     params: list[Any]
     residuals: list[Any]
@@ -35,7 +37,14 @@ class _Pending:
 
 
 class Graphed:
-    """One callable; see `make_graphed_callables`. Microbatches are first in, first out."""
+    """One callable; see `make_graphed_callables`.
+
+    A forward keeps what its backward reads; `evaluate` keeps nothing. Microbatches are numbered by their forwards, from 0. A
+    backward part belongs to the oldest that waits for it, or to the one that `microbatch` names. It must name one where more
+    wait than the order ever has at once, which without an order is one: then a forward never got its backward.
+
+    One thread at a time calls it, from a forward to the last backward part; with `reuse_buffers`, all callables of a build.
+    """
 
     def __init__(
         self,
@@ -44,15 +53,19 @@ class Graphed:
         key: Any,
         *,
         pools: dict[str, Pool] | None,
+        turn: Turn,
+        most_waiting: int,
         delayed: bool,
         on_mismatch: Literal["error", "recompile"],
         mode: Callable[[], str],
     ):
         self._build, self._entry, self._entries = build, entry, {key: entry}
         self._pools, self._delayed, self._on_mismatch, self._mode = pools, delayed, on_mismatch, mode
-        self._forwards: deque[_Pending] = deque()
-        self._dgrads: deque[_Pending] = deque()
-        self._counts = {"forward": 0, "dgrad": 0, "wgrad": 0, "backward": 0}
+        # By number, the oldest first.
+        self._forwards: dict[int, _Pending] = {}
+        self._dgrads: dict[int, _Pending] = {}
+        self._count, self._most_waiting = 0, most_waiting
+        self.turn = turn
         self.gradients = MainGrad(entry)
         self._is_reset = False
 
@@ -80,89 +93,123 @@ class Graphed:
             OwnershipError: x is a pool buffer that was released.
         """
         self._check_alive()
+        if len(self._entry.parts) == 1:
+            return self.evaluate(params, x, *extra, **kwargs)
+        with self.turn:
+            taken: list[Slot] = []
+            if self._pools is not None:
+                taken = slots_of((x, extra, kwargs))
+                x, extra, kwargs = arrays_of((x, extra, kwargs))
+            entry, weights, inputs, outs = self._forward(params, (x, *extra), kwargs)
+            part = entry.shaped
+            y = outs[: len(part.y)]
+            residuals = _handed(part.residuals_from, outs[len(y) :], inputs)
+            pending = _Pending(self._count, entry, weights, residuals, [], {}, {})
+            self._forwards[self._count] = pending
+            self._count += 1
+            self.turn.waiting += 1
+            if self._pools is not None:
+                self._consume(pending, part.last_use_of_x, taken)
+                owned = [r if source is None else None for r, source in zip(residuals, part.residuals_from, strict=True)]
+                self._hold(pending, "dgrad", "forward_dgrad", owned[: part.num_dgrad])
+                self._hold(pending, "wgrad", "forward_wgrad", owned[part.num_dgrad :])
+                self._release(pending, "forward")
+                y = self._lend("activation", y)
+            return part.y.unflatten(y)
+
+    def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
+        """Runs forward and keeps nothing, so that no backward belongs to it; for any thread at any time.
+
+        The executable is that of the call, with its dropout if it has any. Buffers of a pool are read and not consumed, and y
+        is the caller's. Arguments and errors are those of the call.
+        """
+        self._check_alive()
+        if self._pools is not None:
+            x, extra, kwargs = arrays_of((x, extra, kwargs))
+        entry, _, _, outs = self._forward(params, (x, *extra), kwargs)
+        return entry.shaped.y.unflatten(outs[: len(entry.shaped.y)])
+
+    def _forward(
+        self, params: Tree, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[Entry, list[Any], list[Any], list[Any]]:
+        """The entry for these arguments, leaves of params and of (x, extra), and what the executable gives."""
         if problem := self._mode():
             raise CallableError(f"callable {self.index}: {problem}")
-        taken: list[Slot] = []
-        if self._pools is not None:
-            taken = slots_of((x, extra, kwargs))
-            x, extra, kwargs = arrays_of((x, extra, kwargs))
-        args = (x, *extra)
         weights, params_tree = jax.tree.flatten(params)
-        inputs, inputs_tree = jax.tree.flatten((x, (extra, kwargs)))
+        inputs, inputs_tree = jax.tree.flatten((args[0], (args[1:], kwargs)))
         # A numpy array could be written to before the backward reads it again.
-        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in inputs]
-        entry, outs = self._entry, None
+        weights = [jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in weights]
+        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in inputs]
+        entry = self._entry
         part = entry.shaped
         if params_tree == part.params.tree and inputs_tree == part.inputs_tree:
             try:
-                outs = self._run(entry, "forward", [*weights, *arrays])
+                return entry, weights, arrays, self._run(entry, "forward", [*weights, *arrays])
             except (TypeError, ValueError, RuntimeError):
+                self._check_concrete(weights, arrays)
                 if not self._differences(params, args, kwargs):
                     raise
-        if outs is None:
-            if handles_in((params, args, kwargs)):
-                params, args, kwargs = arrays_of((params, args, kwargs))
-                return self(params, *args, **kwargs)
-            entry = self._other_entry(params, args, kwargs)
-            part = entry.shaped
-            outs = self._run(entry, "forward", [*weights, *arrays])
-        y = outs[: len(part.y)]
-        if len(entry.parts) == 1:
-            return part.y.unflatten(y)
-        residuals = _handed(part.residuals_from, outs[len(y) :], arrays)
-        pending = _Pending(entry, weights, residuals, [], {}, {})
-        self._forwards.append(pending)
-        if self._pools is not None:
-            self._consume(pending, part.last_use_of_x, taken)
-            owned = [r if source is None else None for r, source in zip(residuals, part.residuals_from, strict=True)]
-            self._hold(pending, "dgrad", "forward_dgrad", owned[: part.num_dgrad])
-            self._hold(pending, "wgrad", "forward_wgrad", owned[part.num_dgrad :])
-            self._release(pending, "forward")
-            y = self._lend("activation", y)
-        return part.y.unflatten(y)
+        if handles_in((params, args, kwargs)):
+            return self._forward(*arrays_of((params, args, kwargs)))
+        self._check_concrete(weights, arrays)
+        entry = self._other_entry(params, args, kwargs)
+        return entry, weights, arrays, self._run(entry, "forward", [*weights, *arrays])
 
-    def backward(self, dy: Tree) -> tuple[Tree, Tree]:
-        """The whole backward of the oldest microbatch that has none.
+    def backward(self, dy: Tree, *, microbatch: int | None = None) -> tuple[Tree, Tree]:
+        """The whole backward of a microbatch.
 
         Args:
             dy: as y.
+            microbatch: number of the microbatch; None for the oldest that has no backward.
 
         Returns:
             Gradients as params, each leaf owned or a `Borrowed` on main_grad; None for integers. And dx, as x.
 
         Raises:
-            CallableError: no forward waits for its backward; dy is not as y; built for inference.
+            CallableError: no forward waits for its backward, or more do than there should and `microbatch` does not say which
+                is meant; dy is not as y; built for inference; another thread's microbatches wait.
         """
-        if self._delayed:
-            self._check_alive()
-            if self._dgrads:
-                raise CallableError(
-                    f"callable {self.index}: {len(self._dgrads)} microbatches wait for their wgrad, and they go first in, "
-                    f"first out; call wgrad for them, or dgrad for this one"
-                )
-            dx = self.dgrad(dy)
-            return self.wgrad(), dx
-        pending = self._oldest(self._forwards, "backward", "forward")
-        part = pending.entry.shaped
-        leaves, taken = self._dy(pending, dy)
-        outs = self._run_backward(pending, "backward", leaves, dy)
-        self._forwards.popleft()
-        dx, gradients = outs[: part.num_dx], self._gradients(pending, "backward", outs)
-        if self._pools is not None:
-            self._consume(pending, "dgrad", taken)
-            self._release(pending, "dgrad", "backward")
-            self._release(pending, "wgrad", "backward")
-            dx = self._lend("gradient", dx)
-        return gradients, part.x.unflatten(dx) if part.takes_gradient else None
+        with self.turn:
+            if self._delayed:
+                self._check_alive()
+                if self._dgrads and microbatch is None:
+                    raise CallableError(
+                        f"callable {self.index}: {len(self._dgrads)} microbatches wait for their wgrad, and they go first in, "
+                        f"first out; call wgrad for them, or dgrad for this one"
+                    )
+                pending = self._next(self._forwards, "backward", "forward", microbatch)
+                dx = self._dgrad(pending, dy)
+                return self._wgrad(pending), dx
+            pending = self._next(self._forwards, "backward", "forward", microbatch)
+            part = pending.entry.shaped
+            leaves, taken = self._dy(pending, dy)
+            outs = self._run_backward(pending, "backward", leaves, dy)
+            self._end(self._forwards, pending)
+            dx, gradients = outs[: part.num_dx], self._gradients(pending, "backward", outs)
+            if self._pools is not None:
+                self._consume(pending, "dgrad", taken)
+                self._release(pending, "dgrad", "backward")
+                self._release(pending, "wgrad", "backward")
+                dx = self._lend("gradient", dx)
+            return gradients, part.x.unflatten(dx) if part.takes_gradient else None
 
-    def dgrad(self, dy: Tree) -> Tree:
-        """dx of the oldest microbatch that has none; its wgrad waits. Only where wgrads are delayed; raises as `backward`."""
-        self._check_alive()
-        if "backward" in self._entry.parts:
-            raise CallableError(
-                f"callable {self.index} was built with delay_wgrad=False; call backward, or build it with delay_wgrad=True"
-            )
-        pending = self._oldest(self._forwards, "dgrad", "forward")
+    def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
+        """dx of a microbatch, whose wgrad then waits. Only where wgrads are delayed; arguments and errors as `backward`."""
+        with self.turn:
+            self._check_alive()
+            if "backward" in self._entry.parts:
+                raise CallableError(
+                    f"callable {self.index} was built with delay_wgrad=False; call backward, or build it with delay_wgrad=True"
+                )
+            return self._dgrad(self._next(self._forwards, "dgrad", "forward", microbatch), dy)
+
+    def wgrad(self, *, microbatch: int | None = None) -> Tree:
+        """Gradients of a microbatch, as `backward` gives them; of the oldest whose wgrad waits, if none is named."""
+        with self.turn:
+            self._check_alive()
+            return self._wgrad(self._next(self._dgrads, "wgrad", "dgrad", microbatch))
+
+    def _dgrad(self, pending: _Pending, dy: Tree) -> Tree:
         part = pending.entry.shaped
         leaves, taken = self._dy(pending, dy)
         outs = self._run_backward(pending, "dgrad", leaves, dy)
@@ -171,7 +218,7 @@ class Graphed:
         new = pending.entry.parts["dgrad"].new
         pending.early = dict(zip(new, outs[len(outs) - len(new) :], strict=True))
         pending.residuals = pending.residuals[part.num_dgrad :]
-        self._dgrads.append(self._forwards.popleft())
+        self._dgrads[pending.number] = self._forwards.pop(pending.number)
         if self._pools is not None:
             self._consume(pending, part.last_use_of_dy, taken)
             owned = [s if source is None else None for s, source in zip(pending.stash, part.stash_from, strict=True)]
@@ -180,16 +227,38 @@ class Graphed:
             dx = self._lend("gradient", dx)
         return part.x.unflatten(dx) if part.takes_gradient else None
 
-    def wgrad(self) -> Tree:
-        """Gradients of the oldest microbatch whose wgrad waits, as `backward` gives them."""
-        self._check_alive()
-        pending = self._oldest(self._dgrads, "wgrad", "dgrad")
-        outs = self._run_backward(pending, "wgrad", pending.stash, None)
-        self._dgrads.popleft()
+    def _wgrad(self, pending: _Pending) -> Tree:
+        # Where nothing is delayed there is nothing to run: dgrad gave every gradient.
+        outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in pending.entry.parts else []
+        self._end(self._dgrads, pending)
         gradients = self._gradients(pending, "wgrad", outs)
         if self._pools is not None:
             self._release(pending, "wgrad")
         return gradients
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Numbers of the microbatches that wait: those without wgrad, then those without any backward, by age.
+
+        After a forward, the last is its number.
+        """
+        return (*self._dgrads, *self._forwards)
+
+    def drop(self, microbatch: int | None = None) -> None:
+        """Forgets a microbatch that waits and frees its buffers; all of them, if none is named. For any thread.
+
+        Raises:
+            CallableError: that microbatch does not wait; or another thread is in a call.
+        """
+        with self.turn.taken_over():
+            self._check_alive()
+            if microbatch is not None and microbatch not in self.pending:
+                raise self._not_waiting("drop", self.pending, microbatch)
+            for waiting in (self._dgrads, self._forwards):
+                for pending in [p for p in waiting.values() if microbatch in (None, p.number)]:
+                    self._end(waiting, pending)
+                    for part in list(pending.held):
+                        self._release(pending, part, "drop")
 
     @property
     def main_grad(self) -> Tree:
@@ -199,54 +268,56 @@ class Graphed:
         return params.unflatten([self.gradients.handle(i) if i in aliased else None for i in range(len(params))])
 
     def zero_grads(self) -> None:
-        """Sets main_grad to zero, in place."""
-        self._check_alive()
-        self.gradients.zero()
+        """Sets main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
+        with self.turn:
+            self.check_idle()
+            self.gradients.zero()
 
     def reset(self) -> None:
         """Frees its buffers and executables. Any later use raises CallableError; what the caller owns stays."""
-        self.gradients.end("freed by reset")
-        for pending in (*self._forwards, *self._dgrads):
-            for part in list(pending.held):
-                self._release(pending, part, "reset")
-        for array in self.gradients.arrays.values():
-            array.delete()
-        self.gradients.arrays = {}
-        self._forwards.clear()
-        self._dgrads.clear()
-        self._entries.clear()
-        self._entry = Entry(self._entry.shaped, {})
-        self._is_reset = True
+        with self.turn.taken_over():
+            if not self._is_reset:
+                self.drop()
+            self.gradients.end("freed by reset")
+            for array in self.gradients.arrays.values():
+                array.delete()
+            self.gradients.arrays = {}
+            self._entries.clear()
+            self._entry = Entry(self._entry.shaped, {})
+            self._is_reset = True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
         self._check_alive()
-        if waiting := len(self._forwards) + len(self._dgrads):
+        if waiting := self.pending:
             raise CallableError(
-                f"callable {self.index} has {waiting} microbatches that wait for a backward part; finish them or reset() first"
+                f"callable {self.index} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; "
+                f"finish or drop() them before the next step; a forward without backward is evaluate"
             )
 
     def _check_alive(self) -> None:
         if self._is_reset:
             raise CallableError("this graphed callable was reset and holds nothing any more; build it again")
 
-    def _run(self, entry: Entry, kind: str, arrays: Sequence[Any]) -> list[Any]:
+    def _run(self, entry: Entry, kind: str, arrays: Sequence[Any], number: int = -1) -> list[Any]:
         part = entry.parts[kind]
         places = part.updates
         sums = self.gradients.open() if places else {}
         new, outs = part.program.compiled([sums[i] for i in places], [], [arrays[i] for i in part.reads])
-        self._counts[kind] += 1
         if places:
-            self.gradients.update(dict(zip(places, new, strict=True)), f"the {kind} of microbatch {self._counts[kind] - 1}")
+            self.gradients.update(dict(zip(places, new, strict=True)), f"the {kind} of microbatch {number}")
         return outs
 
     def _run_backward(self, pending: _Pending, kind: str, rest: list[Any], dy: Tree) -> list[Any]:
         """Runs a backward part; what went wrong is looked for only when something did."""
         try:
-            return self._run(pending.entry, kind, [*pending.params, *pending.residuals, *rest])
+            return self._run(pending.entry, kind, [*pending.params, *pending.residuals, *rest], pending.number)
+        except OwnershipError:
+            raise
         except (TypeError, ValueError, RuntimeError) as e:
             part = pending.entry.shaped
             read = (*pending.params, *pending.residuals, *rest)
+            self._check_concrete(read)
             if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
                 raise OwnershipError(
                     f"callable {self.index}: {kind} updates main_grad, {part.params.paths[shared[0]]!r}, in place, and reads "
@@ -311,13 +382,37 @@ class Graphed:
             self._entries[key] = entry
         return self._entries[key]
 
-    def _oldest(self, waiting: deque[_Pending], what: str, before: str) -> _Pending:
+    def _check_concrete(self, *leaves: Sequence[Any]) -> None:
+        check_concrete(f"callable {self.index}", leaves)
+
+    def _next(self, waiting: dict[int, _Pending], what: str, before: str, microbatch: int | None) -> _Pending:
+        """The microbatch that a backward part belongs to."""
         self._check_alive()
         if len(self._entry.parts) == 1:
             raise CallableError(f"callable {self.index} was built with training=False and has no backward")
+        if microbatch is not None:
+            if microbatch not in waiting:
+                raise self._not_waiting(what, tuple(waiting), microbatch)
+            return waiting[microbatch]
         if not waiting:
             raise CallableError(f"callable {self.index}: {what} has no {before} to belong to; call {before} first")
-        return waiting[0]
+        if before == "forward" and len(waiting) > self._most_waiting:
+            raise CallableError(
+                f"callable {self.index}: {len(waiting)} microbatches wait for their {what} {_shown(waiting)}, and the order "
+                f"has at most {self._most_waiting} at once (without one 1): say with microbatch= which one this is, drop() "
+                f"those that get none, or build with the order that is called; a forward without backward is evaluate"
+            )
+        return next(iter(waiting.values()))
+
+    def _not_waiting(self, what: str, waiting: Sequence[int], microbatch: Any) -> CallableError:
+        return CallableError(
+            f"callable {self.index}: microbatch {microbatch!r} does not wait for {what}; waiting: "
+            f"{', '.join(map(str, waiting)) or 'none'}"
+        )
+
+    def _end(self, waiting: dict[int, _Pending], pending: _Pending) -> None:
+        del waiting[pending.number]
+        self.turn.waiting -= 1
 
     def _dy(self, pending: _Pending, dy: Tree) -> tuple[list[Any], list[Slot]]:
         side = pending.entry.shaped.y
@@ -329,12 +424,13 @@ class Graphed:
         leaves, tree = jax.tree.flatten(dy)
         if tree != side.tree:
             raise _mismatch_error(self.index, differences(side, dy, "dy", pending.entry.shaped.device))
-        return [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves], taken
+        return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves], taken
 
     def _gradients(self, pending: _Pending, kind: str, outs: Sequence[Any]) -> Tree:
         """As params: new arrays, handles on main_grad, and None for integers."""
         entry = pending.entry
-        new, params, aliased = entry.parts[kind].new, entry.shaped.params, entry.aliased
+        new = entry.parts[kind].new if kind in entry.parts else ()
+        params, aliased = entry.shaped.params, entry.aliased
         owned = pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True))
         return params.unflatten(
             [owned[i] if i in owned else self.gradients.handle(i) if i in aliased else None for i in range(len(params))]
@@ -368,6 +464,12 @@ def _handed(sources: Sequence[int | None], outs: list[Any], inputs: Sequence[Any
     """All results from those that were computed and those that were only handed on."""
     new = iter(outs)
     return [next(new) if source is None else inputs[source] for source in sources]
+
+
+def _shown(numbers: Iterable[int]) -> str:
+    """Numbers of microbatches, for messages."""
+    numbers = list(numbers)
+    return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
 
 
 def _mismatch_error(index: int, texts: Sequence[str]) -> CallableError:

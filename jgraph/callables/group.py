@@ -1,16 +1,18 @@
 """All graphed callables together: playing an order, placing parameters, freeing everything."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jgraph.callables.arguments import check_choice, each
+from jgraph.callables.arguments import check_choice, check_wgrads, each
 from jgraph.callables.borrowed import arrays_of, handles_in
 from jgraph.callables.dataflow import Join, Outputs
-from jgraph.callables.entry import differences
+from jgraph.callables.entry import check_concrete, differences
 from jgraph.callables.graphed import Graphed
 from jgraph.callables.pool import Pool
 from jgraph.callables.shaped import Side, shape_of
@@ -85,12 +87,23 @@ class GraphedCallables(Sequence[Graphed]):
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
         """Params of all callables, each on the device of its callable."""
         given = each("params", params, len(self))
-        return tuple(jax.device_put(tree, g.entry.shaped.device) for tree, g in zip(given, self._graphed, strict=True))
+        return tuple(
+            jax.tree.map(lambda leaf, g=g: _put(g.entry.shaped.device, leaf), tree)
+            for tree, g in zip(given, self._graphed, strict=True)
+        )
 
     def zero_grads(self) -> None:
-        """Sets every main_grad to zero, in place."""
+        """Sets every main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
+        with self._turns():
+            for graphed in self._graphed:
+                graphed.check_idle()
+            for graphed in self._graphed:
+                graphed.zero_grads()
+
+    def drop(self) -> None:
+        """Forgets the microbatches that wait, of every callable, and frees their buffers."""
         for graphed in self._graphed:
-            graphed.zero_grads()
+            graphed.drop()
 
     def reset(self) -> None:
         """Resets every callable and forgets the orders that were compiled."""
@@ -146,6 +159,29 @@ class GraphedCallables(Sequence[Graphed]):
             raise CallableError(f"loss_fn is {type(loss_fn).__name__}: must be a function of the last y and loss_args")
         if not isinstance(step, int) or not 0 <= step < 2**31:
             raise CallableError(f"step is {step!r}: must be a whole number from 0 to {2**31 - 1}")
+        with self._turns():
+            return self._run(order, inputs, loss_fn, params, extra, loss_args, key, step, outputs, join)
+
+    def _turns(self) -> ExitStack:
+        """Every callable's turn, for this thread."""
+        with ExitStack() as stack:
+            for turn in {id(graphed.turn): graphed.turn for graphed in self._graphed}.values():
+                stack.enter_context(turn)
+            return stack.pop_all()
+
+    def _run(
+        self,
+        order: Any,
+        inputs: Sequence[Tree],
+        loss_fn: Callable[..., jax.Array],
+        params: Sequence[Tree] | None,
+        extra: Sequence[tuple[Tree, ...]] | None,
+        loss_args: Sequence[tuple[Tree, ...]] | None,
+        key: jax.Array | None,
+        step: int,
+        outputs: Outputs,
+        join: Join,
+    ) -> Run:
         for graphed in self._graphed:
             graphed.check_idle()
         schedule = self._schedule if order is None else self._parse(order)[0]
@@ -164,10 +200,14 @@ class GraphedCallables(Sequence[Graphed]):
         self._check_extra(extra, key)
         tape = self._tape(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
         registers: list[Any] = [None] * tape.size
-        self._fill_params(tape, registers, params)
-        self._fill_inputs(tape, registers, inputs, more, rest)
-        if key is not None:
-            self._fill_keys(tape, registers, key, step)
+        try:
+            self._fill_params(tape, registers, params)
+            self._fill_inputs(tape, registers, inputs, more, rest)
+            if key is not None:
+                self._fill_keys(tape, registers, key, step)
+        except jax.errors.ConcretizationTypeError:
+            check_concrete("run", (params, inputs, more, rest, key))
+            raise
         return self._play(tape, registers)
 
     def _tape(
@@ -189,6 +229,7 @@ class GraphedCallables(Sequence[Graphed]):
             devices = self._homes(schedule)
             if devices != [part.device for part in shaped]:
                 raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
+            check_wgrads(schedule, shaped)
             if len(self._tapes) >= _MOST_TAPES:
                 del self._tapes[next(iter(self._tapes))]
             self._tapes[name] = make_tape(
@@ -269,14 +310,15 @@ class GraphedCallables(Sequence[Graphed]):
     def _play(self, tape: Tape, registers: list[Any]) -> Run:
         self._runs += 1
         if tape.starts == "zeros":
-            self.zero_grads()
             for i, graphed in enumerate(self._graphed):
+                graphed.gradients.zero()
                 owned = [place for j, place in tape.sums if i == j and (i, place) not in tape.main_grad]
                 for place, zeros in zip(owned, graphed.gradients.blank(tuple(owned)), strict=True):
                     registers[tape.sums[i, place]] = zeros
         given = {id(array) for array in registers if array is not None}
+        sums = [graphed.gradients.renew() for graphed in self._graphed]
         for (i, place), register in tape.main_grad.items():
-            total = self._graphed[i].gradients.open()[place]
+            total = sums[i][place]
             if id(total) in given:
                 raise OwnershipError(
                     f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy",
@@ -286,7 +328,7 @@ class GraphedCallables(Sequence[Graphed]):
         try:
             play(tape, registers)
         finally:
-            # What a run that failed left undone is made anew at the next gradient.
+            # What a run that failed left undone is made anew by the next run or zero_grads.
             for i, graphed in enumerate(self._graphed):
                 places = {place: registers[r] for (j, place), r in tape.main_grad.items() if i == j}
                 if places:
@@ -350,4 +392,9 @@ def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
 
 def _on(device: Any, leaf: Any) -> jax.Array:
     """The array itself where it is already there."""
-    return leaf if isinstance(leaf, jax.Array) and leaf.devices() == {device} else jax.device_put(leaf, device)
+    return leaf if isinstance(leaf, jax.Array) and leaf.devices() == {device} else _put(device, leaf)
+
+
+def _put(device: Any, leaf: Any) -> jax.Array:
+    """The array on a device. One of numpy is copied: on a CPU its memory would be shared, and the caller may write to it."""
+    return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, device)

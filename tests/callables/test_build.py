@@ -197,3 +197,58 @@ def test_params_of_the_build_are_held_until_run_is_given_others():
     chain.assert_same_bits(first.losses, second.losses)
     with pytest.raises(CallableError, match="run was given params before"):
         graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
+
+
+NOTHING_TO_DELAY = {
+    "scales": (lambda p, x: x * p["scale"], {"scale": jnp.ones((chain.D,))}),
+    "integers": (lambda p, x: x * p["n"], {"n": jnp.ones((chain.D,), jnp.int32)}),
+    "no parameters": (lambda p, x: jnp.tanh(x), {}),
+}
+
+
+@pytest.mark.parametrize(("fn", "params"), NOTHING_TO_DELAY.values(), ids=NOTHING_TO_DELAY)
+def test_a_wgrad_of_a_callable_that_has_nothing_to_delay_is_refused_with_its_position(fn, params):
+    fns, every = (chain.stage, fn), (chain.make_params(0), params)
+    order = [1, 2, -2, -1, -2.5, -1.5]
+    with pytest.raises(OrderError, match=r"entry 4 is -2.5, .* callable 1 has nothing to delay.*\[True, False\]") as error:
+        jgraph.make_graphed_callables(fns, every, chain.sample(2), order=order, delay_wgrad=True)
+    assert (error.value.position, error.value.rank) == (4, None)
+    # What the message advises works.
+    jgraph.make_graphed_callables(fns, every, chain.sample(2), order=[1, 2, -2, -1, -1.5], delay_wgrad=[True, False])
+
+
+def test_a_rank_whose_wgrads_are_refused_is_named():
+    fns, every = zip(*((chain.stage, chain.make_params(0)), NOTHING_TO_DELAY["scales"]), strict=True)
+    schedule = generate("zb-h1", pp=2, microbatches=2)
+    with pytest.raises(OrderError, match="nothing to delay") as error:
+        jgraph.make_graphed_callables(fns, every, chain.sample(2), order=schedule, delay_wgrad=True, devices=jax.devices()[:2])
+    assert error.value.rank == 1
+    assert schedule[1][error.value.position].kind == "wgrad"
+
+
+@pytest.mark.parametrize(("fn", "params"), NOTHING_TO_DELAY.values(), ids=NOTHING_TO_DELAY)
+@pytest.mark.parametrize("param_grads", ["owned", "aliased"])
+def test_delay_wgrad_for_all_builds_no_empty_wgrad_and_its_parts_may_be_called(fn, params, param_grads):
+    graphed = jgraph.make_graphed_callables(
+        (chain.stage, fn), (chain.make_params(0), params), chain.sample(2), delay_wgrad=True, param_grads=param_grads
+    )
+    assert set(graphed[0].entry.parts) == {"forward", "dgrad", "wgrad"}
+    assert set(graphed[1].entry.parts) == {"forward", "dgrad"}
+    graphed[1](params, X)
+    dx = graphed[1].dgrad(2 * X)
+    grads = graphed[1].wgrad()
+    expected, expected_dx = jax.vjp(fn, params, X)[1](2 * X)
+    chain.assert_close(dx, expected_dx)
+    for name, gradient in grads.items():
+        if gradient is not None:
+            chain.assert_close(gradient, expected[name])
+    assert graphed[1].pending == ()
+
+
+@pytest.mark.parametrize("join", ["segments", "nothing"])
+def test_run_refuses_a_wgrad_of_a_callable_that_has_nothing_to_delay(join):
+    fn, params = NOTHING_TO_DELAY["scales"]
+    graphed = jgraph.make_graphed_callables(fn, params, chain.sample(1)[0], delay_wgrad=True)
+    with pytest.raises(OrderError, match=r"entry 2 is -1.5.* nothing to delay") as error:
+        graphed.run([1, -1, -1.5], [X], chain.loss_fn, loss_args=[(X,)], join=join)
+    assert error.value.position == 2

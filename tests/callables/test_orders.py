@@ -336,3 +336,55 @@ def test_slots_of_single_calls_are_as_many_as_the_order_has():
     for pool in ("forward_dgrad", "forward_wgrad", "stash"):
         assert graphed.pools[pool].peak in (0, int(slots.counts[pool][0]))
     assert graphed.pools["stash"].peak > 0
+
+
+@pytest.mark.parametrize("join", ["segments", "nothing"])
+@pytest.mark.parametrize(
+    ("delay", "reuse", "param_grads"),
+    [(False, False, "owned"), (True, True, "owned"), (True, True, "aliased")],
+    ids=["whole", "delayed, reused buffers", "delayed, reused buffers, aliased gradients"],
+)
+def test_a_runs_sums_of_bfloat16_gradients_are_float32(join, delay, reuse, param_grads):
+    """256 + 1 is 256 in bfloat16, so a sum in it would stay where it began."""
+
+    def linear(params, x):
+        return x @ params["w"] + params["b"]
+
+    params = {"w": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros((3,), jnp.bfloat16)}
+    x = jnp.ones((1, 2), jnp.bfloat16)
+    scales = [256.0, *[1.0] * 8]
+    order = [1, -1, -1.5] if delay else [1, -1]
+    graphed = jgraph.make_graphed_callables(
+        linear, params, (x,), order=order * len(scales), delay_wgrad=delay, reuse_buffers=reuse, param_grads=param_grads
+    )
+    run = graphed.run(None, [x] * len(scales), scaled_sum, loss_args=[(jnp.bfloat16(s),) for s in scales], join=join)
+    for gradient in run.grads[0].values():
+        assert gradient.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(gradient), np.full(gradient.shape, 264.0))
+
+
+def scaled_sum(y, scale):
+    return jnp.sum(y * scale)
+
+
+def shifted(params, x):
+    """A layer that has nothing to delay."""
+    return x * params["scale"] + params["b"]
+
+
+def with_and_without():
+    shift = {"scale": jnp.full((chain.D,), 0.5), "b": jnp.ones((chain.D,))}
+    return (chain.stage, shifted), (chain.make_params(0), shift)
+
+
+@pytest.mark.parametrize("join", ["segments", "nothing"])
+@pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
+def test_a_chunk_without_wgrads_plays_beside_one_with(join, reuse):
+    fns, params = with_and_without()
+    graphed = jgraph.make_graphed_callables(
+        fns, params, chain.sample(2), order=[1, 2, -2, -1, -1.5] * 2, delay_wgrad=[True, False], reuse_buffers=reuse
+    )
+    xs, loss_args = chain.batches(2)
+    run = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join=join)
+    losses, _, sums = chain.plain(fns, params, xs, loss_args)
+    chain.assert_close((run.losses, run.grads), (losses, sums))
