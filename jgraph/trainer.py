@@ -18,7 +18,7 @@ from rich.console import Console
 from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints, check_space
 from jgraph.config import TrainConfig
-from jgraph.data import Batches, Corpus, heldout_batches, load
+from jgraph.data import Batches, Corpus, heldout_batches, load, verify_in_background
 from jgraph.distributed import agree, connect, is_first, together
 from jgraph.errors import ConfigError
 from jgraph.graph import compiler_options
@@ -88,7 +88,8 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
     config, shapes = assembly.config, assembly.portable.shapes()
     if config.profile:
         assembly = dataclasses.replace(assembly, config=record.profiled(config, jax.default_backend()))
-    batches = _batches(assembly, corpus)
+    check_files = verify_in_background(corpus.files if is_first() else ())
+    batches = _batches(assembly, corpus, check_files)
     step = None
     # The first process's word, because it may already be writing where another looks.
     if not agree(config.resume and run_dir.checkpoints.exists())[0]:
@@ -123,6 +124,7 @@ def _train(assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Report
                 clock = StepClock(next((entry["seconds"] for entry in reversed(read_metrics(run_dir.metrics))), 0.0))
                 loop = Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock, recorder)
                 done, state = loop.run(done, state, stop)
+            check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
     finally:
         checkpoints.close()
@@ -189,7 +191,7 @@ def _recorder(assembly: Assembly, step: jax.stages.Compiled, run_dir: RunDir) ->
     )
 
 
-def _batches(assembly: Assembly, corpus: Corpus) -> Batches:
+def _batches(assembly: Assembly, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
     config = assembly.config
     process_index, process_count = assembly.batch_part()
     return Batches(
@@ -199,6 +201,7 @@ def _batches(assembly: Assembly, corpus: Corpus) -> Batches:
         seed=config.seed,
         process_index=process_index,
         process_count=process_count,
+        check=check_files,
     )
 
 
