@@ -18,7 +18,7 @@ from rich.console import Console
 from jgraph.assembly import Assembly
 from jgraph.checkpoint import Checkpoints, check_space
 from jgraph.config import TrainConfig
-from jgraph.data import Batches, Corpus, heldout_batches, load
+from jgraph.data import Batches, Corpus, heldout_batches, load, verify_in_background
 from jgraph.dispatch import check_devices, in_turn
 from jgraph.distributed import agree, connect, is_first, together
 from jgraph.errors import ConfigError
@@ -112,7 +112,8 @@ def _train(
     config, shapes = assembly.config, assembly.portable.shapes()
     if config.profile:
         assembly = dataclasses.replace(assembly, config=record.profiled(config, jax.default_backend()))
-    batches = _batches(assembly, corpus)
+    check_files = verify_in_background(corpus.files if is_first() else ())
+    batches = _batches(assembly, corpus, check_files)
     step = None
     # The first process's word, because it may already be writing where another looks.
     if not agree(config.resume and run_dir.has_checkpoint())[0]:
@@ -148,6 +149,7 @@ def _train(
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
                 loop = Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock, recorder)
                 done, state = loop.run(done, state, stop)
+            check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
     finally:
         checkpoints.close()
@@ -215,7 +217,7 @@ def _recorder(assembly: Assembly, step: jax.stages.Compiled, run_dir: RunDir) ->
     )
 
 
-def _batches(assembly: Assembly, corpus: Corpus) -> Batches:
+def _batches(assembly: Assembly, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
     config = assembly.config
     process_index, process_count = assembly.batch_part()
     return Batches(
@@ -225,6 +227,7 @@ def _batches(assembly: Assembly, corpus: Corpus) -> Batches:
         seed=config.seed,
         process_index=process_index,
         process_count=process_count,
+        check=check_files,
     )
 
 

@@ -1,15 +1,18 @@
 """Bad input: exit code 2 and one line that names the flag, the value and what is allowed; never a traceback."""
 
+import re
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
 
 import jax
+import numpy as np
 import pytest
 import tyro
 
 from jgraph.assembly import Assembly
+from jgraph.data import write_tokens
 from jgraph.presets import PRESETS
 from jgraph.train import main, parse
 from tests import tiny
@@ -65,6 +68,33 @@ def test_a_size_of_zero_is_refused(refused, flag):
 
 def test_a_missing_data_file_is_refused_with_the_corpora(refused):
     assert_names(refused("--data", "no/such.txt"), "--data", "no/such.txt", "no such file", "python-docs")
+
+
+@pytest.fixture
+def token_directory(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 200, 20_000)
+    (tmp_path / "tokens").mkdir()
+    for side in ("train", "heldout"):
+        write_tokens(tmp_path / "tokens" / f"{side}-0.bin", [tokens], vocab_size=256)
+    return tmp_path / "tokens"
+
+
+@pytest.mark.parametrize("side", ["train", "heldout"])
+def test_a_token_file_with_ids_beyond_its_vocabulary_is_refused_with_the_first_of_them(refused, token_directory, side):
+    path = token_directory / f"{side}-0.bin"
+    contents = bytearray(path.read_bytes())
+    contents[128:] = b"\xff\xff" * 20_000
+    path.write_bytes(contents)
+    line = refused("--data", str(token_directory), "--steps", "3")
+    assert re.search(rf"{side}-0.bin: token \d+ is 65535: must be in \[0, 200\)", line)
+
+
+def test_a_damaged_token_file_is_told_whatever_its_ids(refused, token_directory):
+    path = token_directory / "train-0.bin"
+    contents = bytearray(path.read_bytes())
+    contents[128:] = bytes(40_000)
+    path.write_bytes(contents)
+    assert_names(refused("--data", str(token_directory), "--steps", "3"), "train-0.bin", "SHA-256", "damaged; copy it again")
 
 
 def test_an_empty_data_file_is_refused(refused, tmp_path):

@@ -4,8 +4,9 @@ from jgraph.data.batches import Batches, heldout_batches
 from jgraph.data.corpus import Corpus, load
 from jgraph.data.make import make_token_files
 from jgraph.data.sources import CORPORA
-from jgraph.data.tokenfile import Header, read_header, read_tokens, verify, write_tokens
+from jgraph.data.tokenfile import Header, TokenFile, read_header, read_tokens, verify, write_tokens
 from jgraph.data.tokens import Concatenated, Tokens
+from jgraph.data.verification import verify_in_background
 
 __all__ = [
     "CORPORA",
@@ -13,6 +14,7 @@ __all__ = [
     "Concatenated",
     "Corpus",
     "Header",
+    "TokenFile",
     "Tokens",
     "heldout_batches",
     "load",
@@ -20,5 +22,6 @@ __all__ = [
     "read_header",
     "read_tokens",
     "verify",
+    "verify_in_background",
     "write_tokens",
 ]

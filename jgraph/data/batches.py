@@ -5,6 +5,7 @@ that the next one reads. Each epoch shifts the cuts by an offset of its own and 
 Both come from the raw output of Philox, which numpy promises to keep; the methods of its Generator may change (NEP 19).
 """
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -30,6 +31,7 @@ class Batches:
         seed: of offsets and orders, in [0, 2**64).
         process_index: which rows are ours; concatenated by process index, the parts are the batch of a single process.
         process_count: must divide batch_size.
+        check: called before each batch; what it raises, reading a batch raises.
 
     Raises:
         ConfigError: process_count does not divide batch_size.
@@ -43,6 +45,7 @@ class Batches:
     seed: int
     process_index: int = 0
     process_count: int = 1
+    check: Callable[[], None] | None = None
 
     def __post_init__(self):
         assert 0 <= self.process_index < self.process_count
@@ -63,9 +66,12 @@ class Batches:
 
         Raises:
             IndexError: the step is negative. There is no last step: epoch follows epoch.
+            DataError: a token file is damaged or was changed (see `TokenFile`).
         """
         if step < 0:
             raise IndexError(f"step is {step}: must be 0 or more")
+        if self.check is not None:
+            self.check()
         rows = self.batch_size // self.process_count
         first = step * self.batch_size + self.process_index * rows
         return _gather(self.tokens, [self._start(row) for row in range(first, first + rows)], self.seq_len)

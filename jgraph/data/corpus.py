@@ -31,7 +31,7 @@ class Corpus:
 
     Attributes:
         name: the value of `--data`.
-        train: 1-D ids, uint8 for text, uint16 or uint32 (memory-mapped) for token files.
+        train: 1-D ids, uint8 for text, uint16 or uint32 for token files, mapped and checked when read.
         heldout: likewise.
         train_documents: number of documents.
         heldout_documents: likewise.
@@ -39,6 +39,7 @@ class Corpus:
         fingerprint: SHA-256 of the contents as 64 hexadecimal digits; does not depend on the order of documents.
         zlib_nats_per_token: what zlib, level 9, needs for a byte of the text (of its first 32 MiB); None for token files.
         entropy_nats_per_token: what the best model would need; None where nobody knows.
+        files: token files, to be verified.
         decoder: ids to text; call `decode`.
     """
 
@@ -51,6 +52,7 @@ class Corpus:
     fingerprint: str
     zlib_nats_per_token: float | None = None
     entropy_nats_per_token: float | None = None
+    files: tuple[Path, ...] = ()
     decoder: Callable[[Sequence[int]], str] = field(kw_only=True, repr=False)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -135,6 +137,7 @@ def _from_directory(data: str) -> Corpus:
         heldout_documents=files.heldout_documents,
         vocab_size=files.vocab_size,
         fingerprint=files.fingerprint,
+        files=files.files,
         decoder=load_decoder(Path(data, TOKENIZER_FILE)),
     )
 

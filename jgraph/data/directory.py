@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jgraph.data import tokenfile
+from jgraph.data.tokenfile import TokenFile
 from jgraph.data.tokens import Concatenated, Tokens
 from jgraph.errors import DataError
 
@@ -17,12 +17,13 @@ class TokenDirectory:
     """The files of a directory, mapped.
 
     Attributes:
-        train: 1-D uint16 or uint32 ids; an np.memmap when there is one file, else the files end to end.
+        train: 1-D uint16 or uint32 ids, the files end to end; a span is compared with the vocabulary when it is read.
         heldout: likewise.
         train_documents: documents in the files of that side.
         heldout_documents: likewise.
         vocab_size: the one that all headers state.
         fingerprint: SHA-256 over the hashes in the headers, side by side, file by file.
+        files: those of both sides.
     """
 
     train: Tokens
@@ -31,6 +32,7 @@ class TokenDirectory:
     heldout_documents: int
     vocab_size: int
     fingerprint: str
+    files: tuple[Path, ...]
 
 
 def side_files(directory: Path) -> dict[Side, list[Path]]:
@@ -59,36 +61,37 @@ def open_directory(directory: Path) -> TokenDirectory:
     """Maps all files of a directory, reading only their headers.
 
     Raises:
-        DataError: as `side_files` and `tokenfile.read_header`, or the files come from different vocabularies.
+        DataError: as `side_files` and `TokenFile`, or the files come from different vocabularies.
         OSError: a file cannot be read.
     """
     sides = side_files(directory)
     try:
-        headers = {path: tokenfile.read_header(path) for files in sides.values() for path in files}
+        opened = {side: [TokenFile(path) for path in files] for side, files in sides.items()}
     except DataError as e:
         raise DataError(f"--data is {directory}: {e}") from e
-    first_path, first = next(iter(headers.items()))
+    one = opened["train"][0]
+    first = one.header
     hasher = hashlib.sha256()
-    for side, files in sides.items():
+    for side, files in opened.items():
         hasher.update(side.encode())
-        for path in files:
-            header = headers[path]
+        for file in files:
+            header = file.header
             if (header.vocab_size, header.dtype) != (first.vocab_size, first.dtype):
                 raise DataError(
-                    f"--data is {directory}: {path.name} has a vocabulary of {header.vocab_size} in {header.dtype}, "
-                    f"{first_path.name} one of {first.vocab_size} in {first.dtype}: all files must come from one tokenizer"
+                    f"--data is {directory}: {file.path.name} has a vocabulary of {header.vocab_size} in {header.dtype}, "
+                    f"{one.path.name} one of {first.vocab_size} in {first.dtype}: all files must come from one tokenizer"
                 )
             hasher.update(bytes.fromhex(header.sha256))
     return TokenDirectory(
-        train=_end_to_end(sides["train"]),
-        heldout=_end_to_end(sides["heldout"]),
-        train_documents=sum(headers[path].num_documents for path in sides["train"]),
-        heldout_documents=sum(headers[path].num_documents for path in sides["heldout"]),
+        train=_end_to_end(opened["train"]),
+        heldout=_end_to_end(opened["heldout"]),
+        train_documents=sum(file.header.num_documents for file in opened["train"]),
+        heldout_documents=sum(file.header.num_documents for file in opened["heldout"]),
         vocab_size=first.vocab_size,
         fingerprint=hasher.hexdigest(),
+        files=tuple(file.path for files in opened.values() for file in files),
     )
 
 
-def _end_to_end(files: list[Path]) -> Tokens:
-    parts = [tokenfile.read_tokens(path) for path in files]
-    return parts[0] if len(parts) == 1 else Concatenated(parts)
+def _end_to_end(files: list[TokenFile]) -> Tokens:
+    return files[0] if len(files) == 1 else Concatenated(files)

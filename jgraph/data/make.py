@@ -96,6 +96,10 @@ def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[
                 raise DataError(f"--text is {text}: the file is empty; name one with text in it")
             try:
                 for document, ids in zip(documents, encoder.encode(documents), strict=True):
+                    # Before they are stored, where those that do not fit would become others.
+                    largest, vocab_size = ids.max(initial=0), encoder.vocab_size
+                    if largest >= vocab_size:
+                        raise DataError(f"the tokenizer gives id {largest} where its vocabulary ends at {vocab_size - 1}")
                     file.write(ids.astype(dtype).tobytes())
                     yield _Document(digest(document), start, start + len(ids))
                     start += len(ids)

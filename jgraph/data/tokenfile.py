@@ -8,10 +8,12 @@
         24     8  number of documents, uint64
         32     4  vocabulary size, uint32: every id is smaller
         36    32  SHA-256 of the token ids as stored
-        68    60  zeros
+        68     4  largest id + 1, uint32; 0 in files that were made before it was kept
+        72    56  zeros
        128        token ids
 
-Reading maps the file and looks at nothing but the header, whose promise about the length is checked; `verify` reads all.
+Opening maps the file and looks at nothing but the header. `TokenFile` compares every id that it gives with the largest one
+that the header promises; `verify` reads all.
 """
 
 import hashlib
@@ -27,19 +29,36 @@ from jgraph.errors import DataError
 
 _MAGIC = b"JGTOKENS"
 _VERSION = 1
-_HEADER = struct.Struct("<8sIIQQI32s60x")
+_HEADER = struct.Struct("<8sIIQQI32sI56x")
 _CHUNK_BYTES = 1 << 24
+_MAKE_AGAIN = "copy it again if it is damaged, or make it again for a larger vocabulary"
+_LARGEST_VOCABULARY = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a token file says of itself. `sha256` is of the token ids alone, as hexadecimal digits."""
+    """What a token file says of itself.
+
+    Attributes:
+        bytes_per_token: 2 or 4.
+        num_tokens: of the file.
+        num_documents: of the file.
+        vocab_size: every id is smaller.
+        sha256: of the token ids alone, as hexadecimal digits.
+        largest_id: in the file; None where it was not kept.
+    """
 
     bytes_per_token: int
     num_tokens: int
     num_documents: int
     vocab_size: int
     sha256: str
+    largest_id: int | None = None
+
+    @property
+    def ids_end(self) -> int:
+        """The smallest number above all ids that the header allows."""
+        return self.vocab_size if self.largest_id is None else self.largest_id + 1
 
     @property
     def dtype(self) -> np.dtype:
@@ -51,7 +70,50 @@ class Header:
 
     def pack(self) -> bytes:
         fields = (self.bytes_per_token, self.num_tokens, self.num_documents, self.vocab_size, bytes.fromhex(self.sha256))
-        return _HEADER.pack(_MAGIC, _VERSION, *fields)
+        return _HEADER.pack(_MAGIC, _VERSION, *fields, 0 if self.largest_id is None else self.largest_id + 1)
+
+
+class TokenFile:
+    """The ids of a token file as a 1-D stream, mapped. Every span is looked at before it is given away.
+
+    Attributes:
+        path: of the file.
+        header: of the file.
+
+    Raises:
+        DataError: as `read_header`; on reading a span, an id is larger than the header promises, or the file was changed since.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._opened = os.stat(path)
+        self.header = read_header(path)
+        self._ids = np.asarray(read_tokens(path))
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._ids.dtype
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        self._check_unchanged()
+        ids = self._ids[span]
+        _check_ids(ids, self.header.ids_end, self.path, first=span.indices(len(self))[0])
+        return ids
+
+    def _check_unchanged(self) -> None:
+        """Raises where the mapped bytes are others, or gone: reading those would end the process."""
+        try:
+            now = os.stat(self.path)
+        except FileNotFoundError:
+            return
+        # A file that was removed or replaced stays mapped as it was.
+        same_file = now.st_ino == self._opened.st_ino
+        if same_file and (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            raise DataError(f"{self.path}: was written to while it is in use; put new tokens into a new file, or start again")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -71,18 +133,21 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
         The header that was written.
 
     Raises:
-        DataError: an id is not below `vocab_size`, or there are no tokens.
+        DataError: an id is not below `vocab_size`, a document is no 1-D array of integers, there are no tokens, or `vocab_size`
+            is not in [1, 2**32 - 1].
         OSError: the file cannot be written.
     """
+    if not 0 < vocab_size <= _LARGEST_VOCABULARY:
+        raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits an id")
     dtype = token_dtype(vocab_size)
     hasher = hashlib.sha256()
-    num_tokens = num_documents = 0
+    num_tokens = num_documents = ids_end = 0
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             file.seek(_HEADER.size)
             for document in documents:
-                _check_ids(document, vocab_size, path)
+                ids_end = max(ids_end, _check_document(document, vocab_size, path, first=num_tokens))
                 payload = document.astype(dtype, copy=False).tobytes()
                 hasher.update(payload)
                 file.write(payload)
@@ -90,7 +155,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
                 num_documents += 1
             if num_tokens == 0:
                 raise DataError(f"{path}: there are no tokens to write; use a longer text")
-            header = Header(dtype.itemsize, num_tokens, num_documents, vocab_size, hasher.hexdigest())
+            header = Header(dtype.itemsize, num_tokens, num_documents, vocab_size, hasher.hexdigest(), ids_end - 1)
             file.seek(0)
             file.write(header.pack())
             file.flush()
@@ -119,12 +184,15 @@ def read_header(path: Path) -> Header:
         )
     if len(start) < _HEADER.size:
         raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
-    _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256 = _HEADER.unpack(start)
+    _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256, ids_end = _HEADER.unpack(start)
     if version != _VERSION:
         raise DataError(f"{path}: is of version {version}, this jgraph reads version {_VERSION}; make it again")
     if bytes_per_token not in (2, 4):
         raise DataError(f"{path}: header says {bytes_per_token} bytes per token, must be 2 or 4: damaged; copy it again")
-    header = Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex())
+    if ids_end > vocab_size:
+        raise DataError(f"{path}: header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: damaged; copy it again")
+    largest_id = ids_end - 1 if ids_end else None
+    header = Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex(), largest_id)
     if found_bytes != header.file_bytes:
         state = "truncated" if found_bytes < header.file_bytes else "damaged"
         raise DataError(
@@ -145,22 +213,42 @@ def verify(path: Path) -> Header:
     """Reads a whole file and checks it against its header.
 
     Raises:
-        DataError: as `read_header`, or the token ids do not match their hash, or one is not below the vocabulary size.
+        DataError: as `read_header`, or the token ids do not match their hash, or one is larger than the header promises.
         OSError: the file cannot be read.
     """
     header = read_header(path)
     hasher = hashlib.sha256()
-    tokens = read_tokens(path)
-    chunk_tokens = _CHUNK_BYTES // header.bytes_per_token
-    for start in range(0, header.num_tokens, chunk_tokens):
-        chunk = tokens[start : start + chunk_tokens]
-        _check_ids(chunk, header.vocab_size, path)
-        hasher.update(chunk.tobytes())
+    buffer = np.empty(_CHUNK_BYTES // header.bytes_per_token, header.dtype)
+    ids_end = first = 0
+    # Read, not mapped: a file that is cut meanwhile ends early, and other threads run while this one waits for a disk.
+    with path.open("rb") as file:
+        file.seek(_HEADER.size)
+        while num_bytes := file.readinto(buffer.data):
+            chunk = buffer[: num_bytes // header.bytes_per_token]
+            ids_end = max(ids_end, _check_ids(chunk, header.ids_end, path, first=first))
+            hasher.update(chunk.data)
+            first += len(chunk)
     if hasher.hexdigest() != header.sha256:
         raise DataError(f"{path}: SHA-256 is {hasher.hexdigest()}, header says {header.sha256}: damaged; copy it again")
+    if header.largest_id is not None and ids_end <= header.largest_id:
+        raise DataError(f"{path}: largest id is {ids_end - 1}, header says {header.largest_id}: damaged; copy it again")
     return header
 
 
-def _check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
-    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-        raise DataError(f"{path}: holds token ids from {ids.min()} to {ids.max()}: must be in [0, {vocab_size})")
+def _check_document(document: np.ndarray, vocab_size: int, path: Path, *, first: int) -> int:
+    """Largest id + 1 of a document that is to start at token `first` of `path`; 0 of an empty one."""
+    if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
+        kind = f"{document.dtype}{list(document.shape)}"
+        raise DataError(f"{path}: the document at token {first} is of {kind}: must be a 1-D array of integers")
+    return _check_ids(document, vocab_size, path, first=first, remedy="write it for a larger vocabulary")
+
+
+def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str = _MAKE_AGAIN) -> int:
+    """Largest id + 1; 0 without ids. `first` is the place of ids[0] in the file."""
+    if len(ids) == 0:
+        return 0
+    largest = int(ids.max())
+    if largest >= end or (ids.dtype.kind == "i" and ids.min() < 0):
+        place = int(np.argmax((ids >= end) | (ids < 0)))
+        raise DataError(f"{path}: token {first + place} is {ids[place]}: must be in [0, {end}), its vocabulary; {remedy}")
+    return largest + 1

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Tokens(Protocol):
-    """A 1-D stream of uint8, uint16 or uint32 ids: an array, a memory map, or `Concatenated`."""
+    """A 1-D stream of uint8, uint16 or uint32 ids: an array, a `TokenFile`, or `Concatenated`."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -20,12 +20,12 @@ class Tokens(Protocol):
 
 
 class Concatenated:
-    """Arrays of one dtype, end to end. A span inside one part is a view of it; only one that crosses parts is copied."""
+    """Streams of one dtype, end to end. A span inside one part is a view of it; only one that crosses parts is copied."""
 
-    def __init__(self, parts: Sequence[np.ndarray]):
+    def __init__(self, parts: Sequence[Tokens]):
         """
         Args:
-            parts: at least one 1-D array, all of the same dtype.
+            parts: at least one 1-D stream, all of the same dtype.
         """
         assert len({part.dtype for part in parts}) == 1
         self.parts = tuple(parts)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jgraph.data import CORPORA, Concatenated, load, make_token_files, write_tokens
+from jgraph.data import CORPORA, Concatenated, TokenFile, load, make_token_files, write_tokens
 from jgraph.data.sources import SYNTHETIC_ENTROPY
 from jgraph.errors import DataError
 
@@ -93,9 +93,10 @@ def test_bytes_that_are_no_text_decode_to_replacement_characters(text_file):
 
 def test_token_directory_is_mapped_and_not_read(token_directory):
     corpus = open_corpus(token_directory, vocab_size=512)
-    assert isinstance(corpus.heldout, np.memmap)
+    assert np.shares_memory(corpus.heldout[:5], corpus.heldout[2:9])
+    assert not corpus.heldout[:5].flags.writeable
     assert isinstance(corpus.train, Concatenated)
-    assert all(isinstance(part, np.memmap) for part in corpus.train.parts)
+    assert all(isinstance(part, TokenFile) for part in corpus.train.parts)
     assert corpus.zlib_nats_per_token is None
 
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 
 from jgraph.data import load, make_token_files, read_header, read_tokens, verify
 from jgraph.data.__main__ import main
+from jgraph.data.tokenizer import Encoder
 from jgraph.errors import ConfigError, DataError
 
 
@@ -52,6 +53,13 @@ def test_shards_close_with_a_document_and_make_no_difference(make, tmp_path):
     assert sum(header.num_documents for header in headers) == read_header(one / "train-00000.bin").num_documents
     assert np.array_equal(all_tokens(one, "train"), all_tokens(many, "train"))
     assert all(tokens[-1] == 0 for tokens in map(read_tokens, many.glob("*.bin")))
+
+
+def test_an_id_beyond_the_tokenizers_vocabulary_is_refused_before_it_is_stored_as_another(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", lambda self, documents: (np.array([3, 65_536 + 3]) for _ in documents))
+    with pytest.raises(DataError, match=r"stories.txt: the tokenizer gives id 65539 where its vocabulary ends at 299"):
+        make()
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_order_of_the_files_makes_no_difference(make, tmp_path, stories):

@@ -1,4 +1,5 @@
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgraph.data import Concatenated, read_header, read_tokens, verify, write_tokens
+from jgraph.data import Batches, Concatenated, TokenFile, heldout_batches, read_header, read_tokens, verify, write_tokens
 from jgraph.errors import DataError
 
 
@@ -41,6 +42,7 @@ def test_tokens_survive_the_file_and_take_two_bytes_where_they_fit(case):
         assert tokens.dtype == (np.uint16 if vocab_size <= 65_536 else np.uint32)
         assert read_header(path) == verify(path) == written
         assert (written.vocab_size, written.num_documents) == (vocab_size, len(documents))
+        assert written.largest_id == max(token for document in documents for token in document)
 
 
 def test_reading_maps_the_file(token_file):
@@ -52,14 +54,9 @@ def test_reading_maps_the_file(token_file):
 def test_header_is_laid_out_as_documented(token_file):
     start = token_file.read_bytes()
     assert start[:8] == b"JGTOKENS"
-    assert [int.from_bytes(start[at : at + size], "little") for at, size in [(8, 4), (12, 4), (16, 8), (24, 8), (32, 4)]] == [
-        1,
-        2,
-        100,
-        1,
-        100,
-    ]
-    assert start[68:128] == bytes(60)
+    fields = [(8, 4), (12, 4), (16, 8), (24, 8), (32, 4), (68, 4)]
+    assert [int.from_bytes(start[at : at + size], "little") for at, size in fields] == [1, 2, 100, 1, 100, 100]
+    assert start[72:128] == bytes(56)
     assert len(start) == 128 + 2 * 100
 
 
@@ -77,6 +74,7 @@ def test_truncated_file_is_refused_with_expected_and_found_bytes(token_file, cut
         (8, b"\x07", "is of version 7, this jgraph reads version 1"),
         (12, b"\x03", "3 bytes per token, must be 2 or 4"),
         (16, b"\x05", "328 bytes where 5 tokens need 138: damaged"),
+        (68, b"\x65", "ids up to 100 in a vocabulary of 100: damaged"),
     ],
 )
 def test_wrong_header_is_refused(token_file, offset, data, message):
@@ -92,10 +90,80 @@ def test_changed_token_is_found_by_verify_alone(token_file):
         verify(token_file)
 
 
-def test_token_beyond_the_header_vocabulary_is_found_by_verify(token_file):
-    overwrite(token_file, 32, b"\x32")
-    with pytest.raises(DataError, match=r"token ids from 0 to 99: must be in \[0, 50\)"):
-        verify(token_file)
+def read_all(path: Path) -> None:
+    TokenFile(path)[:]
+
+
+def read_a_batch(path: Path) -> None:
+    Batches(TokenFile(path), batch_size=3, seq_len=30, seed=0)[0]
+
+
+def read_heldout_batches(path: Path) -> None:
+    heldout_batches(TokenFile(path), batch_size=1, seq_len=30, limit=10)
+
+
+@pytest.mark.parametrize("read", [verify, read_all, read_a_batch, read_heldout_batches])
+@pytest.mark.parametrize("keeps_largest", [True, False])
+def test_token_beyond_the_vocabulary_is_found_when_it_is_read_with_its_place(token_file, read, keeps_largest):
+    overwrite(token_file, 128 + 2 * 70, b"\xff\xff")
+    if not keeps_largest:
+        overwrite(token_file, 68, bytes(4))
+    with pytest.raises(DataError, match=r"train-0.bin: token 70 is 65535: must be in \[0, 100\)"):
+        read(token_file)
+
+
+def test_token_between_the_largest_one_and_the_vocabulary_is_found_when_it_is_read(tmp_path):
+    path = tmp_path / "train-0.bin"
+    write_tokens(path, [np.arange(9)], vocab_size=100)
+    overwrite(path, 128 + 2 * 4, b"\x14")
+    with pytest.raises(DataError, match=r"token 4 is 20: must be in \[0, 9\)"):
+        read_all(path)
+
+
+def test_largest_id_that_no_token_has_is_found_by_verify(tmp_path):
+    path = tmp_path / "train-0.bin"
+    write_tokens(path, [np.arange(9)], vocab_size=100)
+    overwrite(path, 68, b"\x0a")
+    with pytest.raises(DataError, match="largest id is 8, header says 9: damaged"):
+        verify(path)
+
+
+def test_file_that_keeps_no_largest_id_is_read_as_before(token_file):
+    overwrite(token_file, 68, bytes(4))
+    assert verify(token_file).largest_id is None
+    assert TokenFile(token_file)[:].tolist() == list(range(100))
+
+
+def test_bad_token_in_a_later_part_is_named_with_its_own_file_and_place(token_file, tmp_path):
+    write_tokens(tmp_path / "train-1.bin", [np.arange(50)], vocab_size=100)
+    overwrite(tmp_path / "train-1.bin", 128 + 2 * 7, b"\xff")
+    tokens = Concatenated([TokenFile(token_file), TokenFile(tmp_path / "train-1.bin")])
+    assert len(tokens[60:107]) == 47
+    with pytest.raises(DataError, match=r"train-1.bin: token 7 is 255"):
+        tokens[60:110]
+
+
+@pytest.mark.parametrize("change", ["cut", "overwritten"])
+def test_file_that_is_written_to_while_it_is_open_is_refused(token_file, change):
+    tokens = TokenFile(token_file)
+    if change == "cut":
+        with token_file.open("r+b") as file:
+            file.truncate(0)
+    else:
+        time.sleep(0.02)  # longer than the file system's clock stands still
+        overwrite(token_file, 128, b"\x01")
+    with pytest.raises(DataError, match=r"train-0.bin: was written to while it is in use"):
+        tokens[:5]
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_file_that_is_removed_or_replaced_stays_open_as_it_was(token_file, change):
+    tokens = TokenFile(token_file)
+    if change == "removed":
+        token_file.unlink()
+    else:
+        write_tokens(token_file, [np.zeros(9, np.int64)], vocab_size=100)
+    assert tokens[:5].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("ids", [[-1], [100]])
@@ -103,6 +171,18 @@ def test_ids_outside_the_vocabulary_are_not_written(tmp_path, ids):
     with pytest.raises(DataError, match=r"must be in \[0, 100\)"):
         write_tokens(tmp_path / "train-0.bin", [np.arange(3), np.array(ids)], vocab_size=100)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("document", [np.ones(3), np.ones((2, 2), np.int64), np.ones(3, bool)])
+def test_a_document_that_is_no_row_of_integers_is_not_written(tmp_path, document):
+    with pytest.raises(DataError, match=r"document at token 3 is of .*: must be a 1-D array of integers"):
+        write_tokens(tmp_path / "train-0.bin", [np.arange(3), document], vocab_size=100)
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 2**32])
+def test_a_vocabulary_that_no_header_can_hold_is_refused_before_anything_is_read(tmp_path, vocab_size):
+    with pytest.raises(DataError, match=f"vocab_size is {vocab_size}: must be in"):
+        write_tokens(tmp_path / "train-0.bin", iter(lambda: pytest.fail("a document was read"), None), vocab_size=vocab_size)
 
 
 def test_no_tokens_make_no_file(tmp_path):
