@@ -2,15 +2,15 @@
 
     python -m benchmarks.callables --parts blocks pipeline replays
 
-The peers run first, each in a process of its own, while jax has not touched a GPU yet. Both sides warm up, repeat and wait in
-the same way (`peers/protocol.py`). Results are written after every row. What fails is a row that says why, on either side.
+Every row has a process of its own, and those of a work are timed in turns (`benchmarks/turns.py`). Both sides warm up, repeat
+and wait in the same way (`peers/protocol.py`). Results are written after every round. What fails is a row that says why.
+
+A process of jgraph's is this script with its request: python -m benchmarks.callables '{"part": "blocks", "variant": ...}'
 """
 
-import functools
 import gc
-import itertools
+import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -21,8 +21,9 @@ import tyro
 from flax import nnx
 
 import jgraph
-from benchmarks.harness import count_gpus, environment, line, ratio, resident_bytes, spread, write_results
-from benchmarks.peers.protocol import Clock, ask, last_error
+from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, resident_bytes, spread
+from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
+from benchmarks.turns import Entrant, ask, race
 from benchmarks.works import MLPSize, half_square, mlp_layer, mlp_layers, schedule_of
 from jgraph.config import ModelConfig
 from models.gpt import Block, rotary
@@ -32,7 +33,7 @@ from models.gpt import Block, rotary
 Part = Literal["blocks", "pipeline", "replays"]
 Row = dict[str, Any]
 
-TORCH = "torch graphed callables"
+TORCH = "graphed callables"
 REPLAYS = (100, 1_100)
 
 
@@ -70,7 +71,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Common):
     """What to run."""
 
     parts: tuple[Part, ...] = ("blocks", "pipeline", "replays")
@@ -79,83 +80,80 @@ class Options:
     """tiny is for a machine without a GPU."""
     ranks: int = 4
     """GPUs of the pipeline."""
+    pipelines: tuple[str, ...] = ("launch-bound", "large")
+    """Pipelines whose name begins so."""
     schedules: tuple[str, ...] = ("aligned", "zb-h1", "1f1b", "zb-v", "aligned:2")
-    """Schedules of `jgraph.schedule`, with chunks per rank after a colon; the first are timed first."""
+    """Schedules of `jgraph.schedule`, with chunks per rank after a colon; the first one is in every round."""
     joins: tuple[Literal["segments", "nothing"], ...] = ("segments", "nothing")
     """What is joined into one executable."""
     peers: tuple[str, ...] = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
     """Schedules of torch.distributed.pipelining; none where the flag stands alone."""
-    seconds: float = 0.2
-    """Shortest time of a repeat."""
-    repeats: int = 5
-    """Repeats, of which the median is taken."""
-    warmup_seconds: float = 1.0
-    """Time that each variant runs before it is timed."""
-    peer_timeout: float = 120.0
-    """Seconds after which a peer is ended."""
-    budget: float = 330.0
-    """Seconds after which no further variant is begun; those left say so in the table."""
-    revision: str = ""
-    """Git revision for the JSON, where there is no .git."""
     name: str = "callables"
-    """Results go to benchmarks/results/NAME.json and .md."""
 
 
-class Report:
-    """Rows by part, written as they come."""
-
-    def __init__(self, options: Options):
-        self.options = options
-        self.start = time.monotonic()
-        self.rows: dict[str, list[Row]] = {part: [] for part in options.parts}
-        about = {"environment": environment(revision=options.revision), "options": asdict(options)}
-        self.results: dict[str, Any] = about | {"sizes": asdict(SIZES[options.sizes]), "device": None, "parts": self.rows}
-
-    def add(self, part: str, **row: Any) -> None:
-        self.rows[part].append(row)
-        shown = {key: value for key, value in row.items() if key != "repeats_ms"}
-        print(f"[{time.monotonic() - self.start:.0f} s] {part}: {shown}", flush=True)
-        write_results(self.options.name, self.results, table(self.results))
-
-    def attempt(self, part: str, named: Row, measure: Callable[[], Row]) -> None:
-        """Adds what `measure` finds; or why it failed, as one variant must not take the others with it."""
-        if time.monotonic() - self.start > self.options.budget:
-            self.add(part, **named, failed=f"not begun: {self.options.budget:g} s were over")
-            return
-        try:
-            self.add(part, **named, **measure())
-        except Exception:
-            text = traceback.format_exc()
-            print(text, flush=True)
-            self.add(part, **named, failed=f"failed: {last_error(text)}")
-
-
-# Peers
-
-
-def ask_peers(options: Options, clock: Clock, report: Report) -> None:
-    sizes, gpus = SIZES[options.sizes], count_gpus()
-    if "blocks" in options.parts:
-        if gpus:
-            request = {"size": asdict(sizes.blocks), "clock": asdict(clock)}
-            rows, failure = ask("benchmarks.peers.blocks", request, timeout=options.peer_timeout)
+def main() -> None:
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        asked = request()
+        {"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes}[asked["part"]](asked)
+        return
+    options = tyro.cli(Options, description=__doc__)
+    sizes, results = SIZES[options.sizes], Table(options, draw)
+    for part in () if options.table else options.parts:
+        if part == "pipeline":
+            for name, size in sizes.pipelines.items():
+                if name.startswith(options.pipelines) or options.sizes == "tiny":
+                    results.begin(name, ranks=options.ranks, size=asdict(size))
+                    compete(name, pipelines(size, options), options, results)
         else:
-            rows, failure = [], "skipped: no GPU here"
-        for row in rows:
-            report.add("blocks", **row)
-        if failure:
-            report.add("blocks", variant="torch", failed=failure)
-    for schedule in options.peers if "pipeline" in options.parts else ():
-        request = {"schedule": schedule, "compile": False, "clock": asdict(clock)}
-        request["sizes"] = {name: asdict(size) for name, size in sizes.pipelines.items()}
-        if gpus >= options.ranks:
-            rows, failure = ask("benchmarks.peers.pipelining", request, ranks=options.ranks, timeout=options.peer_timeout)
-        else:
-            rows, failure = [], f"skipped: {gpus} of {options.ranks} GPUs are here"
-        answered = {row.pop("size"): row for row in rows}
-        for name in sizes.pipelines:
-            row = answered.get(name, {"schedule": schedule, "failed": failure or "failed: no answer"})
-            report.add("pipeline", size=name, system="torch", **row)
+            results.begin(part, ranks=1, size=asdict(sizes.blocks))
+            if part == "blocks":
+                compete(part, blocks(sizes.blocks), options, results)
+            else:
+                results.put(part, [replays(variant, sizes.blocks, options) for variant in REPLAYED])
+    print(results)
+
+
+def compete(work: str, entrants: list[Entrant], options: Options, results: Table) -> None:
+    clock = Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds)
+    limits = {"rounds": options.rounds, "together": options.together, "timeout": options.timeout}
+    race(entrants, clock, lambda rows: results.put(work, rows), **limits)
+
+
+def blocks(size: BlockSize) -> list[Entrant]:
+    asked = {"part": "blocks", "size": asdict(size)}
+    systems = {name: "jax" if name == JITTED else "jgraph" for name in BLOCKS}
+    ours = [
+        Entrant({"system": system, "variant": name}, "benchmarks.callables", asked | {"variant": name})
+        for name, system in systems.items()
+    ]
+    missing = "" if count_gpus() else "skipped: no GPU here"
+    peers = [
+        Entrant({"system": "torch", "variant": name}, "benchmarks.peers.blocks", asked | {"variant": name}, missing=missing)
+        for name in (TORCH, f"{TORCH}, no rotary", "eager")
+    ]
+    return [*ours, *peers]
+
+
+def pipelines(size: MLPSize, options: Options) -> list[Entrant]:
+    asked = {"part": "pipeline", "size": asdict(size), "ranks": options.ranks}
+    ours = [{"schedule": text, "join": join} for text in options.schedules for join in options.joins]
+    few = options.sizes == "full" and count_gpus() < options.ranks
+    peers = [
+        Entrant(
+            {"system": "torch", "schedule": schedule},
+            "benchmarks.peers.pipelining",
+            {"schedule": schedule, "compile": False, "size": asdict(size)},
+            ranks=options.ranks,
+            missing=f"skipped: {count_gpus()} of {options.ranks} GPUs are here" if few else "",
+        )
+        for schedule in options.peers
+    ]
+    return [*(Entrant({"system": "jgraph", **one}, "benchmarks.callables", asked | one) for one in ours), *peers]
+
+
+def replays(variant: str, size: BlockSize, options: Options) -> Row:
+    asked = {"part": "replays", "variant": variant, "size": asdict(size)}
+    return {"system": "jgraph", "variant": variant} | ask("benchmarks.callables", asked, timeout=options.timeout)
 
 
 # Blocks
@@ -255,24 +253,23 @@ def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
     return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
 
 
-def measure_blocks(size: BlockSize, clock: Clock, report: Report) -> None:
-    blocks = Blocks.of(size)
-    variants = {
-        "jgraph one by one": blocks.one_by_one,
-        "jgraph one by one, reuse_buffers": lambda: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
-        "jgraph run, join segments": lambda: blocks.run("segments"),
-        "jgraph run, join nothing": lambda: blocks.run("nothing"),
-        "jax.jit a block": blocks.jitted,
-    }
-    for name, build in variants.items():
-        report.attempt("blocks", {"variant": name}, lambda build=build: time_blocks(build, clock, 2 * size.num_blocks))
+JITTED = "jit a block"
+BLOCKS: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
+    "one by one": lambda blocks: blocks.one_by_one(),
+    "one by one, reuse_buffers": lambda blocks: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
+    "run, join segments": lambda blocks: blocks.run("segments"),
+    "run, join nothing": lambda blocks: blocks.run("nothing"),
+    JITTED: lambda blocks: blocks.jitted(),
+}
 
 
-def time_blocks(build: Callable[[], Callable[[], Any]], clock: Clock, replays: int) -> Row:
+def time_blocks(asked: Row) -> None:
+    size = BlockSize(**asked["size"])
     start = time.perf_counter()
-    iteration = build()
+    iteration, handed = BLOCKS[asked["variant"]](Blocks.of(size)), 2 * size.num_blocks
     jax.block_until_ready(iteration())
-    first = time.perf_counter() - start
+    device = f"1 x {jax.devices()[0].device_kind}"
+    answer(build_and_first_s=time.perf_counter() - start, replays=handed, device=device)
     latest: list[Any] = [None]
 
     def run():
@@ -282,10 +279,10 @@ def time_blocks(build: Callable[[], Callable[[], Any]], clock: Clock, replays: i
     def wait():
         jax.block_until_ready(latest)
 
-    timing = clock.back_to_back(run, wait)
-    host_us = clock.handover_seconds(run, wait) / replays * 1e6
-    row = {"host_us": host_us, "ms": timing.ms, "repeats_ms": timing.repeats_ms, "replays": replays}
-    return row | {"build_and_first_s": first}
+    def measure(clock: Clock) -> Row:
+        return told(clock.back_to_back(run, wait)) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
+
+    take_turns(measure)
 
 
 # Pipeline
@@ -297,18 +294,9 @@ def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
     return x_ND
 
 
-def measure_pipeline(name: str, size: MLPSize, text: str, options: Options, clock: Clock, report: Report) -> None:
-    build = functools.cache(lambda: Pipeline.build(size, text, options.ranks))
-    for join in options.joins:
-        named = {"size": name, "system": "jgraph", "schedule": text, "join": join}
-        report.attempt("pipeline", named, lambda join=join: build().time(join, clock))
-    build.cache_clear()
-    gc.collect()  # parameters and accumulators of this schedule, before the next ones
-
-
 @dataclass(frozen=True)
 class Pipeline:
-    """Graphed callables of one schedule, with parameters and inputs in place; both joins share it."""
+    """Graphed callables of one schedule, with parameters and inputs in place."""
 
     graphed: Any
     params: tuple[Any, ...]
@@ -342,46 +330,41 @@ class Pipeline:
         seconds = time.perf_counter() - start
         return cls(graphed, graphed.place(params), inputs, seconds)
 
-    def time(self, join: str, clock: Clock) -> Row:
-        latest: list[Any] = [None]
 
-        def run():
-            latest[0] = None
-            latest[0] = self.graphed.run(None, self.inputs, half_square, params=self.params, join=join)
+def time_pipeline(asked: Row) -> None:
+    pipeline = Pipeline.build(MLPSize(**asked["size"]), asked["schedule"], asked["ranks"])
+    answer(device=f"{asked['ranks']} x {jax.devices()[0].device_kind}", build_s=pipeline.build_seconds)
+    latest: list[Any] = [None]
 
-        def wait():
-            jax.block_until_ready((latest[0].losses, latest[0].grads))
+    def run():
+        latest[0] = None
+        latest[0] = pipeline.graphed.run(None, pipeline.inputs, half_square, params=pipeline.params, join=asked["join"])
 
-        start = time.perf_counter()
-        run()
-        wait()
-        first = time.perf_counter() - start
-        timing = clock.one_by_one(run, wait)
-        return {
-            "ms": timing.ms,
-            "repeats_ms": timing.repeats_ms,
-            "host_ms": clock.handover_seconds(run, wait) * 1e3,
-            "build_s": self.build_seconds,
-            "first_step_s": first,
-            "loss": sum(map(float, latest[0].losses)),
-        }
+    def wait():
+        jax.block_until_ready((latest[0].losses, latest[0].grads))
+
+    start = time.perf_counter()
+    run()
+    wait()
+    answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0].losses)))
+
+    def measure(clock: Clock) -> Row:
+        return told(clock.one_by_one(run, wait)) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
+
+    take_turns(measure)
 
 
 # Replays
 
-
-def measure_replays(size: BlockSize, report: Report) -> None:
-    blocks = Blocks.of(replace(size, num_blocks=2))
-    variants = {
-        "one by one": lambda: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
-        "run": lambda: blocks.run("segments", reuse_buffers=True),
-    }
-    for name, build in variants.items():
-        report.attempt("replays", {"variant": name}, lambda build=build: count_bytes(build()))
+REPLAYED: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
+    "one by one": lambda blocks: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
+    "run": lambda blocks: blocks.run("segments", reuse_buffers=True),
+}
 
 
-def count_bytes(iteration: Callable[[], Any]) -> Row:
+def count_bytes(asked: Row) -> None:
     """Bytes in use on the device and of the process after each of `REPLAYS`."""
+    iteration = REPLAYED[asked["variant"]](Blocks.of(replace(BlockSize(**asked["size"]), num_blocks=2)))
     after = []
     for replay in range(1, REPLAYS[-1] + 1):
         latest = iteration()
@@ -392,78 +375,72 @@ def count_bytes(iteration: Callable[[], Any]) -> Row:
             stats = jax.devices()[0].memory_stats()
             after.append((stats["bytes_in_use"] if stats else None, resident_bytes()))
     (device, host), (device_later, host_later) = after
-    grown = None if device is None or device_later is None else device_later - device
-    return {
-        "replays": REPLAYS,
-        "device_bytes": [device, device_later],
-        "device_growth": grown,
-        "host_bytes": [host, host_later],
-        "host_growth": host_later - host,
-    }
+    answer(
+        device=f"1 x {jax.devices()[0].device_kind}",
+        replays=REPLAYS,
+        device_bytes=[device, device_later],
+        device_growth=None if device is None or device_later is None else device_later - device,
+        host_bytes=[host, host_later],
+        host_growth=host_later - host,
+    )
 
 
 # Table
 
 
-def table(results: dict[str, Any]) -> str:
-    env, rows = results["environment"], results["parts"]
-    lines = ["# Graphed callables", ""]
-    lines += [f"{env['date']}, revision {env['revision']}, jax {env.get('jax')}, torch {env.get('torch')}, "]
-    lines[-1] += f"{results['device'] or 'device not asked yet'}, sizes {results['options']['sizes']}."
-    makers = {"blocks": blocks_table, "pipeline": pipeline_table, "replays": replays_table}
-    for part, make in makers.items():
-        if rows.get(part):
-            lines += ["", *make(rows[part], results)]
-    return "\n".join(lines) + "\n"
+def draw(works: dict[str, Any]) -> str:
+    parts = []
+    for work, result in works.items():
+        make = {"blocks": blocks_table, "replays": replays_table}.get(work, pipeline_table)
+        env = result["environment"]
+        about = f"{env['date']}, revision {env['revision']}, jax {env.get('jax')}, torch {env.get('torch')}, "
+        title, *lines = make(work, result)
+        parts += ["", title, "", f"{about}{result['device'] or 'device not asked yet'}, sizes {result['options']['sizes']}."]
+        parts += ["", *lines]
+    return "\n".join(["# Graphed callables", *parts]) + "\n"
 
 
-def blocks_table(rows: list[Row], results: dict[str, Any]) -> list[str]:
+def blocks_table(work: str, result: Row) -> list[str]:
+    rows, size = result["rows"], result["size"]
     torch = next((row for row in rows if row["variant"] == TORCH and "ms" in row), None)
-    size = results["sizes"]["blocks"]
     shape = f"d {size['d_model']}, {size['batch']}x{size['length']} tokens, bfloat16"
-    lines = [f"## {size['num_blocks']} GPT blocks, {shape}: forward and backward", ""]
+    lines = [f"## {size['num_blocks']} GPT blocks, {shape}: forward and backward"]
     lines += ["| variant | host us a replay | ms an iteration | fastest, slowest | host / torch | ms / torch |"]
     lines += ["|---|---|---|---|---|---|"]
     for row in rows:
-        cells = [row["variant"]]
-        if "failed" in row:
-            cells += [row["failed"], "", "", "", ""]
-        else:
+        cells = [named(row)]
+        if "ms" in row:
             cells += [f"{row['host_us']:.1f}", f"{row['ms']:.3f}", spread(row)]
-            cells += [ratio(row, torch, "host_us"), ratio(row, torch, "ms")]
-        lines += [line(cells)]
-    about = "Host time is until an iteration is handed over to an idle device, over its replays. The ratios are to"
+            cells += [ratio(row, torch, "host_us"), ratio(row, torch)]
+        cells += [row["failed"]] if "failed" in row else []
+        lines += [line(cells + [""] * (6 - len(cells)))]
+    about = "Host time is until an iteration is handed over to an idle device, over its replays. The ratios are to torch"
     return [*lines, "", f"{about} {TORCH}."]
 
 
-def pipeline_table(rows: list[Row], results: dict[str, Any]) -> list[str]:
-    ranks, lines = results["options"]["ranks"], []
-    for name, size in results["sizes"]["pipelines"].items():
-        here = [row for row in rows if row["size"] == name]
-        peer = min((row for row in here if row["system"] == "torch" and "ms" in row), key=lambda row: row["ms"], default=None)
-        flops = MLPSize(**size).flops
-        shape = f"{size['layers']} layers, {size['microbatches']} microbatches, {ranks} ranks"
-        lines += [f"## Pipeline, {name}, {shape}", ""]
-        lines += ["| schedule | join | ms a step | fastest, slowest | ms / fastest torch | host ms | TFLOP/s a GPU | loss |"]
-        lines += ["|---|---|---|---|---|---|---|---|"]
-        for row in here:
-            cells = [f"{row['system']} {row['schedule']}", row.get("join", "")]
-            if "failed" in row:
-                cells += [row["failed"], "", "", "", "", ""]
-            else:
-                cells += [f"{row['ms']:.2f}", spread(row), ratio(row, peer, "ms"), f"{row['host_ms']:.2f}"]
-                cells += [f"{flops / ranks / row['ms'] / 1e9:.0f}", f"{row['loss']:.6g}" if "loss" in row else ""]
-            lines += [line(cells)]
-        lines += [""]
+def pipeline_table(work: str, result: Row) -> list[str]:
+    rows, size, ranks = result["rows"], result["size"], result["ranks"]
+    peer, flops = fastest(rows, "torch"), MLPSize(**size).flops
+    shape = f"{size['layers']} layers, {size['microbatches']} microbatches, {ranks} ranks"
+    lines = [f"## Pipeline, {work}, {shape}"]
+    lines += ["| schedule | join | ms a step | fastest, slowest | ms / fastest torch | host ms | TFLOP/s a GPU | loss |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = [f"{row['system']} {row['schedule']}", row.get("join", "")]
+        if "ms" in row:
+            cells += [f"{row['ms']:.2f}", spread(row), ratio(row, peer), f"{row['host_ms']:.2f}" if "host_ms" in row else ""]
+            cells += [f"{flops / ranks / row['ms'] / 1e9:.0f}", f"{row['loss']:.6g}" if "loss" in row else ""]
+        cells += [row["failed"]] if "failed" in row else []
+        lines += [line(cells + [""] * (8 - len(cells)))]
     note = "Every step is waited for. Gradients are summed up in float32 in jgraph, in bfloat16 in torch."
-    return [*lines, note]
+    return [*lines, "", note]
 
 
-def replays_table(rows: list[Row], results: dict[str, Any]) -> list[str]:
-    lines = ["## Replays of two callables with reuse_buffers", ""]
+def replays_table(work: str, result: Row) -> list[str]:
+    lines = ["## Replays of two callables with reuse_buffers"]
     lines += [f"| variant | bytes on the device after {REPLAYS[0]:,}, {REPLAYS[1]:,} | growth | host RSS | growth |"]
     lines += ["|---|---|---|---|---|"]
-    for row in rows:
+    for row in result["rows"]:
         cells = [row["variant"]]
         if "failed" in row:
             cells += [row["failed"], "", "", ""]
@@ -473,23 +450,6 @@ def replays_table(rows: list[Row], results: dict[str, Any]) -> list[str]:
                 cells += ["" if row[f"{place}_growth"] is None else f"{row[f'{place}_growth']:+,}"]
         lines += [line(cells)]
     return lines
-
-
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
-    sizes = SIZES[options.sizes]
-    clock = Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds)
-    report = Report(options)
-    ask_peers(options, clock, report)
-    report.results["device"] = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-    if "blocks" in options.parts:
-        measure_blocks(sizes.blocks, clock, report)
-    if "replays" in options.parts:
-        measure_replays(sizes.blocks, report)
-    if "pipeline" in options.parts:
-        for text, (name, size) in itertools.product(options.schedules, sizes.pipelines.items()):
-            measure_pipeline(name, size, text, options, clock, report)
-    print(table(report.results))
 
 
 if __name__ == "__main__":

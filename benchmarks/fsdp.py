@@ -2,9 +2,9 @@
 
     python -m benchmarks.fsdp --work gpt-1b3 gpt-7b
 
-Every row has a process of its own that is ended after a time-out; the peers run first, then jgraph on one GPU with as many
-tokens a GPU. Both sides time whole steps handed over one after the other: forward, backward, clipping, AdamW. Results are
-written after every row, those of other works left as they are; `--table` prints what there is.
+Every row has a process of its own, and all are timed in turns (`benchmarks/turns.py`), jgraph on one GPU with as many tokens
+too. Both sides time whole steps handed over one after the other: forward, backward, clipping, AdamW. Results are written after
+every round, those of other works left as they are; `--table` prints what there is.
 
 A process of jgraph's is this script with its request: python -m benchmarks.fsdp '{"task": "time", "config": {...}, ...}'
 """
@@ -20,8 +20,9 @@ import numpy as np
 import tyro
 
 from benchmarks import harness
-from benchmarks.harness import Table, count_gpus, environment, fastest, line, merge, print_soak, ratio, spread
-from benchmarks.peers.protocol import Clock, answer, ask, request
+from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, save_soak, spread
+from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
+from benchmarks.turns import Entrant, ask, race
 from jgraph.assembly import Assembly
 from jgraph.config import ModelConfig, TrainConfig
 from jgraph.graph import count_launches
@@ -29,12 +30,12 @@ from jgraph.metrics import flops_per_step, peak_flops, peak_memory_bytes
 from jgraph.presets import preset
 
 Row = dict[str, Any]
-WorkName = Literal["gpt-1b3", "gpt-7b"]
+WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
 
 # B batch of all ranks, S sequence and its next token
 
-SEQUENCES: dict[WorkName, int] = {"gpt-1b3": 8, "gpt-7b": 2}
-ON_ONE_GPU = ("gpt-1b3",)  # the state of the other one leaves little of a GPU
+SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}
+ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
 _TINY = ModelConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
 
 # To reach: tokens/s over the fastest torch's, over those of as many single GPUs, and MFU; and no more memory than torch.
@@ -46,7 +47,7 @@ FLOPS = "6 x tokens x (weights of matrix products + layers x width x sequence): 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Common):
     """What to run."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
@@ -54,7 +55,7 @@ class Options:
     sizes: Literal["full", "tiny"] = "full"
     """tiny is for a machine without a GPU."""
     sequences: int = 0
-    """Of a GPU in a step; 0 for 8 of gpt-1b3 and 2 of gpt-7b."""
+    """Of a GPU in a step; 0 for 8 of gpt-1b3, 2 of the others."""
     ranks: int = 0
     """GPUs that share the state; 0 for all that there are."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
@@ -65,27 +66,16 @@ class Options:
     xla_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE for all of jgraph's programs, after the preset's; may be repeated."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full and reshard=yes|no beside XLA's; may be repeated."""
+    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no and layout=dp (every GPU has all
+    parameters) beside XLA's; may be repeated."""
     one_gpu: Literal["yes", "no"] = "yes"
-    """Whether to time gpt-1b3 on one GPU too."""
+    """Whether to time on one GPU too what fits there."""
     soak: int = 0
-    """Steps of each work, watched for memory and hangs, by the first variant if there is one; nothing else is run."""
-    table: bool = False
-    """Print the results that there are; nothing is run."""
-    seconds: float = 2.0
-    """Shortest time of a repeat."""
-    repeats: int = 5
-    """Repeats, of which the median is taken."""
-    warmup_seconds: float = 3.0
-    """Time that each row runs before it is timed."""
-    timeout: float = 240.0
-    """Seconds after which a process is ended."""
+    """Steps of each work, watched for memory and hangs, by the first variant if there is one, into soaks.json; nothing else is
+    run."""
     hang_seconds: float = 60.0
     """Longest time of a step of a soak."""
-    revision: str = ""
-    """Git revision for the JSON, where there is no .git."""
     name: str = "fsdp"
-    """Results go to benchmarks/results/NAME.json and .md."""
 
 
 # Running
@@ -97,7 +87,7 @@ def main() -> int:
         {"time": time_step, "soak": soak_step}[asked["task"]](asked)
         return 0
     options = tyro.cli(Options, description=__doc__)
-    results = Table(options.name, draw)
+    results = Table(options, draw)
     if options.table:
         print(results)
         return 0
@@ -113,17 +103,36 @@ def main() -> int:
 def run(work: WorkName, ranks: int, options: Options, results: Table) -> None:
     """All rows of a work."""
     config = config_of(work, ranks, options)
-    variants = {variant: vary(config, variant) for variant in ("", *options.variant)}  # what is wrong fails before peers run
-    about = {"environment": environment(revision=options.revision), "options": asdict(options), "ranks": ranks}
-    results.begin(work, **about, config=asdict(config))
-    for peer in options.peers:
-        results.add(work, ask_torch(peer, config, options) | {"system": "torch", "variant": peer, "ranks": ranks})
+    entrants = [ours(vary(config, variant), variant, ranks) for variant in ("", *options.variant)]
     if work in ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
         alone = replace(config, fsdp=1, batch_size=config.batch_size // ranks)
-        results.add(work, ask_jgraph("time", alone, options) | {"system": "one GPU", "variant": "", "ranks": 1})
-    for variant, varied in variants.items():
-        row = ask_jgraph("time", varied, options)
-        results.add(work, row | {"system": "jgraph", "variant": variant, "ranks": ranks})
+        entrants += [ours(alone, "", 1, system="one GPU")]
+    results.begin(work, ranks=ranks, config=asdict(config))
+    race(
+        [*entrants, *(torchs(peer, config, options) for peer in options.peers)],
+        Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds),
+        lambda rows: results.put(work, rows),
+        rounds=options.rounds,
+        together=options.together,
+        timeout=options.timeout,
+    )
+
+
+def ours(config: TrainConfig, variant: str, ranks: int, system: str = "jgraph") -> Entrant:
+    named = {"system": system, "variant": variant, "ranks": ranks}
+    return Entrant(named, "benchmarks.fsdp", {"task": "time", "config": asdict(config)})
+
+
+def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
+    how, _, reshard = peer.partition(":")
+    few = options.sizes == "full" and count_gpus() < config.fsdp
+    return Entrant(
+        {"system": "torch", "variant": peer, "ranks": config.fsdp},
+        "benchmarks.peers.fsdp",
+        {"config": asdict(config), "compile": how == "compile", "reshard": reshard == "reshard"},
+        ranks=config.fsdp,
+        missing=f"skipped: {count_gpus()} of {config.fsdp} GPUs are here" if few else "",
+    )
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
@@ -147,36 +156,22 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, graph=graph)
             case ["reshard", "yes" | "no" as choice]:
                 config = replace(config, reshard_after_forward=choice == "yes")
-            case [name, _] if name not in ("graph", "reshard"):
+            case ["layout", "dp"]:
+                config = replace(config, dp=config.fsdp, fsdp=1)
+            case [name, _] if name not in ("graph", "reshard", "layout"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
-                raise SystemExit(f"--variant has {word}: must be graph=auto|off|full, reshard=yes|no or an XLA option=VALUE")
+                raise SystemExit(f"--variant has {word}: must be graph=auto|off|full, reshard=yes|no, layout=dp or XLA's")
     return config
-
-
-def ask_torch(peer: str, config: TrainConfig, options: Options) -> Row:
-    if options.sizes == "full" and count_gpus() < config.fsdp:
-        return {"failed": f"skipped: {count_gpus()} of {config.fsdp} GPUs are here"}
-    how, _, reshard = peer.partition(":")
-    asked = {"config": asdict(config), "compile": how == "compile", "reshard": reshard == "reshard", "clock": clock(options)}
-    return merge(*ask("benchmarks.peers.fsdp", asked, ranks=config.fsdp, timeout=options.timeout))
-
-
-def ask_jgraph(task: str, config: TrainConfig, options: Options, **more: Any) -> Row:
-    asked = {"task": task, "config": asdict(config), "clock": clock(options)}
-    return merge(*ask("benchmarks.fsdp", asked | more, timeout=options.timeout))
-
-
-def clock(options: Options) -> Row:
-    return asdict(Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds))
 
 
 def soak(work: WorkName, ranks: int, options: Options) -> int:
     variant = next(iter(options.variant), "")
     config = vary(config_of(work, ranks, options), variant)
-    row = ask_jgraph("soak", config, options, steps=options.soak, hang_seconds=options.hang_seconds)
-    title = " ".join(filter(None, (f"{work}, {ranks} ranks, graph {config.graph}", variant)))
-    return print_soak(title, row, options.soak, "loss", "skipped")
+    asked = {"task": "soak", "config": asdict(config), "steps": options.soak, "hang_seconds": options.hang_seconds}
+    row = ask("benchmarks.fsdp", asked, timeout=options.timeout)
+    named = {"work": f"fsdp {work}", "variant": variant, "graph": config.graph, "ranks": ranks, "steps": options.soak}
+    return save_soak(options, named | {"batch_size": config.batch_size}, row)
 
 
 # In a process of its own
@@ -229,18 +224,22 @@ class Program:
 
 
 def time_step(asked: Row) -> None:
-    program, watch = Program.of(TrainConfig.from_dict(asked["config"])), Clock(**asked["clock"])
+    program = Program.of(TrainConfig.from_dict(asked["config"]))
     program.run()
     program.wait()
     answer(**program.result(), peak_bytes=program.peak_bytes())
     # On a CPU the threads of one step can wait for those of another, in another collective, for ever.
     on_cpu = program.devices[0].platform == "cpu"
-    timing = (watch.one_by_one if on_cpu else watch.back_to_back)(program.run, program.wait)
-    answer(**asdict(timing), peak_bytes=program.peak_bytes())
+
+    def measure(clock: Clock) -> Row:
+        return told((clock.one_by_one if on_cpu else clock.back_to_back)(program.run, program.wait))
+
+    take_turns(measure)
     with count_launches() as count:
         program.run()
         program.wait()
-    answer(launches=count.launches, updates=count.updates, skipped=program.result()["skipped"])
+    skipped = program.result()["skipped"]
+    answer(launches=count.launches, updates=count.updates, skipped=skipped, peak_bytes=program.peak_bytes())
 
 
 def soak_step(asked: Row) -> None:
@@ -292,7 +291,7 @@ def summary(works: dict[str, Any]) -> list[str]:
             cells += [gigabytes(row, "peak_bytes") if row else ""]
         if torch and ours:
             cells[-1] += f" <= {gigabytes(torch, 'peak_bytes')}"
-        cells += [f"**{ratio(torch, ours, 'ms')}**" if torch and ours else "", f">= {LEAST_GAIN:g}"]
+        cells += [f"**{ratio(torch, ours)}**" if torch and ours else "", f">= {LEAST_GAIN:g}"]
         cells += [share(scaling, ours, result), f">= {LEAST_SCALING:g}" if work in ON_ONE_GPU else ""]
         cells += [share(mfu, ours, result), f">= {LEAST_MFU[work]:.0%}" if work in LEAST_MFU else ""]
         lines += [line(cells)]
@@ -319,10 +318,10 @@ def table(work: str, result: Row) -> list[str]:
     columns = *columns, "peak GB", "temporaries GB", "compile s", "launches, updates", "W", "MHz", "first loss"
     lines += ["", line(list(columns)), "|---" * len(columns) + "|"]
     for row in rows:
-        cells = [" ".join(filter(None, (row["system"], row["variant"])))]
+        cells = [named(row)]
         if "ms" in row:
             cells += [f"{row['ms']:.2f}", spread(row), f"{tokens_per_second(row, result):,.0f}"]
-            cells += [ratio(torch, row, "ms") if torch and row["ranks"] == ranks else ""]
+            cells += [ratio(torch, row) if torch and row["ranks"] == ranks else ""]
             cells += [share(scaling, row, result), share(mfu, row, result)]
             cells += [gigabytes(row, key) for key in ("peak_bytes", "temp_bytes")]
             if row.get("init_peak_bytes", 0) == row.get("peak_bytes"):

@@ -6,6 +6,7 @@ A card at its power limit runs its first second faster than all others, so the w
 import faulthandler
 import json
 import math
+import os
 import platform
 import resource
 import statistics
@@ -13,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -78,7 +79,8 @@ def time_steps(
 
 def read_card() -> tuple[float, float] | None:
     """Watts drawn and SM clock in MHz of the first GPU, as nvidia-smi reads them; None without one."""
-    query = ["nvidia-smi", "--id=0", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
     try:
         watts, mhz = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split(",")
         return float(watts), float(mhz)
@@ -87,12 +89,14 @@ def read_card() -> tuple[float, float] | None:
 
 
 def count_gpus() -> int:
-    """By nvidia-smi; without jax or torch, which would take hold of them."""
+    """By nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return 0
-    return len(done.stdout.splitlines())
+    gpus = done.stdout.splitlines()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus)))))
+    return min(len(gpus), len(list(filter(None, visible.split(",")))))
 
 
 def resident_bytes() -> int:
@@ -125,19 +129,31 @@ def soak(
             yield {"done": step, "median_ms": statistics.median(times), "slowest_ms": max(times), **memory()}
 
 
-def print_soak(title: str, row: dict[str, Any], steps: int, *facts: str) -> int:
-    """What `soak` has found, with other facts of the row by their names; the exit status, 1 where the row has failed."""
-    print(f"{title}: {row.get('done', 0)} of {steps} steps")
-    for place in ("device", "host"):
-        before, after = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
-        grown = "not told" if before is None or after is None else f"{before:,} -> {after:,} bytes, {after - before:+,}"
-        print(f"{place}: {grown}")
-    if "median_ms" in row:
-        told = "".join(f", {fact.replace('_', ' ')}: {row[fact]}" for fact in facts)
-        print(f"median {row['median_ms']:.2f} ms, slowest {row['slowest_ms']:.2f} ms{told}")
-    if "failed" in row:
-        print(row["failed"])
+def save_soak(options: "Common", named: dict[str, Any], row: dict[str, Any]) -> int:
+    """Adds what `soak` has found to soaks.json, a row for each name, and prints it. The exit status: 1 where it has failed."""
+    file = options.folder / "soaks.json"
+    before = json.loads(file.read_text())["soaks"] if file.exists() else []
+    others = [one for one in before if any(one.get(key) != value for key, value in named.items())]
+    soaks = [*others, named | {"environment": environment(revision=options.revision)} | row]
+    write_results("soaks", {"soaks": soaks}, draw_soaks(soaks), options.folder)
+    print(draw_soaks(soaks[-1:]))
     return int("failed" in row)
+
+
+def draw_soaks(soaks: list[dict[str, Any]]) -> str:
+    columns = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
+    lines = ["# Soaks", "", line(columns), "|---" * len(columns) + "|"]
+    for row in soaks:
+        named = [str(row[key]) for key in ("work", "schedule", "variant") if row.get(key)]
+        cells = [", ".join([*named, f"graph {row['graph']}"]), row.get("device", ""), f"{row.get('done', 0)} of {row['steps']}"]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("median_ms", "slowest_ms")]
+        for place in ("device", "host"):
+            first, last = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
+            cells += ["not told" if first is None or last is None else f"{last:,}, {last - first:+,}"]
+        facts = [f"{key.replace('_', ' ')} {row[key]}" for key in ("same_loss", "loss", "skipped") if key in row]
+        cells += [row.get("failed") or ", ".join(["no hang", *facts]), row["environment"]["date"][:10]]
+        lines += [line(cells)]
+    return "\n".join(lines) + "\n"
 
 
 def environment(*, revision: str = "") -> dict[str, Any]:
@@ -152,43 +168,82 @@ def environment(*, revision: str = "") -> dict[str, Any]:
     }
 
 
-def write_results(name: str, results: dict[str, Any], table: str) -> None:
-    """Writes benchmarks/results/NAME.json and .md."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / f"{name}.md").write_text(table)
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every comparison with a peer can be told."""
+
+    rounds: int = 5
+    """How often every variant has its turn."""
+    seconds: float = 0.3
+    """Shortest time of a repeat."""
+    repeats: int = 3
+    """Repeats of a turn, of which the median is taken."""
+    warmup_seconds: float = 0.7
+    """Time that a variant runs in its turn before it is timed."""
+    together: int = 0
+    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
+    timeout: float = 240.0
+    """Seconds after which a process is ended that says nothing."""
+    table: bool = False
+    """Print the results that there are; nothing is run."""
+    revision: str = ""
+    """Git revision for the JSON, where there is no .git."""
+    out: str = ""
+    """Folder for the results; benchmarks/results if it is left out."""
+    name: str
+    """Results go to NAME.json and .md there."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out) if self.out else RESULTS
+
+
+def write_results(name: str, results: dict[str, Any], table: str, folder: Path | None = None) -> None:
+    """Writes NAME.json and .md, to benchmarks/results if no folder is given."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(table)
 
 
 class Table:
-    """Rows by work, written after each; what an earlier run has left there stays until its work is run again.
+    """Rows by work, written after each round; what an earlier run has left there stays until its work is run again.
 
     Args:
-        name: of the files in benchmarks/results.
+        options: say where.
         draw: makes the Markdown of all works.
     """
 
-    def __init__(self, name: str, draw: Callable[[dict[str, Any]], str]):
-        self.name, self.draw = name, draw
-        file = RESULTS / f"{name}.json"
+    def __init__(self, options: Common, draw: Callable[[dict[str, Any]], str]):
+        self.options, self.draw = options, draw
+        file = options.folder / f"{options.name}.json"
         self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
 
     def begin(self, work: str, **about: Any) -> None:
-        self.works[work] = {**about, "device": None, "rows": []}
+        told = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
+        self.works[work] = {**told, **about, "device": None, "rows": []}
 
-    def add(self, work: str, row: dict[str, Any]) -> None:
-        self.works[work]["rows"].append(row)
-        self.works[work]["device"] = row.get("device") or self.works[work]["device"]
-        print(f"{work}: { ({key: value for key, value in row.items() if key != 'repeats_ms'}) }", flush=True)
-        write_results(self.name, {"works": self.works}, str(self))
+    def put(self, work: str, rows: list[dict[str, Any]]) -> None:
+        """All rows of a work, as far as they are known."""
+        result = self.works[work]
+        result["rows"] = rows
+        result["device"] = next((row["device"] for row in rows if row["system"] == "jgraph" and "device" in row), None)
+        write_results(self.options.name, {"works": self.works}, str(self), self.options.folder)
+        print(f"{work}: " + ", ".join(shown(row) for row in rows), flush=True)
 
     def __str__(self) -> str:
         return self.draw(self.works)
 
 
-def merge(rows: list[dict[str, Any]], failure: str) -> dict[str, Any]:
-    """All that a process has answered, and why it stopped early."""
-    merged = {key: value for row in rows for key, value in row.items()}
-    return merged | ({"failed": failure} if failure else {})
+def named(row: dict[str, Any]) -> str:
+    """System, schedule, variant and join."""
+    join = f"join {row['join']}" if "join" in row else ""
+    return " ".join(filter(None, (row["system"], row.get("schedule"), row.get("variant"), join)))
+
+
+def shown(row: dict[str, Any]) -> str:
+    last = f"{row['repeats_ms'][-1]:.3f}" if "ms" in row else "..."
+    return f"{named(row)} {'failed' if 'failed' in row else last}"
 
 
 def fastest(rows: list[dict[str, Any]], system: str) -> dict[str, Any] | None:
@@ -204,8 +259,22 @@ def spread(row: dict[str, Any]) -> str:
     return f"{min(row['repeats_ms']):.3f}, {max(row['repeats_ms']):.3f}"
 
 
-def ratio(row: dict[str, Any], to: dict[str, Any] | None, key: str) -> str:
-    return f"{row[key] / to[key]:.3f}" if to else ""
+def ratios(row: dict[str, Any], to: dict[str, Any] | None, key: str = "ms") -> list[float]:
+    """How much longer a row took than another in each round that both were in; where there was none, by their medians."""
+    if not to or key not in row or key not in to:
+        return []
+    if not (row.get("rounds") and to.get("rounds")):
+        return [row[key] / to[key]]
+    own, others = (dict(zip(one["rounds"], one[f"repeats_{key}"], strict=True)) for one in (row, to))
+    return [own[number] / others[number] for number in own if number in others] or [row[key] / to[key]]
+
+
+def ratio(row: dict[str, Any], to: dict[str, Any] | None, key: str = "ms", *, digits: int = 3) -> str:
+    """The median of the rounds' ratios, and from the least to the most of them."""
+    found = [] if row is to else ratios(row, to, key)
+    if len(found) < 2:
+        return f"{found[0]:.{digits}f}" if found else ""
+    return f"{statistics.median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
 
 
 def _version(package: str) -> str | None:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline --work mlp-large mlp-launch-bound gpt-1b3
 
-Every row has a process of its own that is ended after a time-out; the peers run first. Both sides time loss and gradients of a
-step, each step waited for, and back to back. Results are written after every row, those of other works left as they are, so a
-table can be made in several runs; `--table` prints what there is.
+Every row has a process of its own, and all are timed in turns (`benchmarks/turns.py`). Both sides time loss and gradients of a
+step, each step waited for; back to back once, at the end. Results are written after every round, those of other works left as
+they are, so a table can be made in several runs; `--table` prints what there is.
 
 Forward, dgrad and wgrad are timed alone on one GPU. Played by `jgraph.schedule.simulate` they give the time of a step that has
 nothing but its actions and its bubble, which the measured one is compared with: in lockstep for the aligned runtime, by data
@@ -18,8 +18,9 @@ import jax
 import numpy as np
 import tyro
 
-from benchmarks.harness import Table, count_gpus, environment, fastest, line, merge, print_soak, ratio, spread
-from benchmarks.peers.protocol import Clock, ask
+from benchmarks.harness import Common, Table, count_gpus, fastest, line, ratio, save_soak, spread
+from benchmarks.peers.protocol import Clock
+from benchmarks.turns import Entrant, ask, race
 from benchmarks.works import Size, schedule_of, size_from, sizes_of
 from jgraph.schedule import Costs, simulate, tick_table
 from jgraph.schedule.action import DGRAD, FORWARD
@@ -33,7 +34,7 @@ MOST_OVERHEAD = 1.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Common):
     """What to run."""
 
     work: tuple[WorkName, ...] = ("mlp-large", "mlp-launch-bound", "gpt-1b3")
@@ -65,26 +66,13 @@ class Options:
     """NAME=VALUE[ NAME=VALUE ...] for one row more of the first schedule; may be repeated."""
     remat: Literal["nothing", "layer"] = "nothing"
     """What of a layer is made again in its backward."""
-    quick: bool = False
-    """The first schedule and the first peer only."""
+    actions: Literal["yes", "no"] = "yes"
+    """Whether actions are timed alone too."""
     soak: int = 0
-    """Steps of the first work by the first schedule, watched for memory and hangs; nothing else is run."""
-    table: bool = False
-    """Print the results that there are; nothing is run."""
-    seconds: float = 0.5
-    """Shortest time of a repeat."""
-    repeats: int = 5
-    """Repeats, of which the median is taken."""
-    warmup_seconds: float = 1.0
-    """Time that each row runs before it is timed."""
-    timeout: float = 240.0
-    """Seconds after which a process is ended."""
+    """Steps of each work by the first schedule, watched for memory and hangs, into soaks.json; nothing else is run."""
     hang_seconds: float = 60.0
     """Longest time of a step of a soak."""
-    revision: str = ""
-    """Git revision for the JSON, where there is no .git."""
     name: str = "pipeline"
-    """Results go to benchmarks/results/NAME.json and .md."""
 
 
 # Running
@@ -92,13 +80,13 @@ class Options:
 
 def main() -> int:
     options = tyro.cli(Options, description=__doc__)
-    results = Table(options.name, draw)
+    results = Table(options, draw)
     if options.table:
         print("\n".join(summary(results.works)))
         return 0
     ranks = options.ranks or count_gpus() or len(jax.devices())
     if options.soak:
-        return soak(options, ranks)
+        return max(soak(work, ranks, options) for work in options.work)
     for work in options.work:
         run(work, ranks, options, results)
     print(results)
@@ -113,34 +101,45 @@ def size_of(work: WorkName, ranks: int, options: Options) -> Size:
 def run(work: WorkName, ranks: int, options: Options, results: Table) -> None:
     """All rows of a work."""
     size = asdict(size_of(work, ranks, options))
-    schedules, peers = (some[: 1 if options.quick else None] for some in (options.schedules, options.peers))
-    about = {"environment": environment(revision=options.revision), "options": asdict(options), "ranks": ranks}
-    results.begin(work, **about, size=size, actions={})
-    for peer in peers:
-        results.add(work, ask_torch(peer, size, ranks, options))
-    for chunks in dict.fromkeys(chunks_of(text, ranks, size) for text in schedules):
-        text = next(text for text in schedules if chunks_of(text, ranks, size) == chunks)
-        row = ask_jgraph("actions", work, text, ranks, options)
-        results.works[work]["actions"][str(chunks)] = row
-        print(f"{work}: {chunks} chunks: {row}", flush=True)
-    for text, variant in [*((text, "") for text in schedules), *((text, v) for text in schedules[:1] for v in options.variant)]:
-        row = ask_jgraph("time", work, text, ranks, options, variant)
-        actions = results.works[work]["actions"][str(chunks_of(text, ranks, size))]
-        results.add(work, row | compare(row, actions, ranks, size))
+    results.begin(work, ranks=ranks, size=size, actions={})
+    alone = results.works[work]["actions"]
+    for text in options.schedules if options.actions == "yes" else ():
+        if (chunks := str(chunks_of(text, ranks, size))) not in alone:
+            asked = asked_of("actions", work, text, ranks, options)
+            alone[chunks] = ask("benchmarks.pipeline_program", asked, timeout=options.timeout)
+            print(f"{work}: {chunks} chunks: {alone[chunks]}", flush=True)
+
+    def save(rows: list[Row]) -> None:
+        chunks = {row["schedule"]: str(chunks_of(row["schedule"], ranks, size)) for row in rows if row["system"] == "jgraph"}
+        results.put(work, [row | compare(row, alone.get(chunks.get(row["schedule"], "")), ranks, size) for row in rows])
+
+    ours = [(text, "") for text in options.schedules]
+    ours += [(text, variant) for text in options.schedules[:1] for variant in options.variant]
+    entrants = [jgraphs(asked_of("time", work, text, ranks, options, variant), variant) for text, variant in ours]
+    entrants += [torchs(peer, size, ranks, options) for peer in options.peers]
+    limits = {"rounds": options.rounds, "together": options.together, "timeout": options.timeout}
+    race(entrants, clock(options), save, **limits)
 
 
-def ask_torch(peer: str, size: Row, ranks: int, options: Options) -> Row:
+def jgraphs(asked: Row, variant: str) -> Entrant:
+    named = {"system": "jgraph", "schedule": asked["schedule"], "variant": variant, "xla_options": asked["xla_options"]}
+    return Entrant(named, "benchmarks.pipeline_program", asked)
+
+
+def torchs(peer: str, size: Row, ranks: int, options: Options) -> Entrant:
     schedule, _, compiled = peer.partition(":")
-    named = {"system": "torch", "schedule": schedule, "variant": compiled}
-    if options.sizes == "full" and count_gpus() < ranks:
-        return named | {"failed": f"skipped: {count_gpus()} of {ranks} GPUs are here"}
-    asked = {"schedule": schedule, "compile": compiled == "compile", "clock": clock(options), "sizes": {"": size}}
-    rows, failure = ask("benchmarks.peers.pipelining", asked, ranks=ranks, timeout=options.timeout)
-    return merge(rows, failure) | named
+    few = options.sizes == "full" and count_gpus() < ranks
+    return Entrant(
+        {"system": "torch", "schedule": schedule, "variant": compiled},
+        "benchmarks.peers.pipelining",
+        {"schedule": schedule, "compile": compiled == "compile", "size": size},
+        ranks=ranks,
+        missing=f"skipped: {count_gpus()} of {ranks} GPUs are here" if few else "",
+    )
 
 
-def ask_jgraph(task: str, work: WorkName, schedule: str, ranks: int, options: Options, variant: str = "", **more: Any) -> Row:
-    asked = {
+def asked_of(task: str, work: WorkName, schedule: str, ranks: int, options: Options, variant: str = "") -> Row:
+    return {
         "task": task,
         "schedule": schedule,
         "ranks": ranks,
@@ -148,22 +147,21 @@ def ask_jgraph(task: str, work: WorkName, schedule: str, ranks: int, options: Op
         "graph": options.graph,
         "xla_options": [*options.xla_option, *variant.split()],
         "remat": options.remat,
-        "clock": clock(options),
+        "clock": asdict(clock(options)),
     }
-    rows, failure = ask("benchmarks.pipeline_program", asked | more, timeout=options.timeout)
-    named = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": asked["xla_options"]}
-    return named | merge(rows, failure)
 
 
-def clock(options: Options) -> Row:
-    return asdict(Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds))
+def clock(options: Options) -> Clock:
+    return Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds)
 
 
-def soak(options: Options, ranks: int) -> int:
-    work, schedule = options.work[0], options.schedules[0]
-    asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
-    row = ask_jgraph("soak", work, schedule, ranks, options, **asked)
-    return print_soak(f"{work}, {schedule}, {ranks} ranks", row, options.soak, "same_loss")
+def soak(work: WorkName, ranks: int, options: Options) -> int:
+    variant = next(iter(options.variant), "")
+    asked = asked_of("soak", work, options.schedules[0], ranks, options, variant)
+    asked |= {"steps": options.soak, "hang_seconds": options.hang_seconds}
+    row = ask("benchmarks.pipeline_program", asked, timeout=options.timeout)
+    named = {"work": f"pipeline {work}", "variant": variant, "ranks": ranks, "steps": options.soak}
+    return save_soak(options, named | {name: asked[name] for name in ("schedule", "graph", "xla_options", "size")}, row)
 
 
 # What a step would take that is nothing but its actions
@@ -173,9 +171,9 @@ def chunks_of(schedule: str, ranks: int, size: Row) -> int:
     return len(schedule_of(schedule, ranks, size["microbatches"]).placement[0])
 
 
-def compare(row: Row, actions: Row, ranks: int, size: Row) -> Row:
+def compare(row: Row, actions: Row | None, ranks: int, size: Row) -> Row:
     """Milliseconds of the actions with their bubble, and of what else was timed alone, by how often a step has it."""
-    if "ms" not in row or "wgrad_ms" not in actions:
+    if not actions or "ms" not in row or "wgrad_ms" not in actions:
         return {}
     schedule = schedule_of(row["schedule"], ranks, size["microbatches"])
     costs = Costs(actions["forward_ms"], actions["dgrad_ms"], actions["wgrad_ms"])
@@ -225,7 +223,7 @@ def summary(works: dict[str, Any]) -> list[str]:
         torch, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
         for row in (torch, ours):
             cells += [label(row), f"{row['ms']:.2f}"] if row else ["none ran", ""]
-        cells += [f"**{ratio(torch, ours, 'ms')}**" if torch and ours else "", f">= {LEAST_GAIN[work]:g}"]
+        cells += [f"**{ratio(torch, ours)}**" if torch and ours else "", f">= {LEAST_GAIN[work]:g}"]
         cells += [overhead(ours) if ours else "", f"<= {MOST_OVERHEAD:g}"]
         lines += [line(cells)]
     return lines
@@ -248,7 +246,7 @@ def table(work: str, result: Row) -> list[str]:
     for row in rows:
         cells = [f"{row['system']} {label(row)}"]
         if "ms" in row:
-            cells += [f"{row['ms']:.2f}", spread(row), ratio(peer, row, "ms") if peer else ""]
+            cells += [f"{row['ms']:.2f}", spread(row), ratio(peer, row) if peer else ""]
             cells += [f"{row[key]:.2f}" if key in row else "" for key in ("stream_ms", "host_ms")]
             cells += [overhead(row), f"{flops / ranks / row['ms'] / 1e9:.0f}"]
             cells += [f"{row[key] / 1e9:.2f}" if row.get(key) else "" for key in ("peak_bytes", "temp_bytes")]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import harness
-from benchmarks.peers.protocol import Clock, answer, request
+from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.works import Work, schedule_of, size_from
 from jgraph.backward import split_backward
 from jgraph.graph import compile_and_report, compiler_options, count_launches
@@ -115,8 +115,7 @@ def time_schedule(asked: dict[str, Any]) -> None:
     wait()
     # The last device: the first one held the whole model, before it was spread.
     answer(loss=float(latest[0][0]), peak_bytes=peak_memory_bytes(pipe.mesh.devices.flat[-1]))
-    alone = clock.one_by_one(run, wait)
-    answer(ms=alone.ms, repeats_ms=alone.repeats_ms, power_watts=alone.power_watts, sm_clock_mhz=alone.sm_clock_mhz)
+    take_turns(lambda clock: told(clock.one_by_one(run, wait)))
     answer(stream_ms=program.back_to_back(run, wait), host_ms=clock.handover_seconds(run, wait) * 1e3)
     with count_launches() as count:
         run()
@@ -282,6 +281,7 @@ def soak(asked: dict[str, Any]) -> None:
         run()
         wait()
     first, devices = float(latest[0][0]), list(program.pipe.mesh.devices.flat)
+    answer(device=f"{len(devices)} x {devices[0].device_kind}")
     for row in harness.soak(run, wait, devices, steps=asked["steps"], hang_seconds=asked["hang_seconds"]):
         answer(**row, same_loss=float(latest[0][0]) == first)
 

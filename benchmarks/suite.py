@@ -3,6 +3,7 @@
     python -m benchmarks list
     python -m benchmarks run fsdp --work gpt-1b3            # flags are the benchmark's own; so is --help
     python -m benchmarks compare before.json after.json
+    python -m benchmarks show results/
     python -m benchmarks readme --check
 
 Scripts write JSON of different shapes. `nodes` finds in any of them what was timed, by which name, on what and with what flags.
@@ -86,6 +87,14 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Show:
+    """Every row of the results in a folder, short: its time, PyTorch's fastest and ours over it by rounds, what failed."""
+
+    folder: tyro.conf.Positional[Path]
+    """As `--out` of a benchmark."""
+
+
+@dataclass(frozen=True)
 class Readme:
     """Write README's tables of speed from benchmarks/results."""
 
@@ -102,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
-    commands = {"list": List, "run": Run, "compare": Compare, "readme": Readme}
+    commands = {"list": List, "run": Run, "compare": Compare, "show": Show, "readme": Readme}
     parse = tyro.extras.subcommand_cli_from_dict
     try:
         command: Any = one_line(lambda: parse(commands, prog="python -m benchmarks", description=__doc__, args=own))
@@ -113,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
             case Compare(a, b):
                 compare(a, b)
+            case Show(folder):
+                show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
             case Readme(check):
                 return write_readme(check)
             case _:
@@ -163,6 +174,20 @@ def listed() -> Iterator[list[str]]:
             yield [name, file.name, *facts, "" if nth else scripts.get(name, "")]
         if not own:
             yield [name, "", "", "", "", scripts[name]]
+
+
+def shown(folder: Path) -> Iterator[list[str]]:
+    for file in sorted(folder.glob("*.json")):
+        data = read(file)
+        for work, result in data.get("works", {}).items():
+            peer, ours = (harness.fastest(result["rows"], system) for system in ("torch", "jgraph"))
+            for row in result["rows"]:
+                told = [f"{row['ms']:.3f}" if "ms" in row else "", harness.ratio(peer or {}, row), harness.ratio(row, ours)]
+                yield [f"{file.stem} {work}", harness.named(row)[:60], *told, row.get("failed", "")[:100]]
+        for row in data.get("soaks", []):
+            grown = (row.get("device_bytes") or 0) - (row.get("first_device_bytes") or 0)
+            told = f"soak: {row.get('done', 0)} of {row['steps']}, slowest {row.get('slowest_ms', 0):.2f}, {grown:+,} bytes"
+            yield [row["work"], told, f"{row.get('median_ms', 0):.3f}", "", "", row.get("failed", "")[:100]]
 
 
 # Results of any shape
@@ -332,68 +357,141 @@ def write_readme(check: bool) -> int:
 
 
 def speed() -> str:
-    """Both tables, each after a line that says where and when."""
-    one, several = (
-        {name: read(harness.RESULTS / f"{name}.json") for name in names}
-        for names in (("single_gpu", "single_gpu_1b3"), ("pipeline", "fsdp", "callables"))
+    """The tables, each after a line that says where and when."""
+    data = {file.stem: read(file)["works"] for file in sorted(harness.RESULTS.glob("*.json")) if "works" in read(file)}
+    pick = {name: [one for one in data if one.rstrip("0123456789") == name] for name in ("pipeline", "fsdp", "callables")}
+    blocks = next(name for name in reversed(pick["callables"]) if "blocks" in data[name])
+    one = ["single_gpu", "single_gpu_1b3"]
+    parts: list[str] = []
+
+    def add(title: str, used: list[str], note: str, table: list[str]) -> None:
+        told = {name: data[name] for name in used if name in data}
+        jax, torch, dates = (distinct(told, key) for key in ("jax", "torch", "date"))
+        links = ", ".join(f"[{name}](benchmarks/results/{name}.md)" for name in told)
+        text = f"{title}, jax {jax} against PyTorch {torch}, {dates} ({links}). {note}"
+        parts.extend([textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False), "", *table, ""])
+
+    works = [item for name in one if name in data for item in data[name].items()]
+    add(
+        f"One {distinct([result for _, result in works], 'device')}",
+        one,
+        "Milliseconds a training step, median:",
+        one_gpu(works),
     )
-    note = "Milliseconds, median: a whole training step of fsdp, loss and gradients of pipeline and callables."
-    tables = (
-        (f"One {distinct(one, 'device')}", one, "Milliseconds a training step, median:", one_gpu(one)),
-        ("Several GPUs", several, f"{note} PyTorch's is the fastest that ran:", several_gpus(several)),
-    )
-    parts = []
-    for where, data, note, table in tables:
-        jax, torch, dates = (distinct(data, key) for key in ("jax", "torch", "date"))
-        links = ", ".join(f"[{name}](benchmarks/results/{name}.md)" for name in data)
-        told = f"{where}, jax {jax} against PyTorch {torch}, {dates} ({links}). {note}"
-        parts += [textwrap.fill(told, 128, break_long_words=False, break_on_hyphens=False), "", *table, ""]
+    note = "Host time until an iteration is handed over, over its 24 calls, and the whole iteration:"
+    add("Twelve launch-bound GPT blocks one by one", [blocks], note, one_by_one(data[blocks]["blocks"]["rows"]))
+    several = [name for names in pick.values() for name in names]
+    note = "Milliseconds, median: a whole training step of fsdp, loss and gradients of pipeline and callables:"
+    add("Several GPUs", [*several, *(name for name in data if name.endswith("_earlier"))], note, several_gpus(data))
     return "\n".join(parts[:-1])
 
 
-def one_gpu(data: Row) -> list[str]:
-    shown = ("jgraph", "jgraph --graph off", "torch.compile + CUDA graph", "torch.compile", "torch eager")
-    heads = ["preset", *(name.replace(" --graph off", ", graphs off") for name in shown), _RATIO, "peak GB, ours and its"]
+def one_gpu(works: Iterable[tuple[str, Row]]) -> list[str]:
+    shown = (("jgraph", ""), ("jgraph", "graph=off"), *(("torch", how) for how in ("compile + CUDA graph", "compile", "eager")))
+    heads = ["preset", "jgraph", "jgraph, graphs off", "torch.compile + CUDA graph", "torch.compile", "torch eager"]
+    heads += [_RATIO, "peak GB, ours and its"]
     lines = [harness.line(heads), "|---" * len(heads) + "|"]
-    for preset, result in (item for one in data.values() for item in one["presets"].items()):
-        rows = [
-            row | {"system": "torch" if row["variant"].startswith("torch") else row["variant"]} for row in result["variants"]
-        ]
-        by, config = {row["variant"]: row["ms"] for row in rows if "ms" in row}, result["config"]
+    for preset, result in works:
+        rows, config = result["rows"], result["config"]
+        by = {(row["system"], row["variant"]): row["ms"] for row in rows if "ms" in row}
         best, model = min(by.values(), default=None), config["model"]
         times = [("**{}**" if by[v] == best else "{}").format(_short(by[v])) if v in by else "did not run" for v in shown]
         shape = f"{model['num_layers']} layers of {model['d_model']}, {config['batch_size']}x{config['seq_len']} tokens"
-        lines += [harness.line([f"{preset}, {shape}", *times, _ratio(rows), _peaks(rows)])]
+        peer, ours = harness.fastest(rows, "torch"), next((row for row in rows if row["system"] == "jgraph"), {})
+        ratio = f"{_ratio(peer, ours)}, {_of(rows)}" if peer else ""
+        lines += [harness.line([f"{preset}, {shape}", *times, ratio, _peaks(rows)])]
     return lines
 
 
-def several_gpus(data: Row) -> list[str]:
-    works: list[tuple[str, Row, list[Row]]] = []
-    for name, result in data["pipeline"]["works"].items():
-        size = result["size"]
-        shape = f"{size['batch']}x{size['length']}" if "model" in size else f"d {size['d_model']}, {size['tokens']}"
-        works += [(f"pipeline, {name}, {shape} tokens", result, result["rows"])]
-    for name, result in data["fsdp"]["works"].items():
-        shape = f"{result['config']['batch_size']}x{result['config']['seq_len']}"
-        works += [(f"fsdp, {name}, {shape} tokens", result, result["rows"])]
-    rows = data["callables"]["parts"]["pipeline"]
-    for size in dict.fromkeys(row["size"] for row in rows):
-        works += [(f"callables, {size}", data["callables"], [row for row in rows if row["size"] == size])]
-    heads = ["work", "devices", "fastest PyTorch", "jgraph", _RATIO]
+def one_by_one(rows: list[Row]) -> list[str]:
+    """What a replay costs the host, of ours and of the graphed callables of PyTorch; the faster in bold."""
+    peer = next((row for row in rows if (row["system"], row["variant"]) == ("torch", "graphed callables")), {})
+    lines = [harness.line(["calls", "host us a call", "to PyTorch's", "ms an iteration", "to PyTorch's"]), "|---" * 5 + "|"]
+    for row in rows:
+        cells = [harness.named(row)]
+        for key, digits in (("host_us", 1), ("ms", 2)):
+            cells += [f"{row[key]:.{digits}f}" if key in row else row.get("failed", "did not run")]
+            cells += ["" if row is peer else harness.ratio(row, peer, key, digits=2)]
+        lines += [harness.line(cells)]
+    return lines
+
+
+def several_gpus(data: dict[str, Row]) -> list[str]:
+    """Rows by number of GPUs. Where peers were timed in turns the ratio is of rounds; else all stored runs give a range."""
+    heads = ["work", "devices", "PyTorch", "jgraph", "PyTorch / jgraph", "of"]
+    found: list[tuple[int, list[str]]] = []
+    for name, works in data.items():
+        kind = name.rstrip("0123456789")
+        for work, result in works.items():
+            ranks, rows, size = result.get("ranks", 0), result["rows"], result.get("size", {})
+            if kind == "pipeline":
+                shape = f"{size['batch']}x{size['length']}" if "model" in size else f"d {size['d_model']}, {size['tokens']}"
+                runs = [works_["rows"] for one in (data[name], data.get("pipeline_earlier", {})) if (works_ := one.get(work))]
+                found += [(ranks, _row(f"pipeline, {work}, {shape} tokens", result, runs, _others(data, name, result)))]
+            elif kind == "callables" and work not in ("blocks", "replays"):
+                found += [(ranks, _row(f"callables, {work}", result, [rows], _others(data, name, result)))]
+            elif kind == "fsdp":
+                config = result["config"]
+                shape = f"{config['batch_size']}x{config['seq_len']} tokens"
+                for how in ("kept", "gathered again"):
+                    alike = [row for row in rows if row["system"] in ("jgraph", "torch") and _kept(row) == how]
+                    if alike:
+                        found += [(ranks, _row(f"fsdp, {work}, {shape}, parameters {how}", result, [alike], []))]
     lines = [harness.line(heads), "|---" * len(heads) + "|"]
-    for name, result, rows in works:
-        best = (harness.fastest(rows, system) for system in ("torch", "jgraph"))
-        cells = [f"{_short(row['ms'])} ({_how(row)})" if row else "did not run" for row in best]
-        lines += [harness.line([name, result["device"] or "not told", *cells, _ratio(rows)])]
-    return lines
+    return lines + [harness.line(cells) for _, cells in sorted(found, key=lambda one: one[0])]
 
 
-def _ratio(rows: list[Row]) -> str:
-    ours, peer = (harness.fastest(rows, system) for system in ("jgraph", "torch"))
-    if not (peer and ours):
-        return ""
+def _kept(row: Row) -> str:
+    """Whether parameters were kept for the backward or gathered again: like is compared with like."""
+    return "gathered again" if {"reshard=yes", "compile:reshard", "eager:reshard"} & set(row["variant"].split()) else "kept"
+
+
+def _others(data: dict[str, Row], name: str, result: Row) -> list[list[Row]]:
+    """PyTorch's rows of the same work on as many GPUs in other stored runs."""
+    others = (one for file, works in data.items() if file not in (name, f"{name}_earlier") for one in works.values())
+    same = [one for one in others if (one.get("size"), one.get("ranks")) == (result["size"], result["ranks"])]
+    return [[row for row in one["rows"] if row["system"] == "torch"] for one in same]
+
+
+def _row(title: str, result: Row, runs: list[list[Row]], others: list[list[Row]]) -> list[str]:
+    """Of the own run where peers had turns in it; else of it and all others, of which those in `others` are PyTorch's alone."""
+    if any("rounds" in row for row in runs[0]):
+        runs, others = runs[:1], []
+    everywhere = [*runs, *others]
+    torch, ours = ([row for run in everywhere if (row := harness.fastest(run, system))] for system in ("torch", "jgraph"))
+    cells = [title, result["device"] or "not told"]
+    for rows in (torch, ours):
+        told = f"{_range([row['ms'] for row in rows])} ({_how(rows[0])}" if rows else "not run"
+        cells += [
+            f"{told}; {_of([row for run in everywhere for row in run])})" if rows and rows is torch else told + ")" * bool(rows)
+        ]
+    if not (torch and ours):
+        return [*cells, "", ""]
+    if len(torch) > 1:
+        least, most = min(row["ms"] for row in torch), max(row["ms"] for row in torch)
+        slowest, best = max(row["ms"] for row in ours), min(row["ms"] for row in ours)
+        return [*cells, f"{least / slowest:.2f} to {most / best:.2f}", f"{len(torch)} runs of PyTorch's, {len(ours)} of ours"]
+    rounds = len(harness.ratios(torch[0], ours[0]))
+    return [*cells, _ratio(torch[0], ours[0]), f"{rounds} rounds" if rounds > 1 else "one run"]
+
+
+def _of(rows: list[Row]) -> str:
+    """How many of PyTorch's were tried."""
+    tried = {_how(row): False for row in rows if row["system"] == "torch"}
+    tried |= {_how(row): True for row in rows if row["system"] == "torch" and "ms" in row}
+    ran, failed = sum(tried.values()), len(tried) - sum(tried.values())
+    return (f"fastest of {ran}" if ran > 1 else "alone") + (f", {failed} failed" if failed else "")
+
+
+def _range(values: list[float]) -> str:
+    return _short(values[0]) if len(values) == 1 else f"{_short(min(values))} to {_short(max(values))}"
+
+
+def _ratio(peer: Row, ours: Row) -> str:
+    if len(harness.ratios(peer, ours)) > 1:
+        return harness.ratio(peer, ours, digits=2)
     alike = verdict(ours["repeats_ms"], peer["repeats_ms"]) == WITHIN
-    return f"{peer['ms'] / ours['ms']:.2f}" + f", {WITHIN}" * alike
+    return harness.ratio(peer, ours, digits=2) + f", {WITHIN}" * alike
 
 
 def _peaks(rows: list[Row]) -> str:
@@ -410,5 +508,10 @@ def _how(row: Row) -> str:
     words = row.get("variant", "").split()
     named = [word for word in words if not word.startswith("xla_")]
     xla = len(words) - len(named)
-    parts = [row.get("schedule"), *named, f"join {row['join']}" if "join" in row else "", f"XLA options: {xla}" if xla else ""]
+    parts = [
+        row.get("schedule"),
+        " ".join(named),
+        f"join {row['join']}" if "join" in row else "",
+        f"XLA options: {xla}" if xla else "",
+    ]
     return ", ".join(filter(None, parts)) or "as it comes"

@@ -7,13 +7,77 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import convergence, fsdp, harness, pipeline, pipeline_trace
+from benchmarks import convergence, fsdp, harness, pipeline, pipeline_trace, single_gpu
+from benchmarks.peers.protocol import Clock
+from benchmarks.turns import Entrant, race
 from jgraph.schedule import Costs, generate, simulate
 
 pytestmark = pytest.mark.once
 
 TINY = ["--work", "mlp-launch-bound", "--sizes", "tiny", "--ranks", "2"]
-SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01"]
+SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01", "--rounds", "2"]
+
+
+@pytest.fixture
+def compete(tmp_path):
+    """Races fakes, given by name as their times and where they fail; gives back their rows and what they did, in order."""
+
+    def compete(together: int = 0, rounds: int = 2, **fakes: tuple[list[float], str]) -> tuple[list[dict], list[str]]:
+        log, saved = tmp_path / "log", []
+        entrants = [
+            Entrant({"system": name}, "tests.fake_variant", {"name": name, "ms": ms, "log": str(log), "fails": fails})
+            for name, (ms, fails) in fakes.items()
+        ]
+        clock = Clock(seconds=0.0, repeats=1, warmup_seconds=0.0)
+        race(entrants, clock, saved.append, rounds=rounds, together=together, timeout=60)
+        return saved[-1], log.read_text().splitlines()
+
+    return compete
+
+
+def test_variants_are_built_one_by_one_and_take_turns_there_and_back(compete):
+    (a, b), did = compete(a=([1.0, 3.0], ""), b=([2.0, 2.0], ""))
+    assert did == ["a build", "b build", "a turn", "b turn", "b turn", "a turn", "b finish", "a finish"]
+    assert a == {
+        "system": "a",
+        "device": "none",
+        "rounds": [0, 1],
+        "repeats_ms": [1.0, 3.0],
+        "ms": 2.0,
+        "repeats_power_watts": [None, None],
+        "power_watts": None,
+        "peak_bytes": 1,
+    }
+    assert harness.ratios(b, a) == [2.0, 2 / 3]
+
+
+def test_those_that_do_not_fit_together_come_in_groups_with_the_first_in_each(compete):
+    rows, did = compete(together=2, rounds=1, a=([1.0, 1.5], ""), b=([2.0], ""), c=([3.0], ""))
+    assert did == ["a build", "b build", "a turn", "b turn", "b finish", "c build", "c turn", "a turn", "c finish", "a finish"]
+    a, b, c = rows
+    assert (a["rounds"], b["rounds"], c["rounds"]) == ([0, 1], [0], [1])
+    assert harness.ratio(b, a) == "2.000"
+    assert harness.ratio(c, a) == "2.000"
+    assert harness.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
+
+
+@pytest.mark.parametrize("where", ["build", "turn", "finish"])
+def test_a_variant_that_fails_says_why_in_its_row_and_stops_no_other(compete, where):
+    (a, b), _ = compete(a=([1.0, 1.0], ""), b=([2.0, 2.0], where))
+    assert b["failed"] == f"failed: RuntimeError: cannot {where}"
+    assert ("ms" in b) == (where == "finish")
+    assert (a["repeats_ms"], a["peak_bytes"]) == ([1.0, 1.0], 1)
+
+
+def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_table(tmp_path, monkeypatch, capsys):
+    flags = ["--presets", "launch-bound", "--sizes", "tiny", "--out", str(tmp_path), *SHORT]
+    monkeypatch.setattr(sys, "argv", ["single_gpu", *flags, "--variants", "jgraph", "torch eager"])
+    assert single_gpu.main() == 0
+    ours, peer = json.loads((tmp_path / "single_gpu.json").read_text())["works"]["launch-bound"]["rows"]
+    assert len(ours["repeats_ms"]) == 2
+    assert ours["step_bytes"] > 0
+    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: no GPU here"}
+    assert "| torch eager | skipped: no GPU here |" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -46,17 +110,19 @@ def test_a_schedule_that_cannot_be_had_is_a_row_that_says_why(run, tmp_path):
     assert "xla_gpu_no_such_option" in row["failed"]
 
 
-def test_a_soak_tells_how_many_steps_ran_and_what_memory_grew(run, capsys):
+def test_a_soak_leaves_how_many_steps_ran_and_what_memory_grew(run, tmp_path, capsys):
     assert run("--schedules", "aligned", "--soak", "3") == 0
-    out = capsys.readouterr().out
-    assert "3 of 3 steps" in out
-    assert "same loss: True" in out
+    assert "| 3 of 3 |" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "soaks.json").read_text())["soaks"]
+    assert (row["work"], row["steps"], row["done"], row["same_loss"]) == ("pipeline mlp-launch-bound", 3, 3, True)
+    assert row["slowest_ms"] >= row["median_ms"] > 0
+    assert row["host_bytes"] > 0
 
 
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_a_peer_is_timed_on_the_same_work(run, tmp_path):
-    assert run("--schedules", "--peers", "ScheduleDualPipeV") == 0
+    assert run("--schedules", "--peers", "ScheduleDualPipeV") == 0  # with none of ours it is the first
     (row,) = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
     assert row["ms"] > 0
     assert row["schedule"] == "ScheduleDualPipeV"
@@ -91,7 +157,7 @@ def run_fsdp(tmp_path, monkeypatch):
 
 def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert run_fsdp("--peers") == 0
-    alone, sharded = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    sharded, alone = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
     assert (alone["system"], sharded["system"]) == ("one GPU", "jgraph")
     assert (alone["device"], sharded["device"]) == ("1 x cpu", "2 x cpu")
     assert sharded["ms"] > 0
@@ -103,21 +169,20 @@ def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert "| gpt-1b3 | 2 | none ran |" in capsys.readouterr().out
 
 
-def test_a_soak_of_a_sharded_step_tells_its_loss(run_fsdp, capsys):
+def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tmp_path, capsys):
     assert run_fsdp("--soak", "3", "--variant", "reshard=yes") == 0
-    out = capsys.readouterr().out
-    assert "reshard=yes: 3 of 3 steps" in out
-    assert "skipped: 0" in out
+    assert "reshard=yes" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "soaks.json").read_text())["soaks"]
+    assert (row["variant"], row["done"], row["skipped"]) == ("reshard=yes", 3, 0)
 
 
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
-def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path, monkeypatch):
-    monkeypatch.setattr(fsdp, "ask_jgraph", lambda *_: {"failed": "left out"})
-    assert run_fsdp("--peers", "eager:reshard") == 0
-    peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"][0]
+def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
+    assert run_fsdp("--peers", "eager:reshard", "--one-gpu", "no") == 0
+    ours, peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
     assert "failed" not in peer
-    assert peer["ms"] > 0
+    assert len(harness.ratios(peer, ours)) == 2
     assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
 
 

@@ -15,12 +15,12 @@ RESULTS = sorted(harness.RESULTS.glob("*.json"))
 # Who reads the clock beside harness.py and peers/protocol.py.
 CLOCKS = {
     # Until a program is traced, compiled, built, or has run for the first time.
-    "callables.py": {"time_blocks", "build", "time"},
+    "callables.py": {"time_blocks", "build", "time_pipeline"},
     "fsdp.py": {"of"},
     "pipeline_program.py": {"time_schedule"},
-    "peers/fsdp.py": {"measure", "timed"},
+    "peers/fsdp.py": {"main"},
     # Ranks must agree on the number of steps and on the slowest's time, so peers under torchrun time by themselves.
-    "peers/pipelining.py": {"timed"},
+    "peers/ranks.py": {"timed"},
     # No step: how long numpy takes to make a schedule.
     "schedules.py": {"measure"},
 }
@@ -186,26 +186,71 @@ def test_a_readme_that_has_drifted_is_told_and_mended(tmp_path, monkeypatch, cap
 
 
 def test_the_fastest_is_bold_and_pytorch_is_compared_with_the_default():
-    times = {"jgraph": 2.0, "jgraph --graph off": 1.0, "torch eager": 30.0, "torch CUDA graph": 3.0}
-    rows = [{"variant": name, "ms": ms, "repeats_ms": [ms, ms], "peak_bytes": 2e9 / ms} for name, ms in times.items()]
+    times = {("jgraph", ""): 2.0, ("jgraph", "graph=off"): 1.0, ("torch", "eager"): 30.0, ("torch", "CUDA graph"): 3.0}
+    rows = [
+        {"system": system, "variant": variant, "ms": ms, "repeats_ms": [ms, ms], "peak_bytes": 2e9 / ms}
+        for (system, variant), ms in times.items()
+    ]
     config = {"batch_size": 2, "seq_len": 128, "model": {"num_layers": 12, "d_model": 256}}
-    results = {"presets": {"tiny": {"config": config, "variants": [*rows, {"variant": "torch.compile", "error": "no"}]}}}
-    line = suite.one_gpu({"single_gpu": results})[-1]
+    rows += [{"system": "torch", "variant": "compile", "failed": "no"}]
+    line = suite.one_gpu([("tiny", {"config": config, "rows": rows})])[-1]
     shape = "tiny, 12 layers of 256, 2x128 tokens"
-    assert line == f"| {shape} | 2.00 | **1.00** | did not run | did not run | 30.0 | 1.50 | 1.0, 0.67 |"
+    assert (
+        line == f"| {shape} | 2.00 | **1.00** | did not run | did not run | 30.0 | 1.50, fastest of 2, 1 failed | 2.0, 0.67 |"
+    )
 
 
-def test_a_ratio_of_several_gpus_says_of_what_and_whether_it_is_within_the_spread():
-    def row(system, schedule, variant, *repeats_ms):
-        return {"system": system, "schedule": schedule, "variant": variant, "ms": repeats_ms[1], "repeats_ms": repeats_ms}
+def timed(system: str, how: str, *repeats_ms: float, rounds: bool = False) -> dict:
+    named = {"system": system, "schedule": how, "variant": "", "ms": sorted(repeats_ms)[len(repeats_ms) // 2]}
+    return named | {"repeats_ms": repeats_ms} | ({"rounds": list(range(len(repeats_ms)))} if rounds else {})
 
-    ours = row("jgraph", "aligned", "xla_a=1 graph=full xla_b=2", 10, 11, 12)
-    rows = [row("torch", "1F1B", "compile", 12, 13, 14), row("torch", "ZBV", "", 20, 21, 22), ours]
-    size = {"d_model": 64, "tokens": 32}
-    data = {"pipeline": {"works": {"mlp": {"size": size, "device": "4 x X", "rows": rows}}}, "fsdp": {"works": {}}}
-    line = suite.several_gpus(data | {"callables": {"device": "4 x X", "parts": {"pipeline": []}}})[-1]
-    assert line.split(" | ")[1:4] == ["4 x X", "13.0 (1F1B, compile)", "11.0 (aligned, graph=full, XLA options: 2)"]
-    assert line.endswith("| 1.18, within the spread |")
+
+@pytest.fixture
+def row_of():
+    """README's cells of a pipeline of two GPUs, of the rows of its own run; others are earlier runs of the same work."""
+
+    def row_of(rows: list[dict], *earlier: list[dict]) -> list[str]:
+        size, *runs = {"d_model": 64, "tokens": 32}, *({"mlp": {"rows": rows}} for rows in (rows, *earlier))
+        for run in runs:
+            run["mlp"] |= {"size": size, "device": "2 x X", "ranks": 2}
+        line = suite.several_gpus(dict(zip(("pipeline", "pipeline_earlier"), runs, strict=False)))[-1]
+        return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+    return row_of
+
+
+def test_a_ratio_is_the_median_of_rounds_with_its_spread(row_of):
+    ours, peer = (timed(*one, rounds=True) for one in (("jgraph", "aligned", 10, 20, 30), ("torch", "1F1B", 22, 20, 30)))
+    assert row_of([ours, peer]) == ["2 x X", "22.0 (1F1B; alone)", "20.0 (aligned)", "1.00 (1.00 to 2.20)", "3 rounds"]
+
+
+def test_stored_runs_give_a_range_and_no_best_of_them(row_of):
+    now = [timed("jgraph", "aligned", 9.0), timed("torch", "1F1B", 27.0)]
+    earlier = [timed("jgraph", "aligned", 10.0), timed("torch", "1F1B", 20.0), timed("torch", "ZBV", 60.0)]
+    cells = row_of(now, earlier)
+    assert cells[1:] == [
+        "20.0 to 27.0 (1F1B; fastest of 2)",
+        "9.00 to 10.0 (aligned)",
+        "2.00 to 3.00",
+        "2 runs of PyTorch's, 2 of ours",
+    ]
+
+
+def test_peers_that_failed_are_counted_and_one_that_ran_is_not_the_fastest(row_of):
+    failed = {"system": "torch", "schedule": "ZBV", "variant": "compile", "failed": "failed: RuntimeError: no"}
+    cells = row_of([timed("jgraph", "aligned", 10, 11, 12), timed("torch", "1F1B", 12, 13, 14), failed])
+    assert cells[1:] == ["13.0 (1F1B; alone, 1 failed)", "11.0 (aligned)", "1.18, within the spread", "one run"]
+
+
+def test_parameters_that_are_kept_are_not_compared_with_those_gathered_again():
+    def row(system, variant, ms):
+        return {"system": system, "variant": variant, "ms": ms, "repeats_ms": [ms]}
+
+    rows = [row("torch", "compile:reshard", 30.0), row("jgraph", "", 20.0), row("jgraph", "reshard=yes", 24.0)]
+    work = {"config": {"batch_size": 2, "seq_len": 8}, "device": "2 x X", "ranks": 2, "rows": rows}
+    kept, again = suite.several_gpus({"fsdp": {"gpt": work}})[-2:]
+    assert "| not run | 20.0 (as it comes) |  |  |" in kept
+    assert "| 30.0 (compile:reshard; alone) | 24.0 (reshard=yes) | 1.25 |" in again
 
 
 def test_steps_are_timed_by_the_harness_and_the_protocol_alone():

@@ -1,6 +1,6 @@
 """Peer: `torch.cuda.make_graphed_callables` and eager, on the block of the parity tests, forward and backward.
 
-    python -m benchmarks.peers.blocks '{"size": {...}, "clock": {...}}'
+    python -m benchmarks.peers.blocks '{"variant": "eager", "size": {...}}'
 
 Everything is bfloat16, the rotary table float32. Gradients are dropped after each iteration (`zero_grad(set_to_none=True)`).
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.peers.protocol import Clock, answer, request
+from benchmarks.peers.protocol import Clock, answer, request, take_turns
 from jgraph.config import ModelConfig
 from tests.parity.torch_gpt import Block, linear, rotary
 
@@ -44,10 +44,13 @@ class Unrotated(Block):
         return linear(y.transpose(1, 2).reshape(B, T, D), self.out)
 
 
+VARIANTS = {"graphed callables": (Block, True), "graphed callables, no rotary": (Unrotated, True), "eager": (Block, False)}
+
+
 def main() -> None:
     asked = request()
-    size, clock = asked["size"], Clock(**asked["clock"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu to try this script out
+    size = asked["size"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu to try this script out, with eager
     config = ModelConfig(
         vocab_size=256,
         num_layers=size["num_blocks"],
@@ -58,35 +61,34 @@ def main() -> None:
     )
     shape = (size["batch"], size["length"], config.d_model)
     torch.manual_seed(0)
-    variants = {
-        "torch graphed callables": (Block, True),
-        "torch graphed callables, no rotary": (Unrotated, True),
-        "torch eager": (Block, False),
-    }
-    for name, (cls, graphed) in variants.items():
-        if graphed and device == "cpu":
-            continue
-        blocks: Any = tuple(Alone(cls(config), size["length"]).to(device) for _ in range(size["num_blocks"]))
-        parameters = [p for block in blocks for p in block.parameters()]
-        x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-        x.requires_grad_()
-        if graphed:
-            samples = tuple((torch.randn_like(x, requires_grad=True),) for _ in blocks)
-            blocks = torch.cuda.make_graphed_callables(blocks, samples)
+    cls, graphed = VARIANTS[asked["variant"]]
+    blocks: Any = tuple(Alone(cls(config), size["length"]).to(device) for _ in range(size["num_blocks"]))
+    parameters = [p for block in blocks for p in block.parameters()]
+    x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    if graphed:
+        samples = tuple((torch.randn_like(x, requires_grad=True),) for _ in blocks)
+        blocks = torch.cuda.make_graphed_callables(blocks, samples)
 
-        def iteration(blocks=blocks, x=x, dy=dy, parameters=parameters):
-            y: Any = x
-            for block in blocks:
-                y = block(y)
-            y.backward(dy)
-            for tensor in (x, *parameters):
-                tensor.grad = None
+    def iteration() -> None:
+        y: Any = x
+        for block in blocks:
+            y = block(y)
+        y.backward(dy)
+        for tensor in (x, *parameters):
+            tensor.grad = None
 
-        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-        timing = clock.back_to_back(iteration, wait)
-        host = clock.handover_seconds(iteration, wait)
-        replays = 2 * len(blocks)
-        answer(variant=name, host_us=host / replays * 1e6, ms=timing.ms, repeats_ms=timing.repeats_ms, replays=replays)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    replays = 2 * len(blocks)
+    iteration()
+    wait()
+    answer(replays=replays)
+
+    def measure(clock: Clock) -> dict[str, Any]:
+        ms = clock.back_to_back(iteration, wait).ms
+        return {"ms": ms, "host_us": clock.handover_seconds(iteration, wait) / replays * 1e6}
+
+    take_turns(measure)
 
 
 if __name__ == "__main__":

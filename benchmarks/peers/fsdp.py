@@ -6,12 +6,10 @@ Float32 parameters and AdamW moments are sharded, gathered block by block in the
 float32, and clipped by their global norm. Model and step are those of `benchmarks/single_gpu.py`.
 """
 
-import math
-import os
-import statistics
+import json
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,9 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from benchmarks.harness import read_card
-from benchmarks.peers.protocol import Clock, answer, request
-from benchmarks.peers.ranks import join
+from benchmarks.peers.ranks import Ranks
 from jgraph.config import ModelConfig, TrainConfig
 from tests.parity.torch_gpt import GPT
 
@@ -31,17 +27,22 @@ from tests.parity.torch_gpt import GPT
 
 
 def main() -> None:
-    asked = request()
-    rank, ranks, device = join()
-    tell: Callable[..., None] = answer if rank == 0 else lambda **row: None
-    tell(device=f"{ranks} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}")
+    asked = json.loads(sys.argv[1])
+    here = Ranks.join()
+    here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
     config = TrainConfig.from_dict(asked["config"])
-    step = training_step(config, rank, ranks, device, compile=asked["compile"], reshard=asked["reshard"])
-    measure(step, Clock(**asked["clock"]), device, tell)
-    dist.barrier()  # a rank that leaves while others are still talking makes them fail
-    dist.destroy_process_group()
-    # Everything is told. Leaving in the usual way, torch 2.13 with gloo now and then aborts over a thread that is still there.
-    os._exit(0)
+    step = training_step(config, here.rank, here.ranks, here.device, compile=asked["compile"], reshard=asked["reshard"])
+    if here.on_gpu:  # the whole model was here before it was sharded
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    loss = step()
+    dist.all_reduce(loss)
+    here.tell(compile_s=time.perf_counter() - start, loss=loss.item() / here.ranks)
+    here.timed(step, 2)
+    here.take_turns(step, each=False)
+    here.tell(peak_bytes=here.peak_bytes())
+    here.leave()
 
 
 def training_step(
@@ -101,52 +102,6 @@ def sharded(config: ModelConfig, device: torch.device, ranks: int, *, compile: b
     # What the root has is needed again as soon as the forward is done.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
-
-
-def measure(step: Callable[[], Tensor], clock: Clock, device: torch.device, tell: Callable[..., None]) -> None:
-    """Times steps handed over one after the other, by the slowest rank."""
-    on_gpu = device.type == "cuda"
-
-    def wait() -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    def largest(value: float) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
-
-    def timed(steps: int) -> float:
-        """Milliseconds a step. All ranks start together, and all get the time of the last one."""
-        wait()
-        dist.barrier()
-        wait()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait()
-        return largest((time.perf_counter() - start) / steps * 1e3)
-
-    if on_gpu:  # the whole model was here before it was sharded
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    loss = step()
-    dist.all_reduce(loss)
-    tell(compile_s=time.perf_counter() - start, loss=loss.item() / dist.get_world_size())
-    # How often is agreed upon by all ranks, as the times are.
-    timed(2)
-    ms = timed(1)
-    ms = timed(math.ceil(clock.warmup_seconds * 1e3 / ms))
-    steps = math.ceil(clock.seconds * 1e3 / ms)
-    repeats_ms = [timed(steps) for _ in range(clock.repeats)]
-    tell(ms=statistics.median(repeats_ms), repeats_ms=repeats_ms, steps=steps)
-    with ThreadPoolExecutor(1) as pool:  # the card is read while it works, but not while it is timed
-        reading = pool.submit(read_card)
-        timed(steps)
-    watts, mhz = reading.result() or (None, None)
-    peak = int(largest(torch.cuda.max_memory_allocated() if on_gpu else 0)) or None
-    tell(power_watts=watts, sm_clock_mhz=mhz, peak_bytes=peak)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peer: a schedule of `torch.distributed.pipelining` on stages of x + gelu(x @ a) @ b, or of GPT. Rank 0 prints a row a size.
+"""Peer: a schedule of `torch.distributed.pipelining` on stages of x + gelu(x @ a) @ b, or of GPT. Rank 0 prints the row.
 
     python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.peers.pipelining '{"schedule": "Schedule1F1B", ...}'
 
@@ -7,22 +7,20 @@ first stage, norm, head and cross-entropy on the last. Tied, the two have a matr
 which is less than jgraph does. torch adds the microbatches' gradients up in the parameters' dtype.
 """
 
-import math
+import json
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
-from benchmarks.peers.protocol import Clock, answer, request
-from benchmarks.peers.ranks import join
+from benchmarks.peers.ranks import Ranks
 from jgraph.config import ModelConfig
 from tests.parity.torch_gpt import Block, RMSNorm, linear, rotary
 
@@ -86,16 +84,18 @@ class Part(nn.Module):
 
 
 def main() -> None:
-    asked = request()
-    rank, ranks, device = join()
-    torch.manual_seed(rank)
-    for name, size in asked["sizes"].items():
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        row = measure(asked["schedule"], asked["compile"], size, Clock(**asked["clock"]), rank, ranks, device)
-        if rank == 0:
-            answer(size=name, schedule=asked["schedule"], **row)
-    dist.destroy_process_group()
+    asked = json.loads(sys.argv[1])
+    here = Ranks.join()
+    torch.manual_seed(here.rank)
+    here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
+    step = stages_of(asked["schedule"], asked["compile"], asked["size"], here)
+    for _ in range(3):
+        here.timed(step)
+    here.take_turns(step, each=True)
+    alone = [here.timed(step) for _ in range(5)]
+    stream_ms, _ = here.timed(step, 5)
+    here.tell(stream_ms=stream_ms, host_ms=statistics.median(host for _, host in alone), peak_bytes=here.peak_bytes())
+    here.leave()
 
 
 def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
@@ -127,9 +127,9 @@ def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
     return Job(module, batch[:B], sample(config.d_model), sample(config.vocab_size), batch, target, loss)
 
 
-def measure(
-    name: str, compile: bool, size: dict[str, Any], clock: Clock, rank: int, ranks: int, device: torch.device
-) -> dict[str, Any]:
+def stages_of(name: str, compile: bool, size: dict[str, Any], here: Ranks) -> Callable[[], None]:
+    """Hands over a step of this rank's stages."""
+    rank, ranks, device = here.rank, here.ranks, here.device
     cls = getattr(schedules, name)
     several = issubclass(cls, schedules.PipelineScheduleMulti)
     is_vee = "ZBV" in name or "DualPipeV" in name
@@ -160,46 +160,12 @@ def measure(
     args = (job.batch,) if 0 in where else ()
     extra = {"target": job.target} if last in where else {}
 
-    def step():
+    def step() -> None:
         schedule.step(*args, **extra, **({"losses": []} if extra else {}))
         for module in modules:
             module.zero_grad(set_to_none=True)
 
-    def wait():
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def timed(steps: int = 1) -> tuple[float, float]:
-        """Milliseconds a step until the last rank is done, and until it has handed all over. All ranks start together."""
-        wait()
-        dist.barrier()
-        wait()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        host = time.perf_counter() - start
-        wait()
-        times = torch.tensor([time.perf_counter() - start, host], dtype=torch.float64, device=device)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        ms, host_ms = (times * 1e3 / steps).tolist()
-        return ms, host_ms
-
-    # How often is agreed upon by all ranks, as the times are.
-    for _ in range(2):
-        timed()
-    ms = timed()[0]
-    for _ in range(math.ceil(clock.warmup_seconds * 1e3 / ms)):
-        ms = timed()[0]
-    steps = math.ceil(clock.seconds * 1e3 / ms)
-    repeats = [[timed() for _ in range(steps)] for _ in range(clock.repeats)]
-    repeats_ms = [statistics.fmean(ms for ms, _ in repeat) for repeat in repeats]
-    return {
-        "ms": statistics.median(repeats_ms),
-        "repeats_ms": repeats_ms,
-        "stream_ms": statistics.median(timed(steps)[0] for _ in range(clock.repeats)),
-        "host_ms": statistics.median(host for repeat in repeats for _, host in repeat),
-        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-    }
+    return step
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What a table and its PyTorch peers share: the clock, and rows as JSON lines from a process of its own. No jax, no torch."""
+"""What a process that is timed shares with the table it is timed for: its request, its turns, its answers. No jax, no torch.
+
+It imports, waits to be told that the GPU is free, builds and warms up; then it is given a turn for each line on stdin, and
+idles in between. All that it says is JSON lines on stdout. The table's side is `benchmarks/turns.py`.
+"""
 
 import json
-import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Timing, time_steps
@@ -23,8 +24,9 @@ class Clock:
     seconds: float
     """Shortest time of a repeat."""
     repeats: int
-    """Of which the median is taken."""
+    """Of a turn, of which the median is taken."""
     warmup_seconds: float
+    """Before the first of them: whatever had the turn before, or nothing, the card's clock settles."""
 
     def back_to_back(self, run: Run, wait: Run) -> Timing:
         """Steps handed over one after the other; the device is waited for once a repeat."""
@@ -48,48 +50,36 @@ class Clock:
         return statistics.median(samples)
 
 
-def ask(module: str, request: dict[str, Any], *, ranks: int = 0, timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """Runs a peer and gives back its rows, and why it stopped early ("" if it did not); never raises. Shows stderr then.
-
-    Args:
-        module: of a script that reads `request()` and prints rows by `answer`.
-        request: anything JSON; the script's only argument.
-        ranks: processes under torchrun; 0 runs the script alone.
-        timeout: seconds, after which the peer is ended.
-    """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, "-m", module, json.dumps(request)]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
-    try:
-        out, err = process.communicate(timeout=timeout)
-        failure = f"failed: {last_error(err)}" if process.returncode else ""
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its workers when it is asked to; killed, it would leave them behind
-        try:
-            out, err = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-        failure = f"failed: not done after {timeout:g} s"
-    if failure:
-        print(err[-4000:], file=sys.stderr)
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return rows, failure
-
-
 def request() -> dict[str, Any]:
-    """What the table asks of this process."""
-    return json.loads(sys.argv[1])
+    """What the table asks of this process. Returns when the GPU is free for it to build."""
+    asked = json.loads(sys.argv[1])
+    begin()
+    return asked
+
+
+def begin() -> None:
+    """Returns when this process is told that it may build; at once where nobody tells, as by hand in a terminal."""
+    if not sys.stdin.isatty():
+        sys.stdin.readline()
+
+
+def turns() -> Iterator[Clock]:
+    """Says that all is built and warm, and gives back how to time each turn, until there are no more."""
+    answer(ready=True)
+    for line in sys.stdin:
+        yield Clock(**json.loads(line))
+
+
+def take_turns(measure: Callable[[Clock], dict[str, Any]]) -> None:
+    """Answers each turn with what is measured in it; its keys become medians of the row, and lists as `repeats_KEY`."""
+    for clock in turns():
+        answer(turn=measure(clock))
+
+
+def told(timing: Timing) -> dict[str, Any]:
+    """Of a turn."""
+    return {"ms": timing.ms, "power_watts": timing.power_watts, "sm_clock_mhz": timing.sm_clock_mhz}
 
 
 def answer(**row: Any) -> None:
     print(json.dumps(row), flush=True)
-
-
-def last_error(stderr: str) -> str:
-    """The last line that names an exception, torchrun's own aside; the last line at all if there is none."""
-    lines = [re.sub(r"^\[\w+\]:\s*", "", line).strip() for line in stderr.splitlines()]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line) and "ChildFailed" not in line]
-    return (errors or lines or ["no output"])[-1][:200]

@@ -1,0 +1,34 @@
+"""A variant for tests of the turns: it times nothing, and writes down in a file what it is made to do.
+
+python -m tests.fake_variant '{"name": "x", "ms": [1.0, 2.0], "log": "FILE", "fails": ""}'
+"""
+
+from pathlib import Path
+
+from benchmarks.peers.protocol import answer, request, take_turns
+
+
+def main() -> None:
+    asked = request()
+
+    def note(what: str) -> None:
+        with Path(asked["log"]).open("a") as log:
+            print(asked["name"], what, file=log)
+        if asked["fails"] == what:
+            raise RuntimeError(f"cannot {what}")
+
+    note("build")
+    answer(device="none")
+    left = list(asked["ms"])
+
+    def measure(clock):
+        note("turn")
+        return {"ms": left.pop(0), "power_watts": None}
+
+    take_turns(measure)
+    note("finish")
+    answer(peak_bytes=1)
+
+
+if __name__ == "__main__":
+    main()
