@@ -66,7 +66,7 @@ class Assembly:
         form: Form
         if config.is_pipeline:
             assert mesh is not None
-            form = Staged.of(_pipeline(config, mesh, tree), tree)
+            form = Staged.of(_pipeline(config, mesh, params), tree)
         else:
 
             def loss(tree: PyTree, tokens_BS: Array) -> Array:
@@ -319,9 +319,7 @@ def _mesh(config: TrainConfig) -> Mesh | None:
 
 def _sharded(config: TrainConfig, mesh: Mesh, params: nnx.State, loss: Callable[[PyTree, Array], Array]) -> Sharded:
     """The model with its parameters cut as the flags, else the model's partition names, else their shapes say."""
-    tree = nnx.to_pure_dict(params)
-    names, specs = leaf_names(tree), jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=_is_spec)
-    axes = fsdp.asked_axes(names, config.shard_rules, dict(zip(names, specs, strict=True)))
+    tree, axes = nnx.to_pure_dict(params), _asked_axes(config, params)
     packing = Packing.of(tree, alone=axes)
     return Sharded(
         packing,
@@ -335,11 +333,18 @@ def _sharded(config: TrainConfig, mesh: Mesh, params: nnx.State, loss: Callable[
     )
 
 
+def _asked_axes(config: TrainConfig, params: nnx.State) -> dict[str, int]:
+    """Along which axis parameters are to be cut, as far as flags or the model's partition names say so."""
+    names = leaf_names(nnx.to_pure_dict(params))
+    specs = jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=_is_spec)
+    return fsdp.asked_axes(names, config.shard_rules, dict(zip(names, specs, strict=True)))
+
+
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
-def _pipeline(config: TrainConfig, mesh: Mesh, tree: PyTree) -> Pipeline:
+def _pipeline(config: TrainConfig, mesh: Mesh, params: nnx.State) -> Pipeline:
     """The model as a pipeline, with the schedule that the flags ask for."""
     module = config.model.module.partition(":")[0]
     make = getattr(importlib.import_module(module), "pipeline_parts", None)
@@ -349,19 +354,19 @@ def _pipeline(config: TrainConfig, mesh: Mesh, tree: PyTree) -> Pipeline:
             field="pp",
         )
     parts = make(config.model, config.pp)
-    dtype = jnp.dtype(config.model.compute_dtype)
+    choices = {"compute_dtype": jnp.dtype(config.model.compute_dtype), "remat": config.remat}
+    tree, axes = nnx.to_pure_dict(params), _asked_axes(config, params) if config.fsdp > 1 else {}
 
     def under(schedule: Schedule) -> Pipeline:
-        return Pipeline.of(parts, schedule, mesh, num_layers=config.model.num_layers, compute_dtype=dtype, remat=config.remat)
+        return Pipeline.of(parts, schedule, mesh, num_layers=config.model.num_layers, **choices).cut_as(tree, axes)
 
     sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
     if config.schedule != "auto":
         return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
     pipeline = under(generate("gpipe", **sizes))
-    params = jax.eval_shape(lambda tree: pipeline.stack(*parts.split(tree)), tree)
     choice = choose(
         pipeline,
-        params,
+        jax.eval_shape(lambda tree: pipeline.stack(*parts.split(tree)), tree),
         _tokens_by_microbatch(config),
         memory_limit=config.memory_limit * 2**30 or None,
         share=lambda seconds: agree(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these

@@ -4,7 +4,7 @@ Every field is a command-line flag (`python -m jgraph.train --help`); its docstr
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError
@@ -110,14 +110,18 @@ class ModelConfig:
         )
 
 
+class Usual(int):
+    """A number of steps that nobody asked for. It shrinks with the run; one that was asked for does not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay and clipping by global norm."""
 
     learning_rate: float = 3e-4
     """Peak learning rate."""
-    warmup_steps: int = 100
-    """Steps of linear warm-up; the first already moves."""
+    warmup_steps: int = Usual(100)
+    """Steps of linear warm-up; the first already moves. If not given, at most a tenth of --steps."""
     final_learning_rate: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
     beta1: float = 0.9
@@ -285,6 +289,14 @@ class TrainConfig:
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
             _require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
+        if self.is_pipeline:
+            # Before the rule below, whose advice it would refuse.
+            _require(
+                self.main_grads_dtype == "float32",
+                "main_grads_dtype",
+                self.main_grads_dtype,
+                "float32 in a pipeline, whose products add onto float32; parameters may be bfloat16 (--main-params-dtype)",
+            )
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         _require(
             not differ or self.on_dtype_mismatch == "copy",
@@ -306,11 +318,20 @@ class TrainConfig:
             _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where --schedule is not auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
             _require(self.chunks == 1, "chunks", self.chunks, f"1 with --schedule {self.schedule}, which says it itself")
+        _require(
+            self.schedule != "interleaved-1f1b" or self.chunks > 1,
+            "chunks",
+            self.chunks,
+            "at least 2 with --schedule interleaved-1f1b; with 1, take --schedule 1f1b",
+        )
         if self.is_pipeline:
             _require(
-                self.main_grads_dtype == "float32", "main_grads_dtype", self.main_grads_dtype, "float32 in a pipeline: see --pp"
+                not self.reshard_after_forward,
+                "reshard_after_forward",
+                "set",
+                "unset in a pipeline, where a rank gathers its stages once a step; for less memory, take more ranks (--pp) or "
+                "--remat layer",
             )
-            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset in a pipeline: see --pp")
         for option in self.xla_options:
             _require("=" in option, "xla_options", option, "name=value")
         if self.profile:
@@ -319,8 +340,16 @@ class TrainConfig:
             is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
             allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to --steps {self.steps}"
             _require(is_window, "profile", self.profile, allowed)
+        self._check_warmup()
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset}")
+
+    def _check_warmup(self) -> None:
+        warmup = self.optimizer.warmup_steps
+        if not isinstance(warmup, Usual):
+            _require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most --steps {self.steps}")
+        elif warmup > self.steps // 10:
+            object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
 
     @property
     def tokens_per_step(self) -> int:
@@ -356,6 +385,8 @@ class TrainConfig:
         try:
             model = ModelConfig(**fields.pop("model"))
             optimizer = OptimizerConfig(**fields.pop("optimizer"))
+            if optimizer.warmup_steps > fields["steps"]:  # as versions wrote it that took any
+                optimizer = replace(optimizer, warmup_steps=Usual(optimizer.warmup_steps))
             distributed = DistributedConfig(**fields.pop("distributed", {}))
             for name in ("xla_options", "shard_rules", "freeze"):
                 fields[name] = tuple(fields.get(name, ()))

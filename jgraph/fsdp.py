@@ -8,6 +8,7 @@ devices of its part. Both happen parameter by parameter; XLA's scheduler moves t
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -75,13 +76,22 @@ class Cut:
         return lax.psum_scatter(self.pad(whole), AXIS, scatter_dimension=self.axis, tiled=True)
 
 
-def cut(shapes: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> dict[str, Cut]:
+def cut(
+    shapes: Mapping[str, Any],
+    ranks: int,
+    axes: Mapping[str, int],
+    *,
+    taken: Mapping[str, int] = MappingProxyType({}),
+    pads: bool = True,
+) -> dict[str, Cut]:
     """How every array is cut: along the axis that is asked for, else the first that `ranks` divides, else the longest, padded.
 
     Args:
         shapes: arrays or shapes by name.
         ranks: devices of the axis `fsdp`.
         axes: the axis of some of them, as `asked_axes` gives it.
+        taken: the axis of some of them that is cut over another axis of the mesh.
+        pads: whether there may be padding; if not, what no axis divides is whole everywhere.
 
     Raises:
         ConfigError: an array does not have the axis asked for.
@@ -93,8 +103,8 @@ def cut(shapes: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> dict[
                 f"--shard-rules cut {name} along axis {axes[name]}: must be less than {leaf.ndim}, its shape is {leaf.shape}",
                 field="shard_rules",
             )
-        divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0]
-        longest = max(range(leaf.ndim), key=lambda i, leaf=leaf: leaf.shape[i], default=None)
+        divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i != taken.get(name)]
+        longest = max(range(leaf.ndim), key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
         axis = axes.get(name, divisible[0] if divisible else longest)
         length = 0 if axis is None else leaf.shape[axis]
         cuts[name] = Cut(axis, length, -(-length // ranks) * ranks)

@@ -1,6 +1,6 @@
 """Named configurations: `--preset NAME`, every field still overridable. Sizes as in GPT-3 (arXiv:2005.14165, table 2.1)."""
 
-from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig, Usual
 from jgraph.errors import ConfigError
 
 _GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matrix product has whole tiles
@@ -20,7 +20,7 @@ def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, s
         model=ModelConfig(
             num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=4 * width, vocab_size=_GPT_VOCAB
         ),
-        optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=500),
+        optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=Usual(500)),
     )
 
 
@@ -38,7 +38,7 @@ PRESETS: dict[str, TrainConfig] = {
             eval_batches=64,
             checkpoint_every=300,
             model=ModelConfig(compute_dtype="float32"),
-            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, weight_decay=0.1, beta2=0.99),
+            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
         ),
         TrainConfig(
             preset="launch-bound",

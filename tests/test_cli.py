@@ -13,6 +13,7 @@ import tyro
 
 from jgraph.assembly import Assembly
 from jgraph.data import write_tokens
+from jgraph.errors import ConfigError
 from jgraph.presets import PRESETS
 from jgraph.train import main, parse
 from tests import tiny
@@ -238,6 +239,16 @@ def test_a_flag_overrides_the_preset_wherever_it_stands():
     config = parse(["--steps", "7", "--preset", "gpt-124m", "--model.num-layers", "2", "--run-dir", "elsewhere"])
     assert config is not None
     assert (config.steps, config.model.num_layers, config.model.d_model, config.run_dir) == (7, 2, 768, "elsewhere")
+
+
+def test_a_presets_warmup_shrinks_with_the_run_and_one_that_is_given_does_not():
+    shrunk, given = parse(["--steps", "7"]), parse(["--steps", "60", "--optimizer.warmup-steps", "60"])
+    assert shrunk is not None
+    assert given is not None
+    assert (shrunk.optimizer.warmup_steps, given.optimizer.warmup_steps) == (0, 60)
+    with pytest.raises(ConfigError) as error:
+        parse(["--steps", "7", "--optimizer.warmup-steps", "8"])
+    assert error.value.field == "optimizer.warmup_steps"
 
 
 def test_a_message_that_is_no_box_is_passed_on_in_one_line(monkeypatch, capsys):

@@ -80,6 +80,16 @@ TRAIN = [
         "num_microbatches",
         "--num-microbatches is 5: must be a divisor of --batch-size 32",
     ),
+    (
+        {"steps": 8, "optimizer": OptimizerConfig(warmup_steps=9)},
+        "optimizer.warmup_steps",
+        "--optimizer.warmup-steps is 9: must be at most --steps 8",
+    ),
+    (
+        {"pp": 2, "schedule": "interleaved-1f1b"},
+        "chunks",
+        "--chunks is 1: must be at least 2 with --schedule interleaved-1f1b; with 1, take --schedule 1f1b",
+    ),
     ({"xla_options": ("xla_dump_to",)}, "xla_options", "--xla-options is xla_dump_to: must be name=value"),
 ]
 WRONG = [
@@ -94,6 +104,40 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_is_allowed(k
     with pytest.raises(ConfigError) as error:
         kind(**fields)
     assert (error.value.field, str(error.value)) == (field, message)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(8, 0), (60, 6), (1000, 100), (100_000, 100)])
+def test_a_warmup_that_nobody_asked_for_is_at_most_a_tenth_of_the_run(steps, warmup):
+    assert TrainConfig(steps=steps).optimizer.warmup_steps == warmup
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_warmup_shrinks_with_the_run_and_else_stays(name):
+    assert preset(name).optimizer.warmup_steps == {"cpu-tiny": 50, "launch-bound": 100}.get(name, 500)
+    assert dataclasses.replace(preset(name), steps=80).optimizer.warmup_steps == 8
+
+
+def test_a_warmup_of_the_whole_run_is_taken_if_asked_for():
+    assert TrainConfig(steps=8, optimizer=OptimizerConfig(warmup_steps=8)).optimizer.warmup_steps == 8
+
+
+def test_a_saved_warmup_longer_than_its_run_can_be_read():
+    saved = json.loads(json.dumps(dataclasses.asdict(TrainConfig(steps=8))))
+    saved["optimizer"]["warmup_steps"] = 100
+    assert TrainConfig.from_dict(saved).steps == 8
+
+
+@pytest.mark.parametrize("asked", [{}, {"decoupled_grad": True}, {"on_dtype_mismatch": "copy"}])
+def test_sums_of_gradients_in_bfloat16_are_refused_in_a_pipeline_before_any_other_advice(asked):
+    with pytest.raises(ConfigError, match="must be float32 in a pipeline") as error:
+        TrainConfig(pp=2, main_grads_dtype="bfloat16", **asked)
+    assert error.value.field == "main_grads_dtype"
+
+
+def test_gathering_again_is_refused_in_a_pipeline_with_what_helps_instead():
+    with pytest.raises(ConfigError, match="--remat layer") as error:
+        TrainConfig(pp=2, fsdp=2, reshard_after_forward=True)
+    assert error.value.field == "reshard_after_forward"
 
 
 def test_a_changed_copy_is_checked_too():

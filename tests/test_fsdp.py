@@ -20,6 +20,7 @@ from jgraph.fsdp import Cut
 from jgraph.graph import check_identity, compile_and_report, target
 from jgraph.step import accumulate, init_state, train_step
 from models.gpt import GPT
+from models.gpt import pipeline_parts as pipeline_parts
 from tests import tiny
 from tests.test_pipeline_training import Trained, assert_evaluated_as, assert_same, config_of, trained
 
@@ -65,7 +66,7 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = ()) -> Trained:
         {"fsdp": 2},
         pytest.param({"fsdp": 2, "dp": 2, "head": "untied", "reshard_after_forward": True}, marks=pytest.mark.once),
         {"fsdp": 2, "pp": 2, "dp": 2, "freeze": ("embedding_VD", NORMS)},
-        pytest.param({"fsdp": 2, "pp": 2}, marks=pytest.mark.once),
+        pytest.param({"fsdp": 2, "pp": 2, "shard_rules": ("*.kernel=1", "embedding_VD=1")}, marks=pytest.mark.once),
         pytest.param({"fsdp": 4, "freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
         pytest.param({"fsdp": 4, "num_microbatches": 1, "shard_rules": ("*.kernel=1",)}, marks=pytest.mark.once),
         pytest.param({"fsdp": 8, "num_microbatches": 1, "reshard_after_forward": True}, marks=pytest.mark.once),
@@ -185,6 +186,67 @@ def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
     ruled = dataclasses.replace(named, shard_rules=("blocks.0.*.kernel=0",))
     assert dict(Assembly.of(ruled).form.cuts)["blocks.0.mlp.up.kernel"] == Cut(0, 32, 32)
     assert dict(Assembly.of(ruled).form.cuts)["blocks.1.mlp.up.kernel"] == Cut(1, 64, 64)
+
+
+def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
+    """Which axis of each parameter is cut over fsdp, the axes of ranks not counted, by its name in the pipeline."""
+    form = Assembly.of(config(**{"fsdp": 2, "pp": 2} | fields)).form
+    specs = form.pipeline.specs(form.shapes)
+    named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    lead = {"ends": 0, "layers": 1}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): spec.index("fsdp") - lead[path[0].key]
+        for path, spec in named
+        if "fsdp" in spec
+    }
+
+
+def test_a_pipeline_is_cut_as_rules_by_the_models_names_say():
+    plain, ruled = axes_in_a_pipeline(), axes_in_a_pipeline(shard_rules=("blocks.*.mlp.*.kernel=1",))
+    mlp = {"layers.0.0.mlp.up.kernel", "layers.0.0.mlp.down.kernel"}
+    assert {name: plain[name] for name in mlp} == dict.fromkeys(mlp, 0)
+    assert ruled == plain | dict.fromkeys(mlp, 1)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
+    made = config(fsdp=2, pp=2, num_layers=3)
+    model = dataclasses.replace(made.model, scan_layers=scan_layers)
+    rule = "blocks.mlp.up.kernel=2" if scan_layers else "blocks.[01].mlp.up.kernel=1"
+    form = Assembly.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).form
+    specs = form.pipeline.specs(form.shapes)["layers"][0]
+    assert [place["mlp"]["up"]["kernel"] for place in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
+
+
+def test_a_pipeline_is_cut_as_its_model_says_and_rules_come_before_it():
+    named = {"num_layers": 2, "module": f"{__name__}:Named"}
+    assert axes_in_a_pipeline(**named)["layers.0.0.mlp.up.kernel"] == 1
+    assert axes_in_a_pipeline(shard_rules=("*.up.kernel=0",), **named)["layers.0.0.mlp.up.kernel"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shard_rules": ("embedding_VD=0",)},  # which the pipeline cuts
+        {"shard_rules": ("*.up.kernel=0",), "fsdp": 3, "batch_size": 12},  # 32 rows
+        {"shard_rules": ("*.up.kernel=2",)},
+        {"shard_rules": ("blocks.0.*.up.kernel=0", "blocks.1.*.up.kernel=1")},  # one array, on two ranks
+        {"shard_rules": ("nothing=0",)},
+    ],
+    ids=lambda fields: " ".join(fields["shard_rules"]),
+)
+def test_a_rule_that_a_pipeline_cannot_follow_is_refused_in_one_line(fields):
+    with pytest.raises(ConfigError) as error:
+        axes_in_a_pipeline(**fields)
+    assert error.value.field == "shard_rules"
+    assert "\n" not in str(error.value)
+
+
+def test_an_axis_that_counts_layers_is_refused_in_a_pipeline():
+    made = config(fsdp=2, pp=2, shard_rules=("blocks.mlp.up.kernel=0",))
+    with pytest.raises(ConfigError, match="the ranks share the layers") as error:
+        Assembly.of(dataclasses.replace(made, model=dataclasses.replace(made.model, scan_layers=True)))
+    assert error.value.field == "shard_rules"
 
 
 # --- Dtypes ---

@@ -72,7 +72,8 @@ def test_the_timeline_a_table_and_a_summary_are_printed(told):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_drawn(told, name):
-    assert "makespan" in told("schedule", name, "--pp", "2", "--microbatches", "4")
+    chunks = ("--chunks", "2") if name == "interleaved-1f1b" else ()
+    assert "makespan" in told("schedule", name, "--pp", "2", "--microbatches", "4", *chunks)
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])
@@ -178,6 +179,7 @@ BAD = [
     (["schedule"], ["name a schedule", "--order", *NAMES]),
     (["schedule", "dualpipe-v", "--pp", "4", "--microbatches", "4"], ["dualpipe-v", "at least 8 microbatches", "got 4"]),
     (["schedule", "1f1b", "--pp", "4", "--microbatches", "4", "--chunks", "2"], ["1f1b", "chunks=2", "1 chunk"]),
+    (["schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "4"], ["--chunks is 1", "at least 2", "take 1f1b"]),
     (["schedule", "1f1b", "--microbatches", "4"], ["1f1b", "needs --pp"]),
     (["schedule", "1f1b"], ["needs --pp and --microbatches"]),
     (["schedule", "1f1b", "--pp", "0", "--microbatches", "4"], ["--pp is 0", "at least 1"]),

@@ -31,7 +31,7 @@ class ScheduleOptions:
     microbatches: Count = None
     """Microbatches a step; needed with a name."""
     chunks: Count = None
-    """Stages per rank, 1 if left out; zb-v and dualpipe-v have 2 in any case."""
+    """Stages per rank, 1 if left out; zb-v and dualpipe-v have 2 in any case, interleaved-1f1b has at least 2."""
     costs: str = "1,1,1"
     """Times of forward,dgrad,wgrad of ALL layers of a rank for one microbatch, in any unit; each chunk takes its share."""
     latency: float = 0.0
@@ -118,6 +118,8 @@ def _schedule(options: ScheduleOptions) -> schedules.Schedule:
         missing = [flag for flag in ("--pp", "--microbatches") if options.sizes()[flag] is None]
         raise ConfigError(f"{options.name} needs {' and '.join(missing)}", field=missing[0].strip("-"))
     chunks = 1 if options.chunks is None else options.chunks
+    if options.name == "interleaved-1f1b" and chunks == 1:
+        raise ConfigError("--chunks is 1: must be at least 2 for interleaved-1f1b; with 1, take 1f1b", field="chunks")
     if (forwards := options.pp * options.microbatches * chunks) > _MOST_FORWARDS:
         raise ConfigError(
             f"--pp {options.pp} --microbatches {options.microbatches} --chunks {chunks} make {forwards:,} forwards: "

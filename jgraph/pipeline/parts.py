@@ -21,7 +21,11 @@ class Parts:
     A pipeline of P ranks has one embedding and one head, not P. What `embed` returns counts on the rank of the first stage, the
     loss of `head` on the rank of the last one; the others' results are thrown away. So plain functions work as they are. To
     share the work, a function may use collectives over `pipe`, as `split_embedding` and `jgraph.cross_entropy(axis="pipe")`
-    do. `head` gets the y of the last stage on that rank and zeros on the others, so a psum of y is the last stage's.
+    do. A `head` that does so gets the y of the last stage on that rank and zeros on the others, so a psum of y is the last
+    stage's; that comes first, before anything that has no derivative at zero. A plain head gets anything on the others, and
+    what it makes of it is dropped, gradients included.
+
+    Where stages are uneven, the shorter ones do their first layer once more, on their last layer's y, and drop what it makes.
 
     Attributes:
         embed: `embed(ends, inputs) -> x`, a floating array; `ends` as they are kept, in float32.
@@ -44,8 +48,8 @@ class Parts:
 class Layout:
     """Which layer is where: consecutive layers make a stage, and the schedule says on which rank a stage is.
 
-    Where the layers do not divide evenly, the first stages have one more; the others are padded with a layer that does nothing,
-    so that all ranks run one program.
+    Where the layers do not divide evenly, the first stages have one more; the others are padded with a layer of zeros, which
+    counts for nothing, so that all ranks run one program.
 
     Attributes:
         placement: stages of each rank.
@@ -115,19 +119,27 @@ class Layout:
 
     def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
         """The inverse of `stack`."""
-        where = {
-            first + place: (rank, chunk, place)
-            for rank, stages in enumerate(self.placement)
-            for chunk, stage in enumerate(stages)
-            for first, end in [self._bounds(stage)]
-            for place in range(end - first)
-        }
+        where = self._where()
 
         def layer(i: int) -> Tree:
             rank, chunk, place = where[i]
             return jax.tree.map(lambda leaf: leaf[rank], stacked[chunk][place])
 
         return [layer(i) for i in range(self.num_layers)]
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Chunk and place in it, where `stack` has a layer."""
+        return self._where()[layer][1:]
+
+    def _where(self) -> dict[int, tuple[int, int, int]]:
+        """Rank, chunk and place of each layer."""
+        return {
+            first + place: (rank, chunk, place)
+            for rank, stages in enumerate(self.placement)
+            for chunk, stage in enumerate(stages)
+            for first, end in [self._bounds(stage)]
+            for place in range(end - first)
+        }
 
     def _bounds(self, stage: int) -> tuple[int, int]:
         """First layer of a stage, and the one after its last."""

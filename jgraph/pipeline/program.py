@@ -1,8 +1,9 @@
 """`Pipeline`: a model in parts and a schedule, as one function from parameters and microbatches to loss and gradients."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jgraph import fsdp
 from jgraph.backward import Split, split_backward
 from jgraph.errors import ConfigError, OrderError
 from jgraph.fsdp import Cut, batch_axes
-from jgraph.pipeline import aligned, general
+from jgraph.pipeline import aligned, cuts, general
 from jgraph.pipeline.columns import Columns, columns
 from jgraph.pipeline.machine import Machine
 from jgraph.pipeline.parts import Layout, Parts
@@ -43,6 +44,7 @@ class Pipeline:
         runtime: `aligned` needs a schedule in whose ticks all ranks do the same; `general` plays any; `auto` takes the first
             where it can.
         remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
+        axes: the axis that the axis `fsdp` cuts of some parameters, as `cut_as` finds it.
     """
 
     parts: Parts
@@ -52,6 +54,7 @@ class Pipeline:
     compute_dtype: Any = None
     runtime: Runtime = "auto"
     remat: Remat = "nothing"
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Parts, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
@@ -74,6 +77,19 @@ class Pipeline:
         _check_aligned(schedule)
         return replace(pipeline, schedule=schedule.newest_first())
 
+    def cut_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
+        """The same pipeline, with parameters cut over `fsdp` along the axes that are asked for.
+
+        Args:
+            tree: the model's parameters, as shapes.
+            axes: by the names of this tree, as `fsdp.asked_axes` gives them.
+
+        Raises:
+            ConfigError: one of them cannot be cut along its axis in a pipeline.
+        """
+        ranks = self.mesh.shape.get(fsdp.AXIS, 1)
+        return replace(self, axes=cuts.by_place(self.parts, self.layout, tree, axes, ranks)) if ranks > 1 else self
+
     def stack(self, ends: Tree, layers: list[Tree]) -> Tree:
         """The parameters as the program takes them, from `ends` and one tree a layer."""
         return {"ends": ends, "layers": self.layout.stack(layers)}
@@ -89,15 +105,15 @@ class Pipeline:
             if name not in names:
                 raise ConfigError(f"Parts.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
         jax.tree_util.tree_map_with_path(self._check_divides, params["ends"])
-        cuts = self._cuts(params)
+        cut_of = self._cuts(params)
 
         def of_ends(path: Any, cut: Cut) -> PartitionSpec:
             names = {self._axis(path): AXIS, cut.axis: fsdp.AXIS}
             return PartitionSpec(*[names.get(i) for i in range(1 + max((i for i in names if i is not None), default=-1))])
 
         return {
-            "ends": jax.tree_util.tree_map_with_path(of_ends, cuts["ends"]),
-            "layers": jax.tree.map(lambda cut: cut.spec(lead=(AXIS,)), cuts["layers"]),
+            "ends": jax.tree_util.tree_map_with_path(of_ends, cut_of["ends"]),
+            "layers": jax.tree.map(lambda cut: cut.spec(lead=(AXIS,)), cut_of["layers"]),
         }
 
     def shardings(self, params: Tree) -> Tree:
@@ -119,7 +135,7 @@ class Pipeline:
         """
         specs = self.specs(params)
         rest = () if key is None else (jax.random.key_data(key),)
-        run = partial(self._local, cuts=self._cuts(params), impl=None if key is None else jax.random.key_impl(key))
+        run = partial(self._local, cut_of=self._cuts(params), impl=None if key is None else jax.random.key_impl(key))
         return self._mapped(run, params, (PartitionSpec(), specs), len(rest))(params, inputs, *rest)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
@@ -171,11 +187,11 @@ class Pipeline:
     def _shapes(self, params: Tree, inputs: Tree) -> Any:
         """Of what passes between stages. Embedding may use the axis, so it is traced as the program traces it."""
         x: list[Any] = []
-        cuts = self._cuts(params)
+        ends_cuts = self._cuts(params)["ends"]
 
         def embed(params: Tree, inputs: Tree) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
-            ends = jax.tree.map(lambda cut, part: cut.gather(part), cuts["ends"], params["ends"])
+            ends = jax.tree.map(lambda cut, part: cut.gather(part), ends_cuts, params["ends"])
             x.append(jax.eval_shape(self.parts.embed, ends, first))
 
         jax.eval_shape(self._mapped(embed, params, None, 0), params, inputs)
@@ -194,12 +210,12 @@ class Pipeline:
     def _columns(self) -> Columns:
         return columns(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
-    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, cuts: Tree, impl: Any) -> tuple[Array, Tree]:
+    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, cut_of: Tree, impl: Any) -> tuple[Array, Tree]:
         """On one rank."""
         batch, layout = batch_axes(self.mesh), self.layout
         layers = self._cast(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
-        layers = jax.tree.map(lambda cut, part: cut.gather(part), cuts["layers"], layers)
-        ends = jax.tree.map(lambda cut, part: cut.gather(part), cuts["ends"], params["ends"])
+        layers = jax.tree.map(lambda cut, part: cut.gather(part), cut_of["layers"], layers)
+        ends = jax.tree.map(lambda cut, part: cut.gather(part), cut_of["ends"], params["ends"])
         if key is not None:
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
         stages = []
@@ -220,23 +236,22 @@ class Pipeline:
         )
         grads = {"ends": summed, "layers": [_without_padding(own, extra) for own, extra in state.grads]}
         if fsdp.AXIS in batch:
-            grads = jax.tree.map(lambda cut, g: cut.scatter(g) / self.mesh.shape[fsdp.AXIS], cuts, grads)
+            grads = jax.tree.map(lambda cut, g: cut.scatter(g) / self.mesh.shape[fsdp.AXIS], cut_of, grads)
         grads = jax.tree.map(lambda g: lax.pmean(g, "data"), grads)
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch)
         return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
     def _cuts(self, params: Tree) -> Tree:
-        """Of every parameter, over the axis `fsdp`: along the first axis that is divisible and not cut over `pipe`, if any."""
+        """Of every parameter, over the axis `fsdp`."""
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
-
-        def of(shape: tuple[int, ...], taken: int | None) -> Cut:
-            divisible = [i for i, length in enumerate(shape) if length % ranks == 0 and i != taken and ranks > 1]
-            return Cut(divisible[0], shape[divisible[0]], shape[divisible[0]]) if divisible else Cut(None)
-
-        return {
-            "ends": jax.tree_util.tree_map_with_path(lambda path, leaf: of(leaf.shape, self._axis(path)), params["ends"]),
-            "layers": jax.tree.map(lambda leaf: of(leaf.shape[1:], None), params["layers"]),
-        }
+        if ranks == 1:
+            return jax.tree.map(lambda _: Cut(None), params)
+        named, structure = jax.tree_util.tree_flatten_with_path(
+            params | {"layers": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])}
+        )
+        shapes = {cuts.place_name(path): leaf for path, leaf in named}
+        taken = {f"ends/{name}": axis for name, axis in self.parts.sharded.items()}
+        return structure.unflatten(fsdp.cut(shapes, ranks, self.axes, taken=taken, pads=False).values())
 
     def split(self, impl: Any) -> Split:
         """A stage in its parts; `impl` is the kind of the keys, None where there are none."""

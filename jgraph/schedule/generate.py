@@ -26,7 +26,7 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
         name: one of `NAMES`.
         pp: ranks on the pipeline axis.
         microbatches: per step.
-        chunks: stages per rank; zb-v and dualpipe-v have 2 whatever is said, 1 included.
+        chunks: stages per rank; zb-v and dualpipe-v have 2 whatever is said, 1 included; interleaved-1f1b has at least 2.
 
     Returns:
         A Schedule: a sequence of one Order per rank, each with `.to_list()`.
@@ -40,6 +40,8 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise OrderError(f"{what} is {value!r}; it must be a whole number >= 1")
     make, allowed = _GENERATORS[name]
+    if name == "interleaved-1f1b" and chunks == 1:
+        raise OrderError("interleaved-1f1b with chunks=1: it has at least 2 chunks a rank; with one, take 1f1b")
     if allowed is not None and chunks not in allowed:
         raise OrderError(f"{name} with chunks={chunks}: it has {allowed[-1]} chunk{'s' * (allowed[-1] > 1)} a rank")
     return make(int(pp), int(microbatches), int(chunks))
@@ -83,7 +85,7 @@ def _interleaved(P: int, M: int, C: int) -> Schedule:
     orders = []
     for r in range(P):
         # The last chunk's first forward comes after this many, and its dgrad may follow at once on the last rank.
-        warmup = 2 * (P - 1 - r) + int(np.argmax(forwards == C - 1)) if C > 1 else P - 1 - r
+        warmup = 2 * (P - 1 - r) + int(np.argmax(forwards == C - 1))
         orders.append(Order(*alternate(forwards, C - 1 - forwards, min(warmup, M * C))))
     return Schedule(tuple(orders), loop(P, C), name="interleaved-1f1b")
 

@@ -15,7 +15,7 @@ from tests.schedule.strategies import delayed_ticks, random_schedule
 CHUNKS = {
     "aligned": (1, 2),
     "1f1b": (1,),
-    "interleaved-1f1b": (1, 2),
+    "interleaved-1f1b": (2,),
     "zb-h1": (1,),
     "zb-h2": (1,),
     "zb-v": (2,),

@@ -29,6 +29,7 @@ ROWS = {
     "Aligned-I(v2)+Wdefer": ("aligned", 2, "lockstep", "lock_bubble"),
 }
 CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,), "dualpipe-v": (2,)}
+CHUNKS |= {"interleaved-1f1b": (2, 3, 4)}
 costs = st.floats(0.25, 4.0)
 
 
@@ -127,7 +128,7 @@ def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_whatever_they_
     name=st.sampled_from(["gpipe", "interleaved-1f1b"]),
     P=st.integers(1, 8),
     extra=st.integers(0, 16),
-    chunks=st.integers(1, 4),
+    chunks=st.integers(2, 4),
     each=st.tuples(costs, costs, costs),
 )
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -210,6 +211,7 @@ def test_the_v_schedules_have_two_chunks_even_if_one_is_asked_for():
         ({"name": "1f1b", "chunks": 2}, "1f1b with chunks=2", "it has 1 chunk a rank"),
         ({"name": "zb-h1", "chunks": 3}, "zb-h1 with chunks=3", "it has 1 chunk a rank"),
         ({"name": "zb-v", "chunks": 3}, "zb-v with chunks=3", "it has 2 chunks a rank"),
+        ({"name": "interleaved-1f1b"}, "interleaved-1f1b with chunks=1", "at least 2 chunks a rank; with one, take 1f1b"),
         ({"name": "dualpipe-v", "microbatches": 7}, "got 7", "at least 8 microbatches"),
     ],
 )

@@ -178,8 +178,8 @@ def test_to_free_their_buffers_at_dgrad_is_refused_with_the_position(case):
 
 
 def test_freeing_at_dgrad_is_allowed_where_every_wgrad_comes_at_once():
-    for name in ("gpipe", "1f1b", "interleaved-1f1b"):
-        schedule = generate(name, pp=4, microbatches=8).split()
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2)):
+        schedule = generate(name, pp=4, microbatches=8, chunks=chunks).split()
         early = assign(schedule, release="dgrad")
         referee(schedule, slots=early)
 
