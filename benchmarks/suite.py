@@ -360,7 +360,7 @@ def speed() -> str:
     """The tables, each after a line that says where and when."""
     data = {file.stem: read(file)["works"] for file in sorted(harness.RESULTS.glob("*.json")) if "works" in read(file)}
     pick = {name: [one for one in data if one.rstrip("0123456789") == name] for name in ("pipeline", "fsdp", "callables")}
-    blocks = next(name for name in reversed(pick["callables"]) if "blocks" in data[name])
+    blocks = max((name for name in pick["callables"] if "blocks" in data[name]), key=lambda name: distinct(data[name], "date"))
     one = ["single_gpu", "single_gpu_1b3"]
     parts: list[str] = []
 

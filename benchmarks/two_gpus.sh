@@ -29,32 +29,32 @@ short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the c
 
 case $part in
 one)
-  on 1 520 single_gpu --presets gpt-1b3 --together 2 --name single_gpu_1b3 &
-  on 0 140 single_gpu --presets launch-bound $short
-  on 0 180 single_gpu --presets gpt-124m
-  on 0 150 callables --parts blocks $short --name callables2
-  on 0 60 callables --parts replays --name callables2
+  on 1 360 single_gpu --presets gpt-1b3 --together 2 --name single_gpu_1b3 &
+  on 0 110 single_gpu --presets launch-bound $short
+  on 0 130 single_gpu --presets gpt-124m
+  on 0 130 callables --parts blocks $short --name callables1
+  on 0 40 callables --parts replays --name callables1
   wait
+  timeout -k 10 200 python3 -m pytest -n 0 -m gpu -q -rs tests/gpu >"$out/pytest.txt" 2>&1 || echo "pytest: exit $?" >>"$failed"
+  tail -n 25 "$out/pytest.txt"
   ;;
 several)
-  piece 130 pipeline --work mlp-launch-bound --schedules aligned --variant $no_branches --xla-option $triton --actions no $short \
+  piece 150 pipeline --work mlp-launch-bound --schedules aligned --variant $no_branches --xla-option $triton --actions no $short \
     --peers Schedule1F1B Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleDualPipeV --name pipeline2
-  piece 135 pipeline --work mlp-large --schedules aligned zb-h1 --xla-option $triton --actions no \
+  piece 160 pipeline --work mlp-large --schedules aligned zb-h1 --xla-option $triton --actions no \
     --peers ScheduleZBVZeroBubble Schedule1F1B ScheduleDualPipeV --name pipeline2
-  piece 145 fsdp --work gpt-1b3 --together 2 --one-gpu no --rounds 4 --peers compile compile:reshard --variant reshard=yes --name fsdp2
-  piece 160 pipeline --work gpt-1b3 --schedules aligned --xla-option $triton --actions no --together 2 --rounds 4 --repeats 1 \
-    --peers Schedule1F1B:compile ScheduleZBVZeroBubble:compile ScheduleZBVZeroBubble --name pipeline2
+  piece 230 pipeline --work gpt-1b3 --schedules aligned --xla-option $triton --actions no --together 2 --rounds 4 --repeats 1 \
+    --peers Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleZBVZeroBubble:compile --name pipeline2
   ;;
 rest)
-  piece 130 callables --parts pipeline --pipelines launch-bound --ranks 2 --schedules aligned 1f1b $short --name callables2
-  piece 100 callables --parts pipeline --pipelines large --ranks 2 --schedules aligned --rounds 4 \
-    --peers ScheduleZBVZeroBubble Schedule1F1B --name callables2
+  piece 150 fsdp --work gpt-1b3 --together 2 --one-gpu no --rounds 4 --peers compile compile:reshard --variant reshard=yes --name fsdp2
   piece 120 fsdp --work launch-bound --one-gpu no --rounds 4 $short --peers compile eager --variant graph=off --variant graph=full \
     --variant layout=dp --variant "layout=dp graph=off" --variant "layout=dp graph=full" --name fsdp2
-  piece 45 fsdp --work launch-bound --variant graph=full --soak 1000
-  piece 45 pipeline --work mlp-launch-bound --schedules aligned --graph full --xla-option $triton --soak 1000
-  timeout -k 10 140 python3 -m pytest -n 0 -m gpu -q -rs tests/gpu >"$out/pytest.txt" 2>&1 || echo "pytest: exit $?" >>"$failed"
-  tail -n 25 "$out/pytest.txt"
+  piece 110 callables --parts pipeline --pipelines launch-bound --ranks 2 --schedules aligned 1f1b $short --name callables2
+  piece 90 callables --parts pipeline --pipelines large --ranks 2 --schedules aligned --rounds 4 \
+    --peers ScheduleZBVZeroBubble Schedule1F1B --name callables2
+  piece 40 fsdp --work launch-bound --variant graph=full --soak 1000
+  piece 40 pipeline --work mlp-launch-bound --schedules aligned --graph full --xla-option $triton --soak 1000
   ;;
 esac
 python3 -m benchmarks show "$out"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -44,13 +45,22 @@ def losses(config):
 @pytest.mark.parametrize("graph", ["off", "auto", "full"])
 @pytest.mark.parametrize(
     "fields",
-    [{"pp": 2}, {"pp": 4, "schedule": "zb-h1"}, {"fsdp": 2}, {"fsdp": 4, "reshard_after_forward": True}, {"fsdp": 2, "pp": 2}],
+    [
+        {"dp": 2},
+        {"pp": 2},
+        {"pp": 2, "schedule": "zb-h1"},
+        {"fsdp": 2},
+        {"fsdp": 2, "reshard_after_forward": True},
+        {"pp": 4},
+        {"fsdp": 4},
+        {"fsdp": 2, "pp": 2},
+    ],
     ids=str,
 )
 def test_several_gpus_train_as_one_does(fields, graph):
-    ranks = fields.get("pp", 1) * fields.get("fsdp", 1)
+    ranks = math.prod(fields.get(axis, 1) for axis in ("dp", "fsdp", "pp"))
     if len(jax.devices()) < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+        pytest.skip(f"needs {ranks} GPUs, {len(jax.devices())} are here")
     values, report = losses(dataclasses.replace(CONFIG, graph=graph, **fields))
     alone, _ = losses(CONFIG)
     np.testing.assert_allclose(values, alone, rtol=1e-5)
