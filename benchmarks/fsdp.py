@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from benchmarks import harness
-from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, save_soak, spread
+from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
 from jgraph.assembly import Assembly
@@ -280,21 +280,26 @@ def draw(works: dict[str, Any]) -> str:
 
 
 def summary(works: dict[str, Any]) -> list[str]:
-    columns = ["work", "ranks", "fastest torch", "tokens/s", "peak GB", "fastest jgraph", "tokens/s", "peak GB"]
-    columns += ["jgraph / torch", "to reach", "of N x one GPU", "to reach", "MFU", "to reach"]
+    """Of each work two rows: parameters kept for the backward, and gathered again."""
+    columns = ["work", "ranks", "parameters", "fastest torch", "tokens/s", "peak GB", "fastest jgraph", "tokens/s", "peak GB"]
+    columns += ["torch / jgraph", "to reach", "of N x one GPU", "to reach", "MFU", "to reach"]
     lines = [line(columns), "|---" * len(columns) + "|"]
     for work, result in works.items():
-        torch, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
-        cells = [work, str(result["ranks"])]
-        for row in (torch, ours):
-            cells += [row["variant"] or "as it comes", f"{tokens_per_second(row, result):,.0f}"] if row else ["none ran", ""]
-            cells += [gigabytes(row, "peak_bytes") if row else ""]
-        if torch and ours:
-            cells[-1] += f" <= {gigabytes(torch, 'peak_bytes')}"
-        cells += [f"**{ratio(torch, ours)}**" if torch and ours else "", f">= {LEAST_GAIN:g}"]
-        cells += [share(scaling, ours, result), f">= {LEAST_SCALING:g}" if work in ON_ONE_GPU else ""]
-        cells += [share(mfu, ours, result), f">= {LEAST_MFU[work]:.0%}" if work in LEAST_MFU else ""]
-        lines += [line(cells)]
+        for how in ("kept", "gathered again"):
+            rows = [row for row in result["rows"] if parameters(row) == how]
+            torch, ours = (fastest(rows, system) for system in ("torch", "jgraph"))
+            if not torch and not ours:
+                continue
+            cells = [work, str(result["ranks"]), how]
+            for row in (torch, ours):
+                cells += [row["variant"] or "as it comes", f"{tokens_per_second(row, result):,.0f}"] if row else ["not run", ""]
+                cells += [gigabytes(row, "peak_bytes") if row else ""]
+            if torch and ours:
+                cells[-1] += f" <= {gigabytes(torch, 'peak_bytes')}"
+            cells += [f"**{ratio(torch, ours)}**" if torch and ours else "", f">= {LEAST_GAIN:g}"]
+            cells += [share(scaling, ours, result), f">= {LEAST_SCALING:g}" if work in ON_ONE_GPU else ""]
+            cells += [share(mfu, ours, result), f">= {LEAST_MFU[work]:.0%}" if work in LEAST_MFU else ""]
+            lines += [line(cells)]
     return lines
 
 
@@ -309,7 +314,8 @@ def gigabytes(row: Row, key: str) -> str:
 
 def table(work: str, result: Row) -> list[str]:
     env, options, config, rows = (result[key] for key in ("environment", "options", "config", "rows"))
-    torch, ranks = fastest(rows, "torch"), result["ranks"]
+    peers = {how: fastest([row for row in rows if parameters(row) == how], "torch") for how in ("kept", "gathered again")}
+    ranks = result["ranks"]
     lines = [f"## {work}, {ranks} ranks, {config['batch_size'] // ranks} x {config['seq_len']} tokens a rank", ""]
     lines += [f"{env['date']}, revision {env['revision']}, jax {env.get('jax')}, torch {env.get('torch')}, "]
     lines[-1] += f"{result['device'] or 'device not asked yet'}, sizes {options['sizes']}, graph {config['graph']}, "
@@ -321,7 +327,7 @@ def table(work: str, result: Row) -> list[str]:
         cells = [named(row)]
         if "ms" in row:
             cells += [f"{row['ms']:.2f}", spread(row), f"{tokens_per_second(row, result):,.0f}"]
-            cells += [ratio(torch, row) if torch and row["ranks"] == ranks else ""]
+            cells += [ratio(torch, row) if (torch := peers[parameters(row)]) and row["ranks"] == ranks else ""]
             cells += [share(scaling, row, result), share(mfu, row, result)]
             cells += [gigabytes(row, key) for key in ("peak_bytes", "temp_bytes")]
             if row.get("init_peak_bytes", 0) == row.get("peak_bytes"):
@@ -333,8 +339,10 @@ def table(work: str, result: Row) -> list[str]:
             cells[-1] += f", {row['skipped']} steps skipped" if row.get("skipped") else ""
         cells += [row["failed"]] if "failed" in row else []
         lines += [line(cells + [""] * (len(columns) - len(cells)))]
-    lines += ["", f"FLOPs of a step: {FLOPS}. Peak GB: of the GPU that had most; (init) if the state took more to make than a"]
-    lines[-1] += " step. Compile s of torch is its first step. Launches, updates: of all GPUs in a step."
+    notes = "torch's is the fastest that keeps parameters, or gathers them again, as the row does", f"FLOPs of a step: {FLOPS}"
+    notes = *notes, "Peak GB: of the GPU that had most; (init) if the state took more to make than a step"
+    notes = *notes, "Compile s of torch is its first step", "Launches, updates: of all GPUs in a step"
+    lines += ["", f"{'. '.join(notes)}."]
     return lines
 
 

@@ -250,6 +250,12 @@ def fastest(rows: list[dict[str, Any]], system: str) -> dict[str, Any] | None:
     return min((row for row in rows if row["system"] == system and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
+def parameters(row: dict[str, Any]) -> str:
+    """Whether a step with sharded state keeps gathered parameters for its backward: like is compared with like."""
+    again = {"reshard=yes", "compile:reshard", "eager:reshard"} & set(row["variant"].split())
+    return "gathered again" if again else "kept"
+
+
 def line(cells: list[str]) -> str:
     """A row of a table."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -46,17 +46,26 @@ _FACTS = ("date", "device", "revision", *_VERSIONS)
 _SETTINGS = ("options", "config", "sizes", "size", "ranks", "pp", "microbatches", "chunks", "xla_options")
 # Of those, what chooses rows or says where things go or when to give up does not alter what a row measures.
 _IDLE_OPTIONS = (
-    "name revision table mode variant presets work parts schedules joins peers quick one_gpu soak hang_seconds timeout"
+    "name out revision table mode variant variants presets work parts pipelines schedules joins peers actions quick one_gpu "
+    "rounds together soak hang_seconds timeout peer_timeout budget"
 )
 _IDLE_CONFIG = (
     "preset steps data run_dir resume log_every eval_every eval_batches checkpoint_every checkpoint_keep sample_tokens"
 )
-_IDLE = {f"options.{name}" for name in (*_IDLE_OPTIONS.split(), "peer_timeout", "budget")}
+_IDLE = {f"options.{name}" for name in _IDLE_OPTIONS.split()}
 _IDLE |= {f"config.{name}" for name in _IDLE_CONFIG.split()}
 # Keys that only hold rows; fields that name a row beside the other keys that lead to it; fields that are times, in so many ms.
-_HOLDERS = ("works", "rows", "presets", "variants", "parts", "results", "curves")
+_HOLDERS = ("works", "rows", "results", "curves", "soaks")
 _NAMES = ("work", "size", "system", "schedule", "variant", "join", "microbatches")
-_TIMES = {"ms": 1.0, "step_ms": 1.0, "costs_ms": 1.0, "generate_and_check_s": 1e3, "colour_s": 1e3, "table_s": 1e3}
+_TIMES = {
+    "ms": 1.0,
+    "median_ms": 1.0,
+    "step_ms": 1.0,
+    "costs_ms": 1.0,
+    "generate_and_check_s": 1e3,
+    "colour_s": 1e3,
+    "table_s": 1e3,
+}
 
 
 class ResultsError(JgraphError):
@@ -163,8 +172,9 @@ def listed() -> Iterator[list[str]]:
     scripts = found()
     files: dict[str, list[Path]] = {name: [] for name in scripts}
     for file in sorted(harness.RESULTS.glob("*.json")):
-        by = [name for name in scripts if f"{file.stem}_".startswith(f"{name}_")]  # --name is free, but begins so by custom
-        files.setdefault(max(by, key=len, default="?"), []).append(file)
+        stem = f"{file.stem.rstrip('0123456789')}_"  # --name is free, but begins so by custom
+        by = [name for name in scripts if stem.startswith(f"{name}_")]
+        files.setdefault(max(by, key=len, default=file.stem), []).append(file)
     for name, own in files.items():
         for nth, file in enumerate(own):
             try:
@@ -380,9 +390,11 @@ def speed() -> str:
     )
     note = "Host time until an iteration is handed over, over its 24 calls, and the whole iteration:"
     add("Twelve launch-bound GPT blocks one by one", [blocks], note, one_by_one(data[blocks]["blocks"]["rows"]))
-    several = [name for names in pick.values() for name in names]
+    several = [name for names in pick.values() for name in names if set(data[name]) - {"blocks", "replays"}]
     note = "Milliseconds, median: a whole training step of fsdp, loss and gradients of pipeline and callables:"
     add("Several GPUs", [*several, *(name for name in data if name.endswith("_earlier"))], note, several_gpus(data))
+    if (soaks := harness.RESULTS / "soaks.json").exists():
+        parts += [*harness.draw_soaks(read(soaks)["soaks"]).splitlines()[2:], ""]
     return "\n".join(parts[:-1])
 
 
@@ -434,16 +446,11 @@ def several_gpus(data: dict[str, Row]) -> list[str]:
                 config = result["config"]
                 shape = f"{config['batch_size']}x{config['seq_len']} tokens"
                 for how in ("kept", "gathered again"):
-                    alike = [row for row in rows if row["system"] in ("jgraph", "torch") and _kept(row) == how]
+                    alike = [row for row in rows if row["system"] in ("jgraph", "torch") and harness.parameters(row) == how]
                     if alike:
                         found += [(ranks, _row(f"fsdp, {work}, {shape}, parameters {how}", result, [alike], []))]
     lines = [harness.line(heads), "|---" * len(heads) + "|"]
     return lines + [harness.line(cells) for _, cells in sorted(found, key=lambda one: one[0])]
-
-
-def _kept(row: Row) -> str:
-    """Whether parameters were kept for the backward or gathered again: like is compared with like."""
-    return "gathered again" if {"reshard=yes", "compile:reshard", "eager:reshard"} & set(row["variant"].split()) else "kept"
 
 
 def _others(data: dict[str, Row], name: str, result: Row) -> list[list[Row]]:

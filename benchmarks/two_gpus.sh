@@ -16,7 +16,7 @@ failed=$(mktemp)
 piece() {
   local limit=$1 started=$SECONDS status=0
   shift
-  timeout -k 30 "$limit" python3 -m benchmarks run "$@" --out "$out" --revision "$revision" >>"$out/log.txt" 2>&1 || status=$?
+  timeout -k 30 "$limit" python3 -m benchmarks run "$@" --timeout 100 --out "$out" --revision "$revision" >>"$out/log.txt" 2>&1 || status=$?
   echo "$* took $((SECONDS - started)) s"
   [ $status = 0 ] || echo "exit $status after $((SECONDS - started)) s: $*" >>"$failed"
 }

@@ -166,7 +166,7 @@ def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
     capsys.readouterr()
     assert run_fsdp("--table") == 0
-    assert "| gpt-1b3 | 2 | none ran |" in capsys.readouterr().out
+    assert "| gpt-1b3 | 2 | kept | not run |" in capsys.readouterr().out
 
 
 def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tmp_path, capsys):
@@ -196,20 +196,44 @@ def test_a_variant_is_words_for_jgraph_and_options_for_xla():
         fsdp.vary(config, "reshard=maybe")
 
 
-def test_the_ratios_that_count_are_those_of_tokens_per_second():
-    config = fsdp.asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
-    times = {"torch": 110.0, "one GPU": 95.0, "jgraph": 100.0}
-    rows = [
-        {"system": system, "variant": "", "ranks": 1 if system == "one GPU" else 4, "ms": ms, "device": "4 x NVIDIA H200"}
-        for system, ms in times.items()
-    ]
-    (row,) = fsdp.summary({"gpt-1b3": {"config": config, "ranks": 4, "rows": rows}})[2:]
-    cells = [cell.strip() for cell in row.split("|")]
+@pytest.fixture
+def summary_of():
+    """Cells of the summary of GPT 1.3B on four GPUs, a row each, from milliseconds by system and variant."""
+
+    def summary_of(times: dict[tuple[str, str], float]) -> tuple[list[list[str]], dict]:
+        config = fsdp.asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
+        rows = [
+            {
+                "system": system,
+                "variant": variant,
+                "ranks": 1 if system == "one GPU" else 4,
+                "ms": ms,
+                "device": "4 x NVIDIA H200",
+            }
+            for (system, variant), ms in times.items()
+        ]
+        lines = fsdp.summary({"gpt-1b3": {"config": config, "ranks": 4, "rows": rows}})[2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines], config
+
+    return summary_of
+
+
+def test_the_ratios_that_count_are_those_of_tokens_per_second(summary_of):
+    (cells,), config = summary_of({("torch", "compile"): 110.0, ("one GPU", ""): 95.0, ("jgraph", ""): 100.0})
     assert "**1.100**" in cells
     assert "95.0%" in cells
     assert f"{8 * 2048 * 4 / 0.1:,.0f}" in cells
     flops = fsdp.flops_per_step(fsdp.TrainConfig.from_dict(config)) / 4
     assert f"{flops / 0.1 / 989e12:.1%}" in cells
+
+
+def test_parameters_kept_and_gathered_again_are_compared_each_with_its_like(summary_of):
+    times = {("torch", "compile:reshard"): 110.0, ("jgraph", ""): 50.0, ("jgraph", "reshard=yes xla_a=1"): 100.0}
+    (kept, again), _ = summary_of(times)
+    assert kept[2:4] == ["kept", "not run"]
+    assert not any("**" in cell for cell in kept)
+    assert again[2:4] == ["gathered again", "compile:reshard"]
+    assert "**1.100**" in again
 
 
 def test_loss_curves_are_compared_with_the_first(tmp_path, monkeypatch, capsys):
