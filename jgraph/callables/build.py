@@ -56,7 +56,7 @@ def make_graphed_callables(
             or one order per rank. None: each callable on its own.
         num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
         delay_wgrad: whether weight gradients are computed apart; for all, or one per stage: a chunk of one rank's order, a
-            callable without an order.
+            callable without an order. One that has nothing to delay gets no wgrad, and may have none in the order.
         reuse_buffers: whether buffers that only graphed callables see are used again after their last consumer. Then y and dx
             of single calls are `Borrowed`.
         param_grads: `owned`: a gradient is the caller's own array, of the parameter's dtype, except those of delayed
@@ -73,7 +73,8 @@ def make_graphed_callables(
 
     Raises:
         CallableError: callables, params and samples do not belong together, or an argument has no such value.
-        OrderError: the order cannot run, does not fit the callables, or says otherwise than `delay_wgrad`.
+        OrderError: the order cannot run, does not fit the callables, says otherwise than `delay_wgrad`, or has a wgrad of a
+            callable that has nothing to delay.
     """
     check_choice("param_grads", param_grads, ("owned", "aliased"))
     check_choice("on_mismatch", on_mismatch, ("error", "recompile"))

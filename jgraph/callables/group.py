@@ -150,7 +150,8 @@ class GraphedCallables(Sequence[Graphed]):
 
         Raises:
             OrderError: the order cannot run or does not fit.
-            CallableError: an argument is not as it was built; every difference is listed.
+            CallableError: an argument is not as it was built, every difference is listed; microbatches of single calls wait for
+                their backward; another thread is in a call.
             OwnershipError: an argument is an array of main_grad.
         """
         check_choice("outputs", outputs, get_args(Outputs))
