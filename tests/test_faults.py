@@ -112,11 +112,12 @@ def test_a_first_step_that_does_not_fit_the_memory_leaves_room_for_a_smaller_bat
 def test_a_second_run_in_the_directory_is_refused_and_the_first_loses_nothing(tmp_path, capsys):
     process = tiny.start(tmp_path / "run", *LONG)
     tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 5, process=process)
-    assert tiny.train(tmp_path / "run", *LONG) == 2
-    assert f"process {process.pid} on {socket.gethostname()} is writing there" in capsys.readouterr().err
+    second = tiny.train(tmp_path / "run", *LONG)
     process.send_signal(signal.SIGTERM)
     code, _, err = tiny.finish(process, seconds=120)
     assert (code, err) == (143, "")
+    assert second == 2
+    assert f"process {process.pid} on {socket.gethostname()} is writing there" in capsys.readouterr().err
     entries = tiny.entries(tmp_path / "run")
     assert [entry["step"] for entry in entries] == list(range(len(entries)))
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}

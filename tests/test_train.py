@@ -75,6 +75,16 @@ def test_a_rerun_of_a_finished_run_says_so_and_trains_nothing(run, capsys):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_goes_on_where_an_entry_does_not_say_how_long_steps_took(tmp_path):
+    flags = ("--steps", "4", "--checkpoint-every", "2")
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    (tmp_path / "run" / "checkpoints" / "4").rename(tmp_path / "aside")
+    without = [{name: value for name, value in entry.items() if name != "seconds"} for entry in tiny.entries(tmp_path / "run")]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in without))
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [0, 1, 2, 3]
+
+
 def test_starting_over_replaces_the_run_with_the_same_losses(run):
     run_dir, _ = run
     (run_dir / "mine.txt").write_text("mine")
