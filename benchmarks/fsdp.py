@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from benchmarks import harness
-from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
+from benchmarks.harness import PARAMETERS, Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
 from jgraph.assembly import Assembly
@@ -101,21 +101,29 @@ def main() -> int:
 
 
 def run(work: WorkName, ranks: int, options: Options, results: Table) -> None:
-    """All rows of a work."""
+    """All rows of a work: those that keep parameters take turns with each other, and so do those that gather them again."""
     config = config_of(work, ranks, options)
     entrants = [ours(vary(config, variant), variant, ranks) for variant in ("", *options.variant)]
     if work in ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
         alone = replace(config, fsdp=1, batch_size=config.batch_size // ranks)
         entrants += [ours(alone, "", 1, system="one GPU")]
+    entrants += [torchs(peer, config, options) for peer in options.peers]
+    again = [entrant for entrant in entrants if parameters(entrant.named) == "gathered again"]
     results.begin(work, ranks=ranks, config=asdict(config))
-    race(
-        [*entrants, *(torchs(peer, config, options) for peer in options.peers)],
-        Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds),
-        lambda rows: results.put(work, rows),
-        rounds=options.rounds,
-        together=options.together,
-        timeout=options.timeout,
-    )
+    groups: list[list[Row]] = [[], []]
+
+    def compete(group: int, alike: list[Entrant], number: int) -> int:
+        def save(rows: list[Row]) -> None:
+            groups[group] = rows
+            results.put(work, [*groups[0], *groups[1]])
+
+        clock = Clock(seconds=options.seconds, repeats=options.repeats, warmup_seconds=options.warmup_seconds)
+        limits = {"rounds": options.rounds, "together": options.together, "timeout": options.timeout}
+        return race(alike, clock, save, **limits, number=number)
+
+    number = compete(0, [entrant for entrant in entrants if entrant not in again], 0)
+    if again:
+        compete(1, again, number)
 
 
 def ours(config: TrainConfig, variant: str, ranks: int, system: str = "jgraph") -> Entrant:
@@ -285,7 +293,7 @@ def summary(works: dict[str, Any]) -> list[str]:
     columns += ["torch / jgraph", "to reach", "of N x one GPU", "to reach", "MFU", "to reach"]
     lines = [line(columns), "|---" * len(columns) + "|"]
     for work, result in works.items():
-        for how in ("kept", "gathered again"):
+        for how in PARAMETERS:
             rows = [row for row in result["rows"] if parameters(row) == how]
             torch, ours = (fastest(rows, system) for system in ("torch", "jgraph"))
             if not torch and not ours:
@@ -314,7 +322,7 @@ def gigabytes(row: Row, key: str) -> str:
 
 def table(work: str, result: Row) -> list[str]:
     env, options, config, rows = (result[key] for key in ("environment", "options", "config", "rows"))
-    peers = {how: fastest([row for row in rows if parameters(row) == how], "torch") for how in ("kept", "gathered again")}
+    peers = {how: fastest([row for row in rows if parameters(row) == how], "torch") for how in PARAMETERS}
     ranks = result["ranks"]
     lines = [f"## {work}, {ranks} ranks, {config['batch_size'] // ranks} x {config['seq_len']} tokens a rank", ""]
     lines += [f"{env['date']}, revision {env['revision']}, jax {env.get('jax')}, torch {env.get('torch')}, "]

@@ -250,10 +250,15 @@ def fastest(rows: list[dict[str, Any]], system: str) -> dict[str, Any] | None:
     return min((row for row in rows if row["system"] == system and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
+PARAMETERS = ("kept", "gathered again", "whole")
+
+
 def parameters(row: dict[str, Any]) -> str:
-    """Whether a step with sharded state keeps gathered parameters for its backward: like is compared with like."""
-    again = {"reshard=yes", "compile:reshard", "eager:reshard"} & set(row["variant"].split())
-    return "gathered again" if again else "kept"
+    """Whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
+    words = set(row["variant"].split())
+    if "layout=dp" in words:
+        return "whole"
+    return "gathered again" if words & {"reshard=yes", "compile:reshard", "eager:reshard"} else "kept"
 
 
 def line(cells: list[str]) -> str:

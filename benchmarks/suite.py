@@ -445,7 +445,7 @@ def several_gpus(data: dict[str, Row]) -> list[str]:
             elif kind == "fsdp":
                 config = result["config"]
                 shape = f"{config['batch_size']}x{config['seq_len']} tokens"
-                for how in ("kept", "gathered again"):
+                for how in harness.PARAMETERS:
                     alike = [row for row in rows if row["system"] in ("jgraph", "torch") and harness.parameters(row) == how]
                     if alike:
                         found += [(ranks, _row(f"fsdp, {work}, {shape}, parameters {how}", result, [alike], []))]
@@ -466,12 +466,10 @@ def _row(title: str, result: Row, runs: list[list[Row]], others: list[list[Row]]
         runs, others = runs[:1], []
     everywhere = [*runs, *others]
     torch, ours = ([row for run in everywhere if (row := harness.fastest(run, system))] for system in ("torch", "jgraph"))
+    of = _of([row for run in everywhere for row in run])
     cells = [title, result["device"] or "not told"]
-    for rows in (torch, ours):
-        told = f"{_range([row['ms'] for row in rows])} ({_how(rows[0])}" if rows else "not run"
-        cells += [
-            f"{told}; {_of([row for run in everywhere for row in run])})" if rows and rows is torch else told + ")" * bool(rows)
-        ]
+    cells += [f"{_range(torch)} ({_how(torch[0])}; {of})" if torch else of]
+    cells += [f"{_range(ours)} ({_how(ours[0])})" if ours else "did not run"]
     if not (torch and ours):
         return [*cells, "", ""]
     if len(torch) > 1:
@@ -487,11 +485,13 @@ def _of(rows: list[Row]) -> str:
     tried = {_how(row): False for row in rows if row["system"] == "torch"}
     tried |= {_how(row): True for row in rows if row["system"] == "torch" and "ms" in row}
     ran, failed = sum(tried.values()), len(tried) - sum(tried.values())
-    return (f"fastest of {ran}" if ran > 1 else "alone") + (f", {failed} failed" if failed else "")
+    told = f"fastest of {ran}" if ran > 1 else "alone" if ran else "" if failed else "not run"
+    return ", ".join(filter(None, (told, f"{failed} failed" if failed else "")))
 
 
-def _range(values: list[float]) -> str:
-    return _short(values[0]) if len(values) == 1 else f"{_short(min(values))} to {_short(max(values))}"
+def _range(rows: list[Row]) -> str:
+    times = [row["ms"] for row in rows]
+    return _short(times[0]) if len(times) == 1 else f"{_short(min(times))} to {_short(max(times))}"
 
 
 def _ratio(peer: Row, ours: Row) -> str:

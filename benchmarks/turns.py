@@ -160,7 +160,8 @@ def race(
     rounds: int,
     together: int = 0,
     timeout: float,
-) -> None:
+    number: int = 0,
+) -> int:
     """Times all entrants in turns.
 
     Args:
@@ -171,6 +172,10 @@ def race(
         rounds: of each group.
         together: most processes that are on the GPUs at once; 0 for all. More entrants than that come in groups.
         timeout: of each process, as `Runner`'s.
+        number: of the first round.
+
+    Returns:
+        The number of the round that would have come next.
     """
     here = [entrant for entrant in entrants if not entrant.missing]
     rows: dict[int, Row] = {id(e): dict(e.named) | ({"failed": e.missing} if e.missing else {}) for e in entrants}
@@ -178,7 +183,7 @@ def race(
     groups = [here[1:][i : i + size] for i in range(0, len(here) - 1, size)] or [[]]
     share = 0.9 / (size + 1)
 
-    def update(entrant: Entrant, runner: Runner, number: int = -1, turn: Row | None = None) -> None:
+    def update(entrant: Entrant, runner: Runner, turn: Row | None = None) -> None:
         row = rows[id(entrant)]
         row |= runner.row | ({"failed": runner.failed} if runner.failed else {})
         if turn is None:
@@ -190,7 +195,7 @@ def race(
             known = [value for value in repeats if value is not None]
             row[key] = statistics.median(known) if known else None
 
-    number = 0
+    built = False
     runners: dict[int, Runner] = {}
 
     def end(group: Sequence[Entrant]) -> None:
@@ -207,16 +212,18 @@ def race(
                 entrant.module, entrant.request, ranks=entrant.ranks, timeout=timeout, share=0.0 if entrant.ranks else share
             )
         for group in groups:
-            for entrant in [*([] if number else here[:1]), *group]:
+            for entrant in [*([] if built else here[:1]), *group]:
                 runners[id(entrant)].build()
                 update(entrant, runners[id(entrant)])
+            built = True
             for _ in range(rounds):
                 for entrant in [*here[:1], *group][:: -1 if number % 2 else 1]:
-                    update(entrant, runner := runners[id(entrant)], number, runner.turn(clock))
+                    update(entrant, runner := runners[id(entrant)], runner.turn(clock))
                 number += 1
                 save(list(rows.values()))
             end(group)
         end(here[:1])
+        return number
     finally:
         for runner in runners.values():
             runner.close()

@@ -179,10 +179,11 @@ def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tm
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
-    assert run_fsdp("--peers", "eager:reshard", "--one-gpu", "no") == 0
-    ours, peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    assert run_fsdp("--peers", "eager:reshard", "--variant", "reshard=yes", "--one-gpu", "no") == 0
+    kept, ours, peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
     assert "failed" not in peer
     assert len(harness.ratios(peer, ours)) == 2
+    assert not set(peer["rounds"]) & set(kept["rounds"])  # parameters are kept there, gathered again here
     assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
 
 

@@ -210,9 +210,8 @@ def row_of():
     """README's cells of a pipeline of two GPUs, of the rows of its own run; others are earlier runs of the same work."""
 
     def row_of(rows: list[dict], *earlier: list[dict]) -> list[str]:
-        size, *runs = {"d_model": 64, "tokens": 32}, *({"mlp": {"rows": rows}} for rows in (rows, *earlier))
-        for run in runs:
-            run["mlp"] |= {"size": size, "device": "2 x X", "ranks": 2}
+        work = {"size": {"d_model": 64, "tokens": 32}, "device": "2 x X", "ranks": 2}
+        runs = [{"mlp": work | {"rows": rows}} for rows in (rows, *earlier)]
         line = suite.several_gpus(dict(zip(("pipeline", "pipeline_earlier"), runs, strict=False)))[-1]
         return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
@@ -248,7 +247,9 @@ def test_parameters_that_are_kept_are_not_compared_with_those_gathered_again():
 
     rows = [row("torch", "compile:reshard", 30.0), row("jgraph", "", 20.0), row("jgraph", "reshard=yes", 24.0)]
     work = {"config": {"batch_size": 2, "seq_len": 8}, "device": "2 x X", "ranks": 2, "rows": rows}
-    kept, again = suite.several_gpus({"fsdp": {"gpt": work}})[-2:]
+    rows += [row("jgraph", "layout=dp", 1.0)]
+    kept, again, whole = suite.several_gpus({"fsdp": {"gpt": work}})[-3:]
+    assert "| not run | 1.00 (layout=dp) |  |  |" in whole
     assert "| not run | 20.0 (as it comes) |  |  |" in kept
     assert "| 30.0 (compile:reshard; alone) | 24.0 (reshard=yes) | 1.25 |" in again
 
