@@ -96,7 +96,9 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
 def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
     """For each callable, how many of its microbatches wait for their backward at once; without an order, one."""
     most = [1] * count
-    for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
+    if schedule is None:
+        return most
+    for rank, chunk, places in _chunks(schedule):
         row = schedule.orders[rank]
         steps = np.where(row.kinds == FORWARD, 1, np.where(row.kinds == WGRAD, 0, -1)) * (row.chunks == chunk)
         for i in places:

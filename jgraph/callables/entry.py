@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 
 from jgraph.callables.program import Compiler, How, Job, Program, Task
 from jgraph.callables.shaped import Shaped, Side, shape_of
@@ -121,7 +122,7 @@ def _tasks(want: Wanted, avals: dict[int, jax.ShapeDtypeStruct]) -> tuple[tuple[
 
 def check_concrete(name: str, tree: Any) -> None:
     """Raises CallableError where a transformation of jax stands around the call, so that arguments are no arrays."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise CallableError(
             f"{name} is called inside of jax.jit, jax.grad, jax.vmap or another transformation, and is compiled already: call "
             f"it outside, its gradients come from backward; inside, call the function that it was made of"
