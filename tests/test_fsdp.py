@@ -16,6 +16,7 @@ from jgraph import fsdp
 from jgraph.assembly import Assembly
 from jgraph.config import ModelConfig, TrainConfig
 from jgraph.errors import ConfigError
+from jgraph.forms import Staged
 from jgraph.fsdp import Cut
 from jgraph.graph import check_identity, compile_and_report, target
 from jgraph.step import accumulate, init_state, train_step
@@ -191,6 +192,7 @@ def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     """Which axis of each parameter is cut over fsdp, the axes of ranks not counted, by its name in the pipeline."""
     form = Assembly.of(config(**{"fsdp": 2, "pp": 2} | fields)).form
+    assert isinstance(form, Staged)
     specs = form.pipeline.specs(form.shapes)
     named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     lead = {"ends": 0, "layers": 1}
@@ -214,6 +216,7 @@ def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
     rule = "blocks.mlp.up.kernel=2" if scan_layers else "blocks.[01].mlp.up.kernel=1"
     form = Assembly.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).form
+    assert isinstance(form, Staged)
     specs = form.pipeline.specs(form.shapes)["layers"][0]
     assert [place["mlp"]["up"]["kernel"] for place in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
 
@@ -395,6 +398,16 @@ def test_a_cast_of_the_gradient_takes_a_share_of_memory_at_most(h200):
     }
     share = 2 * (12 * 512 * 512 + 512 * 512) / 4
     assert temporary["casts"] - temporary["reads"] <= 1.01 * share
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fields", [{"decoupled_grad": True}, {"on_dtype_mismatch": "copy"}])
+def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does(fields):
+    fields |= {"main_params_dtype": LOW, "steps": 4}
+    ours, theirs = trained(config(pp=2, **fields)), trained(config(**fields))
+    assert {leaf.dtype for leaf in jax.tree.leaves(ours.state.params)} == {jnp.dtype(LOW)}
+    # Rounding of an update to bfloat16 may fall either way.
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
 
 
 # --- What is refused ---

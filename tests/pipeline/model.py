@@ -77,10 +77,20 @@ def plain_loss(ends: Tree, layers: Sequence[Tree], inputs: Tree, key: jax.Array 
     return head(ends, x, inputs)
 
 
-_plain = jax.jit(jax.value_and_grad(plain_loss, (0, 1)), compiler_options=FAST)
+@cache
+def _gradient(loss: Any) -> Any:
+    return jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=FAST)
 
 
-def plain(ends: Tree, layers: Sequence[Tree], inputs: Tree, *, dp: int = 1, key: jax.Array | None = None) -> tuple[Any, Tree]:
+def plain(
+    ends: Tree,
+    layers: Sequence[Tree],
+    inputs: Tree,
+    *,
+    dp: int = 1,
+    key: jax.Array | None = None,
+    loss: Any = plain_loss,
+) -> tuple[Any, Tree]:
     """Loss and gradients of one device that takes one microbatch of one data rank after another; summed in float64."""
     M = len(inputs["tokens"])
     total = None
@@ -88,7 +98,7 @@ def plain(ends: Tree, layers: Sequence[Tree], inputs: Tree, *, dp: int = 1, key:
         for m in range(M):
             own = jax.tree.map(lambda leaf, d=d, m=m: leaf[m].reshape(dp, -1, T)[d], inputs)
             folded = None if key is None else jax.random.fold_in(jax.random.fold_in(key, d), m)
-            one = jax.tree.map(partial(np.asarray, dtype=np.float64), _plain(ends, layers, own, folded))
+            one = jax.tree.map(partial(np.asarray, dtype=np.float64), _gradient(loss)(ends, layers, own, folded))
             total = one if total is None else jax.tree.map(np.add, total, one)
     return jax.tree.map(lambda a: a / (M * dp), total)
 
