@@ -311,6 +311,9 @@ def fft():
 def no_pair():
     return 3
 
+def exits():
+    raise SystemExit(4)
+
 def raises():
     raise KeyError("first line\\nsecond line")
 
@@ -385,6 +388,8 @@ BAD_CAPTURES = [
     (["mine:shapes_differ"], ["mine:shapes_differ cannot be compiled: TypeError", "shape"]),
     (["mine:number"], ["mine", "int", "'number'", "a class or a function"]),
     (["mine:nothing"], ["mine has nothing called 'nothing'"]),
+    (["exits:main"], ["exits cannot be imported from here: SystemExit: 3"]),
+    (["mine:exits"], ["mine:exits cannot be compiled: SystemExit: 4"]),
     (["broken:main"], ["broken cannot be imported from here: ZeroDivisionError"]),
     (["no_such_module:main"], ["no_such_module cannot be imported from here", "No module named"]),
     (["gpt-9"], ["'gpt-9' is neither MODULE:NAME nor a preset", "gpt-124m"]),
@@ -405,6 +410,7 @@ BAD_CAPTURES = [
 @pytest.mark.parametrize(("args", "parts"), BAD_CAPTURES, ids=[" ".join(args) or "nothing" for args, _ in BAD_CAPTURES])
 def test_what_cannot_be_captured_is_refused_in_one_line(refused, mine, args, parts):
     mine.with_name("broken.py").write_text("1 / 0\n")
+    mine.with_name("exits.py").write_text("import sys\nsys.exit(3)\n")
     line = refused("capture", *args)
     missing = [part for part in parts if part not in line]
     assert not missing, f"{line!r} does not say {missing}"

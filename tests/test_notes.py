@@ -1,9 +1,72 @@
-"""What the notes say of the tests."""
+"""README and notes name files, modules and flags that exist."""
 
+import dataclasses
+import importlib
+import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
+
+from jgraph.config import TrainConfig, flag
+from jgraph.rundir import flatten
+
 ROOT = Path(__file__).parents[1]
+# The diary names what there was on its day.
+PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("notes/*.md") if path.name != "measurements.md")]
+WRITTEN = {"config.json", "metrics.jsonl", "profile.json", "profile/profile.html", "tokenizer.json", "checkpoints/"}
+OTHERS = {"--help", "--ntasks"}
+PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
+
+
+def quoted(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+
+
+def files() -> list[str]:
+    found = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    found = found or [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
+    folders = {f"{parent.as_posix()}/" for name in found for parent in Path(name).parents}
+    return [f"/{name}" for name in (*found, *folders)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there(page):
+    there = files()
+    links = re.findall(r"\]\(([\w/-]+\.\w+)\)", page.read_text(encoding="utf-8"))
+    named = {name for name in quoted(page) if PATH.fullmatch(name)} - WRITTEN
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)] == []
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_and_name_that_a_page_names_is_there(page):
+    commands = re.findall(r"python -m ([\w.]+)", page.read_text(encoding="utf-8"))
+    assert [module for module in commands if importlib.util.find_spec(module) is None] == []
+    assert [name for name in quoted(page) if re.fullmatch(r"jgraph(\.\w+)+", name) and not is_there(name)] == []
+
+
+def is_there(name: str) -> bool:
+    module, *parts = name.split(".")
+    found = importlib.import_module(module)
+    for part in parts:
+        module = f"{module}.{part}"
+        if not hasattr(found, part) and (not hasattr(found, "__path__") or importlib.util.find_spec(module) is None):
+            return False
+        found = getattr(found, part, None) or importlib.import_module(module)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_a_page_names_is_there(page):
+    sources = [*ROOT.glob("jgraph/*/*.py"), *ROOT.glob("benchmarks/*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
+    known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}
+    known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(dataclasses.asdict(TrainConfig()))}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page.read_text(encoding="utf-8"))) - OTHERS
+    assert [name for name in sorted(named) if name not in known and name.replace("--no-", "--", 1) not in known] == []
 
 
 def test_every_test_that_the_table_of_upstreams_rules_names_is_there_and_every_row_names_one():

@@ -5,13 +5,14 @@ $ python -m jgraph.data verify tokens/
 $ python -m jgraph.data show tokens/
 """
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tyro
 
-from jgraph.cli import exit_code
+from jgraph.cli import exit_code, one_line
 from jgraph.data import tokenfile
 from jgraph.data.corpus import load
 from jgraph.data.directory import side_files
@@ -76,15 +77,25 @@ def show(data: tyro.conf.Positional[str], /) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 2 after an error, which is told in one line."""
-    return exit_code(
-        "jgraph.data",
+    return exit_code("jgraph.data", lambda: _run(args))
+
+
+def _run(args: Sequence[str] | None) -> None:
+    command = one_line(
         lambda: tyro.extras.subcommand_cli_from_dict(
-            {"make": make, "verify": verify, "show": show},
+            {act.__name__: _later(act) for act in (make, verify, show)},
             prog="python -m jgraph.data",
             description=f"{__doc__}\n{tokenfile.__doc__}",
             args=args,
-        ),
+        )
     )
+    if command is not None:
+        command()
+
+
+def _later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """The same arguments, of which tyro makes a call that is still to be made."""
+    return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,14 +43,20 @@ class Encoder:
             raise DataError(f"{path}: its vocabulary is empty; name a trained tokenizer.json")
         self.vocab_size = max(ids.values()) + 1
         ends = [ids[name] for name in _END_OF_TEXT if name in ids]
-        self._end = ends[:1] or self._tokenizer.encode("\n", add_special_tokens=False).ids
+        self._end = ends[:1] or self._encode(["\n"])[0].ids
 
     def encode(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document as a 1-D int64 array. Raises DataError for one that is not UTF-8."""
+        """Yields the ids of each document as a 1-D int64 array. Raises DataError for one that is not UTF-8, or has no ids."""
         for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
             texts = [_decode_utf8(document) for document in documents[first : first + _DOCUMENTS_AT_ONCE]]
-            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            for encoding in self._encode(texts):
                 yield np.array(encoding.ids + self._end, np.int64)
+
+    def _encode(self, texts: list[str]) -> list[Any]:
+        try:
+            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as e:  # the library raises Exception itself
+            raise DataError(f"the tokenizer cannot encode this text: {e}") from e
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:

@@ -59,7 +59,7 @@ def show_capture(options: CaptureOptions, console: Console) -> None:
         report = _explain(options)
     except (JgraphError, OSError):
         raise
-    except Exception as e:  # of the user's code, or of jax about it
+    except (Exception, SystemExit) as e:  # of the user's code, or of jax about it
         said = f"{type(e).__name__}: {e}".strip().splitlines()[0]
         raise ConfigError(f"{options.name} cannot be compiled: {said}", field="name") from e
     if options.json:
@@ -157,6 +157,6 @@ def _find(name: str) -> Any:
 def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as e:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as e:  # whatever the module does when it is imported
         said = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"{module} cannot be imported from here: {said}", field="name") from e

@@ -50,7 +50,7 @@ def find(device: str) -> Ceilings | None:
         try:
             listed = json.loads(file.read_text()) if file.exists() else []
             found = [Ceilings(**entry) for entry in listed]
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError, OSError) as e:
             raise ProfileError(f"{file} is damaged ({e}); remove it, and run python -m jgraph.profile ceilings again") from e
         if match := [entry for entry in found if entry.device == device]:
             return match[-1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jgraph.errors import ProfileError
 from jgraph.graph.source import operations
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
@@ -134,7 +135,7 @@ class Program:
 
     @classmethod
     def of(cls, text: str) -> "Program":
-        """Reads XLA's text."""
+        """Reads XLA's text. Raises ProfileError for one that is cut or none at all."""
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = "", None
         for line in text.splitlines():
@@ -144,10 +145,15 @@ class Program:
             elif line.startswith("}"):
                 current = None
             elif current is not None and (found := _LINE.match(line)):
-                instruction = _instruction(found[1], line, found.end())
+                try:
+                    instruction = _instruction(found[1], line, found.end())
+                except (IndexError, ValueError):
+                    raise ProfileError(f"the program's text is cut or damaged at {found[1]}") from None
                 current[instruction.name] = instruction
         module = re.match(r"HloModule ([\w.\-]+)", text)
         named = {name: Computation(name, instructions) for name, instructions in computations.items() if instructions}
+        if entry not in named or current is not None:
+            raise ProfileError("there is no whole program in the text")
         return cls(module[1] if module else "", named, entry, text)
 
     @cached_property
@@ -165,6 +171,8 @@ class Program:
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
+                if name not in self.computations:
+                    raise ProfileError(f"the program's text is damaged: {instruction.name} calls {name}, which is not there")
                 for inner in self.computations[name].instructions.values():
                     yield from self.inside(inner)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,13 +32,16 @@ def of_run(directory: Path) -> dict[str, Any]:
         about = json.loads((directory / "run.json").read_text())
         with gzip.open(directory / "program.txt.gz", "rt") as file:
             program = Program.of(file.read())
-    except (OSError, ValueError, EOFError) as e:
+        _check_about(about)
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as e:
         raise ProfileError(
             f"{directory} has no complete recording ({e}): record one, e.g. python -m jgraph.train --profile 10:13"
         ) from e
     with_graphs = directory / "captured"
     graphs = captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
     chosen = choose_step(read(directory / "uncaptured"), program, about["steps"])
+    if missing := [device for device in about.get("pipeline", {}).get("devices", ()) if device not in chosen]:
+        raise ProfileError(f"{directory}: run.json says that device {missing[0]} ran a rank, of which the trace has nothing")
     notes = [
         "Kernels, causes and floors are those of a step without command buffers: what comes out of a CUDA graph has no name."
     ]
@@ -67,10 +71,8 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
     trace = read(path)
     try:
         known = Program.of(program.read_text()) if program else None
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:
         raise ProfileError(f"--program is {program}: cannot be read ({e}); give what compiled.as_text() returned") from e
-    if known is not None and not known.entry:
-        raise ProfileError(f"--program is {program}: has no program in it; give what compiled.as_text() returned")
     chosen = choose_step(trace, known, steps)
     device = trace.device or trace.kind
     about = {"title": f"{find(path).name}, {len(trace.devices)} x {device}", "device": device, "devices": len(trace.devices)}
@@ -78,6 +80,32 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
         "captured": None,
         "memory": {"pools": {}},
     }
+
+
+_ABOUT = {
+    "title": str,
+    "device": str,
+    "devices": int,
+    "versions": dict,
+    "date": str,
+    "flags": str,
+    "memory": dict,
+    "steps": int,
+}
+
+
+def _check_about(about: Any) -> None:
+    """Raises ProfileError for a run.json that no recorder wrote."""
+    fields = about if isinstance(about, dict) else {}
+    wrong = [name for name, kind in _ABOUT.items() if not isinstance(fields.get(name), kind)]
+    pipeline = fields.get("pipeline", {"runtime": "", "schedule": "", "devices": []})
+    kinds = {"runtime": str, "schedule": str, "devices": list}
+    if not isinstance(pipeline, dict) or not all(isinstance(pipeline.get(name), kind) for name, kind in kinds.items()):
+        wrong.append("pipeline")
+    elif not all(type(device) is int for device in pipeline["devices"]):
+        wrong.append("pipeline.devices")
+    if wrong or fields["steps"] < 1:
+        raise ProfileError(f"run.json has no {(wrong or ['steps'])[0]} as a recorder writes it")
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:

@@ -239,8 +239,10 @@ def figure(run: Simulation) -> Figure:
 
 def _title(run: Simulation) -> str:
     ranks, chunks, microbatches = run.schedule.num_ranks, _chunks(run), run.schedule.num_microbatches
+    # Dollars would be mathematics, and half of a pair of surrogates, which JSON may hold, is no letter.
+    name = run.schedule.name.encode(errors="replace").decode().replace("$", r"\$")
     return (
-        f"{run.schedule.name}: {ranks} rank{'s' * (ranks > 1)}{f' of {chunks} chunks' * (chunks > 1)}, "
+        f"{name}: {ranks} rank{'s' * (ranks > 1)}{f' of {chunks} chunks' * (chunks > 1)}, "
         f"{microbatches} microbatch{'es' * (microbatches > 1)}, makespan {run.makespan:.4g}, bubble {run.bubble:.1%}"
     )
 

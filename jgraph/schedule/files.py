@@ -115,13 +115,15 @@ def from_json(text: str) -> Schedule:
     return Schedule(tuple(orders), placement, ticks, str(body.get("name", "custom")))
 
 
-def write(schedule: Schedule, path: Path) -> None:
+def write(schedule: Schedule, path: str | Path) -> None:
     """As CSV or JSON, by the suffix of the path."""
+    path = Path(path)
     path.write_text({".csv": to_csv, ".json": to_json}[_suffix(path)](schedule), encoding="utf-8")
 
 
-def read(path: Path) -> Schedule:
+def read(path: str | Path) -> Schedule:
     """From CSV or JSON, by the suffix of the path. Raises OrderError, also where the file cannot be read."""
+    path = Path(path)
     suffix = _suffix(path)
     try:
         text = path.read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
     Raises:
         OrderError: there is no such schedule.
     """
-    if name not in _GENERATORS:
+    if not isinstance(name, str) or name not in _GENERATORS:
         raise OrderError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}")
     for what, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:

@@ -47,7 +47,8 @@ class Order(Sequence[Action]):
         _check_arrays(kinds, chunks)
         kinds, chunks = np.array(kinds, np.int8), np.array(chunks, np.int32)
         num_chunks = int(chunks.max()) + 1
-        layers = _per_chunk("num_layers_per_chunk", self.num_layers_per_chunk or 1, num_chunks, int) or ()
+        given = self.num_layers_per_chunk
+        layers = _per_chunk("num_layers_per_chunk", 1 if np.size(given) == 0 else given, num_chunks, int) or ()
         check_choice("wgrads", self.wgrads, get_args(Wgrads))
         microbatches = _check(kinds, chunks, layers, self.wgrads)
         for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
@@ -93,10 +94,8 @@ class Order(Sequence[Action]):
                 )
         if not actions:
             raise OrderError("the order is empty; it needs at least one forward and one backward")
-        kinds, chunks = (
-            np.array([KINDS.index(a.kind) for a in actions], np.int8),
-            np.array([a.chunk for a in actions], np.int32),
-        )
+        # As they are: Order looks at what cannot be a chunk, and a cast would make one of it.
+        kinds, chunks = np.array([KINDS.index(a.kind) for a in actions], np.int8), _whole([a.chunk for a in actions])
         order, said = cls(kinds, chunks), [a.microbatch for a in actions]
         if said != order.microbatches.tolist():
             newest = cls(kinds, chunks, wgrads="newest")
@@ -181,6 +180,14 @@ def _entries(numbers: Iterable[object]) -> list[object]:
     if not entries:
         raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
     return entries
+
+
+def _whole(chunks: list[Any]) -> np.ndarray:
+    """The chunks of Actions as an array. Raises OrderError."""
+    for i, chunk in enumerate(chunks):
+        if isinstance(chunk, (bool, np.bool_)) or not isinstance(chunk, numbers.Integral) or not 0 <= int(chunk) < len(chunks):
+            raise OrderError(f"entry {i} is of chunk {_show(chunk)}; chunks are whole numbers from 0, without gaps", position=i)
+    return np.array(chunks, np.int32)
 
 
 def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:

@@ -14,6 +14,9 @@ from jgraph.errors import OrderError
 from jgraph.schedule.action import FORWARD, WGRAD
 from jgraph.schedule.order import Order, newest_waiting
 
+# Tables have a row for every tick: a number in a file must not fill the memory.
+_SPARE_TICKS = 1000
+
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -48,7 +51,7 @@ class Schedule(Sequence[Order]):
     num_stages: int = field(init=False)
 
     def __post_init__(self):
-        if not self.orders or not all(isinstance(order, Order) for order in self.orders):
+        if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
             raise OrderError(
                 "a schedule needs at least one rank's order, each an Order; Order.parse makes one of signed numbers"
             )
@@ -56,8 +59,8 @@ class Schedule(Sequence[Order]):
             raise OrderError("ticks must be a tuple of one row per rank")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
         object.__setattr__(self, "placement", placement)
-        object.__setattr__(self, "num_stages", sum(map(len, placement)))
         _check_counts(self)
+        object.__setattr__(self, "num_stages", sum(map(len, placement)))
         if not self.ticks:
             starts, _ = play(self, np.ones((4, self.num_stages), np.int64), latency=0)
             object.__setattr__(self, "ticks", starts)
@@ -222,6 +225,8 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
 
 def _check_counts(schedule: Schedule) -> None:
     orders, placement = schedule.orders, schedule.placement
+    if not isinstance(placement, Sequence) or not all(isinstance(row, (Sequence, np.ndarray)) for row in placement):
+        raise OrderError("the placement must be one row of stages per rank")
     if len(placement) != len(orders):
         raise OrderError(
             f"the placement has {len(placement)} ranks, but there are {len(orders)} orders; give one row per order"
@@ -262,7 +267,8 @@ def _own_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
 
 
 def _check_ticks(schedule: Schedule) -> None:
-    """Ticks that were given: ascending on a rank, and nothing used before the tick after the one that made it."""
+    """Ticks that were given: ascending on a rank, nothing used before the tick after the one that made it, and not many more
+    than there are actions."""
     made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
     if len(schedule.ticks) != schedule.num_ranks:
         raise OrderError(
@@ -290,3 +296,9 @@ def _check_ticks(schedule: Schedule) -> None:
                 position=position,
                 rank=r,
             )
+    total = sum(map(len, schedule.orders))
+    if schedule.num_ticks > (most := _SPARE_TICKS + 10 * total):
+        raise OrderError(
+            f"the schedule has {schedule.num_ticks:,} ticks for {total} actions; it may have {most:,}: leave out "
+            f"those in which no rank does anything"
+        )

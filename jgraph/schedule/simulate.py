@@ -45,7 +45,9 @@ class Costs:
         return np.stack(rows)
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """The costs of a chunk, where these are those of all layers of a rank."""
+        """The costs of a chunk, where these are those of all layers of a rank. Raises OrderError."""
+        if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
+            raise OrderError(f"chunks is {chunks!r}; it must be a whole number >= 1")
         parts = {kind: None if value is None else (_times(kind, value) / chunks).tolist() for kind, value in self._by_kind()}
         return Costs(parts["forward"], parts["dgrad"], parts["wgrad"], parts["backward"])  # pyright: ignore[reportArgumentType]
 
@@ -169,7 +171,7 @@ def simulate(
     """
     check_choice("communication", communication, get_args(Communication))
     check_choice("execution", execution, get_args(Execution))
-    if not isinstance(latency, (int, float)) or not np.isfinite(latency) or latency < 0:
+    if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"latency is {latency!r}; it must be a time >= 0")
     plain = (costs or Costs()).table(schedule.num_stages)
     table = plain.copy()

@@ -40,7 +40,7 @@ class Slots:
             sizes: bytes of one place in each pool that there is, the stages of a rank having equal shapes.
         """
         check_sizes(sizes)
-        return sum((self.counts[pool] * size for pool, size in sizes.items()), np.zeros(len(self.counts["stash"])))
+        return sum((self.counts[pool] * float(size) for pool, size in sizes.items()), np.zeros(len(self.counts["stash"])))
 
 
 def check_sizes(sizes: Mapping[str, float]) -> None:

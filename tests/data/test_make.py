@@ -129,6 +129,13 @@ def test_file_that_is_no_tokenizer_is_refused(make, text_file):
         make(tokenizer=text_file)
 
 
+def test_text_that_the_tokenizer_cannot_encode_is_refused_with_its_name(make, tmp_path):
+    path = tmp_path / "two-words.json"
+    Tokenizer(models.WordLevel({"\n": 0, "hello": 1}, unk_token="[UNK]")).save(str(path))
+    with pytest.raises(DataError, match=r"--text is .*stories.txt: the tokenizer cannot encode this text: .*UNK"):
+        make(tokenizer=path)
+
+
 def test_text_that_is_not_utf8_is_refused_with_its_name(make, tmp_path, text_file):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 au lait " * 100)
@@ -184,6 +191,21 @@ def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):
     assert_one_line(capsys.readouterr(), "--text is", "no such file")
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "make"),
+        (["bogus"], "bogus"),
+        (["verify"], "required"),
+        (["show", "synthetic", "--nope"], "--nope"),
+        (["make"], "--text"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(args, said, capsys):
+    assert main(args) == 2
+    assert_one_line(capsys.readouterr(), said)
+
+
 def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "jgraph.data", "show", "synthetics"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -192,9 +214,7 @@ def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
 
 
 def test_help_documents_the_header(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
+    assert main(["--help"]) == 0
     assert "magic, the bytes JGTOKENS" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 
@@ -124,6 +125,100 @@ def test_a_recording_that_was_cut_off_is_refused(recorded, tmp_path):
         report.of_run(tmp_path)
 
 
+@pytest.fixture
+def copied(recorded, tmp_path):
+    """A recording of the test's own, to be damaged; the traces are the stored ones."""
+
+    def of(name):
+        for part in recorded(name).iterdir():
+            (tmp_path / part.name).symlink_to(part)
+        for file in ("run.json", "program.txt.gz"):
+            (tmp_path / file).unlink()
+            (tmp_path / file).write_bytes((recorded(name) / file).read_bytes())
+        return tmp_path
+
+    return of
+
+
+FIELDS = ["title", "device", "devices", "versions", "date", "flags", "memory", "steps"]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("wrong", [None, "absent"])
+def test_a_recording_without_a_field_is_refused_with_its_name(copied, name, wrong):
+    directory = copied("one")
+    about = json.loads((directory / "run.json").read_text())
+    about |= {name: None}
+    if wrong == "absent":
+        del about[name]
+    (directory / "run.json").write_text(json.dumps(about))
+    with pytest.raises(ProfileError, match=f"run.json has no {name}"):
+        report.of_run(directory)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "1", "", "{", "[" * 100_000, '{"a":' * 100_000])
+def test_a_recording_whose_json_is_none_is_refused(copied, text):
+    directory = copied("one")
+    (directory / "run.json").write_text(text)
+    with pytest.raises(ProfileError, match="has no complete recording"):
+        report.of_run(directory)
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_recording_of_no_steps_is_refused(copied, steps):
+    directory = copied("one")
+    about = json.loads((directory / "run.json").read_text())
+    (directory / "run.json").write_text(json.dumps(about | {"steps": steps}))
+    with pytest.raises(ProfileError, match=r"run\.json has no steps"):
+        report.of_run(directory)
+
+
+@pytest.mark.parametrize(
+    "change", [{"schedule": None}, {"runtime": 3}, {"devices": 4}, {"devices": ["x"]}, {"devices": [0, 1, 2, 99]}, None]
+)
+def test_a_recorded_pipeline_that_cannot_be_is_refused(copied, change):
+    directory = copied("pipeline")
+    about = json.loads((directory / "run.json").read_text())
+    about["pipeline"] = about["pipeline"] | change if change else []
+    (directory / "run.json").write_text(json.dumps(about))
+    with pytest.raises(ProfileError, match=r"run\.json"):
+        report.of_run(directory)
+
+
+def test_a_damaged_archive_of_the_program_is_refused(copied):
+    file = copied("one") / "program.txt.gz"
+    contents = bytearray(file.read_bytes())
+    contents[30] ^= 255
+    file.write_bytes(contents)
+    with pytest.raises(ProfileError, match="has no complete recording"):
+        report.of_run(file.parent)
+
+
+def cut_in_a_line(text):
+    return text[: text.index(" = ", len(text) // 2) + 8]
+
+
+def cut_before_the_end(text):
+    return text[: text.rindex("}")]
+
+
+def without_a_computation(text):
+    return re.sub(r"calls=%[\w.]+", "calls=%gone", text)
+
+
+def without_anything(text):
+    return ""
+
+
+@pytest.mark.parametrize("damage", [cut_in_a_line, cut_before_the_end, without_a_computation, without_anything])
+def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_path, damage):
+    text = gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode()
+    program = tmp_path / "step.txt"
+    program.write_text(damage(text))
+    with pytest.raises(ProfileError, match="program"):
+        report.of_trace(recorded("one") / "uncaptured", program=program, steps=2)
+
+
 def test_ceilings_are_measured_kept_and_found_before_the_projects(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("_BURST_SECONDS", "_REST_SECONDS"):
@@ -134,9 +229,10 @@ def test_ceilings_are_measured_kept_and_found_before_the_projects(monkeypatch, t
     ceilings.save(found)
     assert ceilings.find(found.device) == found
     assert ceilings.find("NVIDIA H200") is not None
-    ceilings.own_file(found.device).write_text("[{]")
-    with pytest.raises(ProfileError, match="is damaged"):
-        ceilings.find(found.device)
+    for damaged in ("[{]", "[" * 100_000, "[1]", "null"):
+        ceilings.own_file(found.device).write_text(damaged)
+        with pytest.raises(ProfileError, match="is damaged"):
+            ceilings.find(found.device)
 
 
 @pytest.mark.parametrize(

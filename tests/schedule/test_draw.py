@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from rich.cells import cell_len
 from rich.style import Style
 
-from jgraph.schedule import Costs, Simulation, draw, generate, simulate
+from jgraph.schedule import Costs, Order, Schedule, Simulation, draw, generate, simulate
 from jgraph.schedule.action import LETTERS
 from tests.schedule.strategies import schedules
 
@@ -298,3 +298,10 @@ def test_bars_too_many_for_a_viewer_are_one_image(tmp_path, monkeypatch):
 def test_a_picture_does_not_grow_wider_than_a_screen():
     assert draw.figure(run_of("1f1b", 2, 2)).get_figwidth() < draw.figure(run_of("1f1b", 2, 30)).get_figwidth()
     assert draw.figure(run_of("1f1b", 2, 2000)).get_figwidth() <= 18
+
+
+@pytest.mark.parametrize("name", ["costs $x_{", "$$", "\ud800", "two\nlines", "<b>&"])
+def test_a_picture_has_any_name_as_its_letters(tmp_path, name):
+    schedule = Schedule((Order.parse([1, -1]),), name=name)
+    title = "\n".join(texts(drawn(simulate(schedule), tmp_path / "a.svg")))
+    assert all(part in title for part in name.replace("\ud800", "?").split("\n"))

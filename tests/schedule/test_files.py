@@ -348,3 +348,14 @@ def test_what_is_written_is_json_that_others_can_read():
     body = json.loads(to_json(generate("aligned", pp=2, microbatches=3)))
     assert body["orders"][0] == [1, 1, 1, -1, -1.5, -1, -1.5, -1, -1.5]
     assert set(body) == {"name", "placement", "orders", "ticks"}
+
+
+def test_a_path_may_be_a_string(tmp_path):
+    schedule = generate("1f1b", pp=2, microbatches=2)
+    write(schedule, str(tmp_path / "a.json"))
+    assert same(read(str(tmp_path / "a.json")), schedule)
+
+
+def test_a_tick_that_would_make_a_table_without_end_is_refused():
+    with pytest.raises(OrderError, match=r"2,147,483,648 ticks for 2 actions"):
+        from_json('{"orders": [[1, -1]], "ticks": [[0, 2147483647]]}')

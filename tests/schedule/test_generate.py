@@ -220,3 +220,9 @@ def test_parameters_that_make_no_schedule_are_refused_with_their_value_and_a_rem
         generate(**{"name": "gpipe", "pp": 4, "microbatches": 8} | parameters)
     assert named in str(caught.value)
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [None, [], {}, 3])
+def test_a_name_that_is_no_text_is_refused(name):
+    with pytest.raises(OrderError, match="no schedule is called"):
+        generate(name, pp=2, microbatches=2)

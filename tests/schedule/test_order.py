@@ -467,3 +467,14 @@ def test_arrays_and_layers_that_cannot_be_are_refused(kinds, chunks, layers):
 def test_what_are_no_actions_is_refused(actions):
     with pytest.raises(OrderError):
         Order.of(actions)
+
+
+@pytest.mark.parametrize("chunk", [None, "0", "abc", 0.5, math.nan, math.inf, True, -1, 2, 2**31, 10**30, []])
+def test_an_action_of_what_is_no_chunk_is_refused_with_its_position(chunk):
+    with pytest.raises(OrderError) as caught:
+        Order.of([Action("forward", 0, 0), Action("backward", chunk, 0)])
+    assert caught.value.position == 1
+
+
+def test_numbers_of_layers_may_be_an_array():
+    assert Order([0, 0, 3, 3], [0, 1, 1, 0], np.array([2, 3])).num_layers_per_chunk == (2, 3)

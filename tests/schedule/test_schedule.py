@@ -247,3 +247,15 @@ def test_placements_put_every_stage_somewhere():
 def test_any_order_is_a_schedule_of_one_rank():
     order = generate("aligned", pp=4, microbatches=8, chunks=2)[1]
     assert Schedule((order,)).num_ticks == len(order)
+
+
+@pytest.mark.parametrize("orders", [5, None, np.array(2), np.array([1, 2]), object(), iter(())])
+def test_what_is_no_row_of_orders_is_refused(orders):
+    with pytest.raises(OrderError, match="needs at least one rank's order"):
+        Schedule(orders)
+
+
+@pytest.mark.parametrize("placement", [5, (0, 1), (None, None), object()])
+def test_what_is_no_placement_is_refused(placement):
+    with pytest.raises(OrderError, match="one row of stages per rank"):
+        Schedule((Order.parse([1, -1]),) * 2, placement)

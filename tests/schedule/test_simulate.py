@@ -314,3 +314,15 @@ def test_a_choice_that_is_not_there_is_refused(choice):
 def test_a_cost_that_is_no_time_is_refused(costs):
     with pytest.raises(OrderError, match="the cost of a"):
         simulate(generate("1f1b", pp=2, microbatches=2), costs)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, True, None, "2"])
+def test_costs_of_no_number_of_chunks_are_refused(chunks):
+    with pytest.raises(OrderError, match="chunks is"):
+        Costs().per_chunk(chunks)
+
+
+def test_whole_numbers_of_any_size_are_times_and_bytes():
+    schedule = generate("1f1b", pp=2, microbatches=2)
+    assert simulate(schedule, latency=10**30).makespan > 1e30
+    assert assign(schedule).bytes_per_rank({"activation": 10**30}).max() >= 1e30
