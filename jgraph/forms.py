@@ -72,10 +72,26 @@ class Whole:
         return jax.tree.map(lambda _: None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec()), params)
 
     def loss_and_grads(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
+        mesh = self.mesh
+        if mesh is None:
+            return self._local(params, tokens_BS)
+        # Said here, not left to XLA's partitioner: that would sum what the products give, in bfloat16, some for every microbatch.
+        run = jax.shard_map(
+            lambda params, tokens_BS: jax.lax.pmean(self._local(params, tokens_BS), fsdp.batch_axes(mesh)),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(fsdp.batch_axes(mesh))),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return run(params, tokens_BS)
+
+    def _local(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
+        """Mean loss and gradients of a device's rows, float32 as the parameters are."""
+
         def loss(params: Tree, tokens_BS: Array) -> Array:
             return self.loss(self.unpack(params), tokens_BS)
 
-        return accumulate(jax.value_and_grad(loss), self.num_microbatches, self.mesh)(params, tokens_BS)
+        return accumulate(jax.value_and_grad(loss), self.num_microbatches)(params, tokens_BS)
 
 
 @dataclass(frozen=True)
@@ -121,17 +137,16 @@ class Sharded:
         return {name: NamedSharding(self.mesh, self.specs()[name]) for name in params}
 
     def loss_and_grads(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
-        spread = PartitionSpec(None, fsdp.batch_axes(self.mesh))
         run = jax.shard_map(
             self._local,
             mesh=self.mesh,
-            in_specs=(self.specs(), spread),
+            in_specs=(self.specs(), PartitionSpec(fsdp.batch_axes(self.mesh))),
             out_specs=(PartitionSpec(), self.specs()),
             check_vma=False,
         )
-        return run(params, by_microbatch(tokens_BS, self.num_microbatches, self.mesh))
+        return run(params, tokens_BS)
 
-    def _local(self, params: Tree, tokens_MBS: Array) -> tuple[Array, Tree]:
+    def _local(self, params: Tree, tokens_BS: Array) -> tuple[Array, Tree]:
         """On one device."""
         matrices = self.packing.decay_mask()
         dtypes = {name: self.compute_dtype if matrices[name] else part.dtype for name, part in params.items()}
@@ -144,7 +159,6 @@ class Sharded:
 
             return fsdp.value_and_grads(loss, params, self.cuts, dtypes, **choices)
 
-        tokens_BS = tokens_MBS.reshape(-1, tokens_MBS.shape[-1])
         loss, grads = accumulate(value_and_grads, self.num_microbatches, dtype=self.grads_dtype)(params, tokens_BS)
         return jax.lax.psum(loss, fsdp.batch_axes(self.mesh)), jax.lax.psum(grads, "data")
 

@@ -167,7 +167,6 @@ def _where(mask: PyTree | None, tree: PyTree) -> PyTree:
 def accumulate(
     value_and_grads: Callable[[PyTree, Array], tuple[Array, PyTree]],
     num_microbatches: int = 1,
-    mesh: Mesh | None = None,
     *,
     dtype: Any = jnp.float32,
 ) -> Callable[[PyTree, Array], tuple[Array, PyTree]]:
@@ -176,7 +175,6 @@ def accumulate(
     Args:
         value_and_grads: (params, tokens_BS) -> mean loss of a microbatch, scalar float32, and its gradients, shaped as params.
         num_microbatches: slices of the batch, along its first axis.
-        mesh: over whose batch axes the batch is spread; None for one device.
         dtype: of the sums.
     """
 
@@ -191,17 +189,15 @@ def accumulate(
 
         main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
-        tokens_MBS = by_microbatch(tokens_BS, num_microbatches, mesh)
+        tokens_MBS = jnp.reshape(tokens_BS, (num_microbatches, -1, *tokens_BS.shape[1:]))
         sums, _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), main_grad), tokens_MBS, unroll=unroll)
         return jax.tree.map(lambda a: a / num_microbatches, sums)
 
     return loss_and_grads
 
 
-def by_microbatch(tokens_BS: Array, num_microbatches: int, mesh: Mesh | None) -> Array:
+def by_microbatch(tokens_BS: Array, num_microbatches: int, mesh: Mesh) -> Array:
     """(M, B/M, S), every microbatch spread over the data ranks."""
     tokens_MBS = jnp.reshape(tokens_BS, (num_microbatches, -1, *tokens_BS.shape[1:]))
-    if mesh is None:
-        return tokens_MBS
     # A rank's rows of the batch are whole microbatches; without this it would wait while others do theirs.
     return jax.lax.with_sharding_constraint(tokens_MBS, NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh))))
