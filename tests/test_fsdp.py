@@ -261,14 +261,14 @@ def test_main_grads_are_summed_in_their_own_dtype():
 
 
 def product(params, tokens_BS):
-    return (params["w"].astype(LOW) * tokens_BS.astype(LOW)).mean().astype(FLOAT)
+    return (params["w"].astype(LOW) * tokens_BS.astype(LOW)).sum().astype(FLOAT)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_replicas_sum_their_gradients_in_float32(num_microbatches):
     shapes = {"w": jax.ShapeDtypeStruct((1,), FLOAT)}
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    form = Whole(Packing.of(shapes, alone=("w",)), product, num_microbatches, mesh)
+    form = Whole(Packing.of(shapes, alone=("w",)), lambda p, t: product(p, t) / t.size, num_microbatches, mesh)
     tokens_BS = np.asarray([[256]] * num_microbatches + [[1]] * num_microbatches, np.int32)
     tokens_BS = jax.device_put(tokens_BS, NamedSharding(mesh, PartitionSpec("data")))
     _, grads = jax.jit(form.loss_and_grads)(form.pack({"w": jnp.ones(1)}), tokens_BS)

@@ -1,4 +1,4 @@
-"""What devices send each other in a step compiled for H200s: how many collectives for parameters and gradients, in which dtypes."""
+"""Collectives of parameters and gradients in a step compiled for H200s: how many, of what, in which dtypes."""
 
 import dataclasses
 import math
