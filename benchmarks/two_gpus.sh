@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that README says of one and of two GPUs, on a machine with two; three commands of less than ten minutes each:
 #
-#     bash benchmarks/two_gpus.sh one|several|rest OUT [REVISION]
+#     bash benchmarks/two_gpus.sh one|several|rest|tests OUT [REVISION]
 #
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
 # running. What one GPU is enough for runs on both at once, another work on each.
@@ -23,6 +23,11 @@ piece() {
 on() { # GPU PIECE...
   CUDA_VISIBLE_DEVICES=$1 piece "${@:2}"
 }
+tests() { # mostly compiling, so several processes share the GPUs
+  XLA_CLIENT_MEM_FRACTION=0.12 timeout -k 10 150 python3 -m pytest -n 6 -m gpu -q -rs --tb=short tests/gpu >"$out/pytest.txt" 2>&1 ||
+    echo "pytest: exit $?" >>"$failed"
+  tail -n 60 "$out/pytest.txt" | cut -c1-300
+}
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 triton=xla_gpu_enable_triton_gemm=false
 short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the card to reach its power limit
@@ -35,8 +40,6 @@ one)
   on 0 130 callables --parts blocks $short --name callables1
   on 0 40 callables --parts replays --name callables1
   wait
-  timeout -k 10 200 python3 -m pytest -n 0 -m gpu -q -rs tests/gpu >"$out/pytest.txt" 2>&1 || echo "pytest: exit $?" >>"$failed"
-  tail -n 25 "$out/pytest.txt"
   ;;
 several)
   piece 150 pipeline --work mlp-launch-bound --schedules aligned --variant $no_branches --xla-option $triton --actions no $short \
@@ -47,14 +50,18 @@ several)
     --peers Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleZBVZeroBubble:compile --name pipeline2
   ;;
 rest)
-  piece 150 fsdp --work gpt-1b3 --together 2 --one-gpu no --rounds 4 --peers compile compile:reshard --variant reshard=yes --name fsdp2
-  piece 120 fsdp --work launch-bound --one-gpu no --rounds 4 $short --peers compile eager --variant graph=off --variant graph=full \
+  piece 120 fsdp --work gpt-1b3 --together 2 --one-gpu no --rounds 3 --peers compile compile:reshard --variant reshard=yes --name fsdp2
+  piece 90 fsdp --work launch-bound --one-gpu no --rounds 3 $short --peers compile eager --variant graph=off --variant graph=full \
     --variant layout=dp --variant "layout=dp graph=off" --variant "layout=dp graph=full" --name fsdp2
-  piece 110 callables --parts pipeline --pipelines launch-bound --ranks 2 --schedules aligned 1f1b $short --name callables2
-  piece 90 callables --parts pipeline --pipelines large --ranks 2 --schedules aligned --rounds 4 \
-    --peers ScheduleZBVZeroBubble Schedule1F1B --name callables2
-  piece 40 fsdp --work launch-bound --variant graph=full --soak 1000
-  piece 40 pipeline --work mlp-launch-bound --schedules aligned --graph full --xla-option $triton --soak 1000
+  piece 75 callables --parts pipeline --pipelines launch-bound --ranks 2 --schedules aligned --rounds 3 $short --name callables2
+  piece 75 callables --parts pipeline --pipelines large --ranks 2 --schedules aligned --rounds 3 \
+    --peers ScheduleZBVZeroBubble --name callables2
+  piece 35 fsdp --work launch-bound --variant graph=full --soak 1000
+  piece 35 pipeline --work mlp-launch-bound --schedules aligned --graph full --xla-option $triton --soak 1000
+  tests
+  ;;
+tests)
+  tests
   ;;
 esac
 python3 -m benchmarks show "$out"

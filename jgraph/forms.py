@@ -75,7 +75,7 @@ class Whole:
         mesh = self.mesh
         if mesh is None:
             return self._local(params, tokens_BS)
-        # Said here, not left to XLA's partitioner: that would sum what the products give, in bfloat16, some for every microbatch.
+        # Not left to XLA's partitioner: that sums the products' bfloat16 results, some of them for every microbatch.
         run = jax.shard_map(
             lambda params, tokens_BS: jax.lax.pmean(self._local(params, tokens_BS), fsdp.batch_axes(mesh)),
             mesh=mesh,

@@ -10,15 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph import fsdp
 from jgraph.assembly import Assembly
 from jgraph.config import ModelConfig, TrainConfig
 from jgraph.errors import ConfigError
-from jgraph.forms import Staged
+from jgraph.forms import Staged, Whole
 from jgraph.fsdp import Cut
 from jgraph.graph import check_identity, compile_and_report, target
+from jgraph.packing import Packing
 from jgraph.step import accumulate, init_state, train_step
 from models.gpt import GPT
 from models.gpt import pipeline_parts as pipeline_parts
@@ -318,6 +319,38 @@ def test_main_grads_are_summed_in_their_own_dtype():
         _, grads = accumulate(value_and_grads, 4, dtype=dtype)({"w": jnp.zeros(2)}, tokens_BS)
         assert grads["w"].dtype == dtype
         np.testing.assert_array_equal(np.asarray(grads["w"], np.float32), np.float32(total / 4))
+
+
+# 256 on one device and 1 on the other, of a product in bfloat16; there their sum would be 256.
+
+
+def product(params, tokens_BS):
+    return (params["w"].astype(LOW) * tokens_BS.astype(LOW)).sum().astype(FLOAT)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_replicas_sum_their_gradients_in_float32(num_microbatches):
+    shapes = {"w": jax.ShapeDtypeStruct((1,), FLOAT)}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    form = Whole(Packing.of(shapes, alone=("w",)), lambda p, t: product(p, t) / t.size, num_microbatches, mesh)
+    tokens_BS = np.asarray([[256]] * num_microbatches + [[1]] * num_microbatches, np.int32)
+    tokens_BS = jax.device_put(tokens_BS, NamedSharding(mesh, PartitionSpec("data")))
+    _, grads = jax.jit(form.loss_and_grads)(form.pack({"w": jnp.ones(1)}), tokens_BS)
+    assert grads["w"] == 257 / 2
+
+
+@pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
+@pytest.mark.parametrize("backward", ["kept", "again"])
+def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, backward):
+    def local(parts, tokens_BS):
+        dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "backward": backward}
+        return fsdp.value_and_grads(lambda whole: product(whole, tokens_BS), parts, {"w": Cut(0, 2, 2)}, dtypes, **choices)[1]
+
+    mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")
+    run = jax.shard_map(local, mesh=mesh, in_specs=({"w": part}, part), out_specs={"w": part}, check_vma=False)
+    grads = jax.jit(run)({"w": jnp.ones(2)}, jnp.asarray([[256], [1]], jnp.int32))
+    assert grads["w"].dtype == dtype
+    np.testing.assert_array_equal(grads["w"].astype(FLOAT), total)
 
 
 @pytest.mark.parametrize(("first", "second"), [(LOW, FLOAT), (FLOAT, LOW)])

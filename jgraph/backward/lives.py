@@ -46,6 +46,8 @@ class Plan:
         block: the products, and where they are.
         float_y: for each leaf of y, whether it has a gradient.
         recompute: whether elementwise work is done again instead of kept.
+        mesh: that the arrays are placed on, or an empty one.
+        noisy: the stage with its callbacks, which `jaxpr` lacks; None where it has none.
         avals: of everything that forward could keep: the leaves of the vjp, then the products' extra operands.
         keep: for each leaf of the vjp, its place in `avals`, or None where it is made again from params.
         extras: places of the extra operands.
@@ -64,6 +66,8 @@ class Plan:
     block: find.Block
     float_y: list[bool]
     recompute: bool
+    mesh: jax.sharding.AbstractMesh
+    noisy: core.Jaxpr | None
     avals: list[Any] = field(default_factory=list)
     keep: list[int | None] = field(default_factory=list)
     extras: list[int] = field(default_factory=list)
@@ -92,6 +96,8 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
     # Tracers that the stage closes over are inputs like any other.
     whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
+    noisy, whole = whole, replay.without_callbacks(whole)
+    _check_callbacks(whole)
     num_params, num_consts = len(paths), len(consts)
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals[:num_params]]
     delayed = [
@@ -117,9 +123,11 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
             delayed[i] = False
     delayed = tuple(i in found.weights for i in range(num_params))
     float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals]
-    # A stage that says with jax.checkpoint what to keep is taken at its word.
-    recompute = options.recompute == "elementwise" and not replay.holds(whole, replay.CHECKPOINTS)
-    plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, recompute)
+    # A stage that says with jax.checkpoint what to keep is taken at its word; and no policy of it can keep complex numbers.
+    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", None), jnp.complexfloating) for aval in replay.values(whole))
+    recompute = options.recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
+    mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
+    plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, recompute, mesh, noisy)
     _sort_by_life(plan)
     return plan
 
@@ -130,6 +138,23 @@ def _check_patterns(delay: Sequence[str], paths: Sequence[str]) -> None:
             raise SplitError(
                 f"delay={pattern!r} matches no parameter; there are {', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
             )
+
+
+def _check_callbacks(jaxpr: core.Jaxpr) -> None:
+    """Raises SplitError where a callback would run again in dgrad or wgrad, on other values."""
+    if replay.holds(jaxpr, replay.CALLBACKS):
+        raise SplitError(
+            "the stage reads what an io_callback returns, or calls back in a custom_jvp or custom_vjp function: to run in "
+            "forward alone, a callback must return nothing and be outside of these; take jax.pure_callback for values"
+        )
+
+
+def run_callbacks(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]) -> None:
+    """Runs the stage for its callbacks; what they do not need is dead, and the rest is the same as in `vjp`."""
+    if plan.noisy is not None:
+        given = iter(traced)
+        consts = [next(given) if const is None else const for const in plan.consts]
+        core.jaxpr_as_fun(core.ClosedJaxpr(plan.noisy, ()))(*consts, *params, *x, *extra)
 
 
 def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]):
@@ -205,6 +230,7 @@ def _sort_by_life(plan: Plan) -> None:
         return leaves, extras
 
     closed, (leaves, extras) = jax.make_jaxpr(forward, return_shape=True)(params, x, extra, traced)
+    _check_callbacks(closed.jaxpr)  # of a custom_vjp's forward, which the stage's own trace does not show
     outs = closed.jaxpr.outvars
     varies = replay.depends(closed.jaxpr, [False] * len(params) + [True] * (len(x) + len(extra) + len(traced)))
     # The same array may be there twice, e.g. as the input of three projections.
@@ -222,6 +248,7 @@ def _sort_by_life(plan: Plan) -> None:
 
     kept, dy = [replay.zeros(plan.avals[i]) for i in places], [replay.zeros(aval) for aval in plan.y_avals]
     closed, (dx, early, taps) = jax.make_jaxpr(dgrad, return_shape=True)(kept, dy, params)
+    _check_callbacks(closed.jaxpr)
     jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
 
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:

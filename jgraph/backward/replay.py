@@ -4,7 +4,7 @@ Only `jax.extend.core` and the parameters of four primitives are used (jit, chec
 Nothing is built by hand: an equation runs again as the one-equation program it is.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from jax.extend import core
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 SCAN = "scan"
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 RULES = ("custom_jvp_call", "custom_vjp_call", *JITS)
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
@@ -139,6 +141,59 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
                 if inner is not None and not is_literal(source := eqn.invars[inner]) and source in place:
                     place[v] = place[source]
     return [place.get(v) if isinstance(v, core.Var) else None for v in jaxpr.outvars]
+
+
+def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Leaves out the callbacks whose results nothing reads; returns the same object where there are none.
+
+    Functions with a gradient of their own stay as they are: their rules cannot be read.
+    """
+    if not holds(jaxpr, CALLBACKS):
+        return jaxpr
+    read = {v for v in (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars) if not is_literal(v)}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in CALLBACKS and not read & set(eqn.outvars):
+            continue
+        if eqn.primitive.name not in CUSTOM:
+            params = {name: _without_callbacks(value) for name, value in eqn.params.items()}
+            gone = _effects(core.jaxprs_in_params(eqn.params)) - _effects(core.jaxprs_in_params(params))
+            eqn = eqn.replace(params=params, effects=eqn.effects - gone)
+        eqns.append(eqn)
+    effects = set(jaxpr.effects) - (_effects(jaxpr.eqns) - _effects(eqns))
+    return jaxpr.replace(eqns=eqns, effects=effects, debug_info=jaxpr.debug_info)
+
+
+def _without_callbacks(param: Any) -> Any:
+    """A parameter of an equation: a jaxpr, several as of a `cond`, or anything else."""
+    if isinstance(param, core.Jaxpr):
+        return without_callbacks(param)
+    if isinstance(param, core.ClosedJaxpr):
+        return param.replace(jaxpr=without_callbacks(param.jaxpr))
+    return tuple(map(_without_callbacks, param)) if type(param) is tuple else param
+
+
+def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[Any]:
+    return set().union(*(holder.effects for holder in holders))
+
+
+def values(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """The types of all values in it."""
+    for eqn in jaxpr.eqns:
+        yield from (v.aval for v in (*eqn.invars, *eqn.outvars))
+    for inner in core.subjaxprs(jaxpr):
+        yield from values(inner)
+
+
+def spread_over(aval: Any) -> list[Any]:
+    """The explicit axes of a mesh that a value is spread over."""
+    return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
+
+
+def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
+    """The mesh that arrays are placed on, else the one of where this is called; jax's types of values name it."""
+    meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def zeros(aval: Any, *lead: int) -> jax.Array:

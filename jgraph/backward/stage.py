@@ -89,8 +89,9 @@ def split_backward(
     """Splits a stage's backward pass into dgrad and wgrad, with no FLOP done twice.
 
     Args:
-        stage_fn: `stage_fn(params, x, *extra) -> y`, pure, trees of arrays; x of floating dtype. What is in `extra` (tokens,
-            masks, a dropout key) is not differentiated.
+        stage_fn: `stage_fn(params, x, *extra) -> y`, pure, trees of real arrays; x of floating dtype. What is in `extra`
+            (tokens, masks, a dropout key) is not differentiated. Callbacks that return nothing, as `jax.debug.print`, run once
+            a microbatch, in forward. Arrays may be spread over automatic axes of a mesh, not over explicit ones.
         delay: patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`, whose gradients shall come from wgrad. None
             delays every parameter that acts only as the weight of matrix products, `ragged_dot` or convolutions; the gradients
             of the others (norm scales, biases, embeddings) come from dgrad at once.
@@ -103,7 +104,8 @@ def split_backward(
         A Split, whose methods are pure and jittable.
 
     Raises:
-        SplitError: when it is used: a parameter in `delay` reaches the output by another way than as the weight of a product.
+        SplitError: when it is used: a parameter in `delay` reaches the output by another way than as the weight of a product;
+            an array is complex or spread over explicit axes; a callback's result is read.
     """
     patterns = None if delay is None else (delay,) if isinstance(delay, str) else tuple(delay)
     return Split(stage_fn, Options(patterns, recompute, products))
@@ -194,8 +196,12 @@ class Split:
 
     @scope("forward")
     def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
-        plan, traced = self._plan(params, x, extra)
-        y, extras, leaves, _ = lives.vjp(plan, jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra), traced)
+        # What is traced here is traced again by dgrad, with zeros: those must be of the same types, mesh included.
+        with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
+            plan, traced = self._plan(params, x, extra)
+            flat = tuple(map(jax.tree.leaves, (params, x, extra)))
+            y, extras, leaves, _ = lives.vjp(plan, *flat, traced)
+            lives.run_callbacks(plan, *flat, traced)
         candidates = [*leaves, *extras]
         return jax.tree.unflatten(plan.trees[3], y), Residuals(
             tuple(candidates[i] for i in plan.for_dgrad), tuple(candidates[i] for i in plan.for_wgrad), plan
@@ -208,19 +214,47 @@ class Split:
         plan = self._plans.get(key)
         if plan is not None and all(const is not None for const in plan.consts):
             return plan, []
-        for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                name = _path_name(path)
-                raise SplitError(
-                    f"x{name and '/' + name} is {jnp.result_type(leaf)}; only floating inputs are differentiated: pass it as "
-                    f"an extra argument after x",
-                    path=name,
-                )
+        _check_leaves(params, x)
         closed, y = jax.make_jaxpr(self._stage, return_shape=True)(params, x, *extra)
+        _check_real(y, "y")
+        if any(map(replay.spread_over, replay.values(closed.jaxpr))):
+            raise SplitError(f"the stage computes with arrays on explicit axes of a mesh: {_AUTO}")
         if plan is None:
             trees = (*map(jax.tree.structure, (params, x, extra)), jax.tree.structure(y))
             plan = self._plans[key] = lives.make_plan(self, self._options, closed, trees, _paths(params))
         return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
+
+
+_AUTO = "must be automatic ones, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
+
+
+def _check_leaves(params: Tree, x: Tree) -> None:
+    """Raises SplitError where a leaf cannot be differentiated."""
+    for what, tree in (("params", params), ("x", x)):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = _path_name(path)
+            if axes := replay.spread_over(jax.typeof(leaf)):
+                raise SplitError(f"{_named(what, name)} lies on the explicit axes {axes} of a mesh: {_AUTO}", path=name)
+            if what == "x" and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise SplitError(
+                    f"{_named(what, name)} is {jnp.result_type(leaf)}; only floating inputs are differentiated: pass it as "
+                    f"an extra argument after x",
+                    path=name,
+                )
+        _check_real(tree, what)
+
+
+def _check_real(tree: Tree, what: str) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+            name, dtype = _path_name(path), jnp.result_type(leaf)
+            raise SplitError(
+                f"{_named(what, name)} is {dtype}; params, x and y must be real: pass its real and imaginary parts", path=name
+            )
+
+
+def _named(what: str, name: str) -> str:
+    return f"{what}/{name}" if name else what
 
 
 def _path_name(path: Any) -> str:
@@ -242,7 +276,8 @@ def _kept(residuals: Residuals) -> dict[int, Any]:
 def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
     plan = residuals.plan
     flat = jax.tree.leaves(params)
-    dx, early, taps = lives.dgrad_leaves(plan, flat, _kept(residuals), jax.tree.leaves(dy))
+    with jax.sharding.use_abstract_mesh(plan.mesh):
+        dx, early, taps = lives.dgrad_leaves(plan, flat, _kept(residuals), jax.tree.leaves(dy))
     given = iter(early)
     gradients = [
         None if late else next(given) if lives.is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
@@ -279,8 +314,9 @@ def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dty
     again: list[Any] = []
     if None in plan.x_from:
         # Of this dgrad only the x that come out of the taps are used, and they are made of residuals alone.
-        dy = [replay.zeros(aval) for aval in plan.y_avals]
-        again = lives.dgrad_leaves(plan, params, kept, dy)[2]
+        with jax.sharding.use_abstract_mesh(plan.mesh):
+            dy = [replay.zeros(aval) for aval in plan.y_avals]
+            again = lives.dgrad_leaves(plan, params, kept, dy)[2]
     delayed = [leaf.astype(dtype or leaf.dtype) for leaf, late in zip(params, plan.delayed, strict=True) if late]
 
     def weights(delayed):

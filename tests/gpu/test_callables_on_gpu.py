@@ -95,6 +95,7 @@ def assert_close(one, other):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's own, which it gives once a process
 @pytest.mark.parametrize("kwargs", [{}, {"param_grads": "aliased"}, {"delay_wgrad": True}], ids=["owned", "aliased", "delayed"])
 def test_replays_give_what_torchs_graphed_callables_give(params, kwargs):
     theirs = TorchStages()

@@ -1,0 +1,93 @@
+"""Collectives of parameters and gradients in a step compiled for H200s: how many, of what, in which dtypes."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jgraph.assembly import Assembly
+from jgraph.config import ModelConfig, TrainConfig
+from jgraph.forms import Staged
+from jgraph.graph import target
+from jgraph.profile.program import Program
+
+FLOAT, LOW = "f32", "bf16"
+# 61 divides no number of parameters, so a collective of activations is known by its size.
+SEQ, WIDTH, SMALL = 61, 512, 4096
+LOW_SUMS = {"main_grads_dtype": "bfloat16", "decoupled_grad": True}
+
+
+def assembly_of(**fields: Any) -> Assembly:
+    """One of few layers, over H200s."""
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
+    model = ModelConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
+    fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
+    assembly = Assembly.of(TrainConfig(**fields, model=model))
+    mesh, form = assembly.mesh, assembly.form
+    assert mesh is not None
+    mesh = Mesh(np.array(target.devices(8)[: mesh.size]).reshape(mesh.devices.shape), mesh.axis_names)
+    placed = {"pipeline": dataclasses.replace(form.pipeline, mesh=mesh)} if isinstance(form, Staged) else {"mesh": mesh}
+    return dataclasses.replace(assembly, mesh=mesh, form=dataclasses.replace(form, **placed))
+
+
+def collectives(assembly: Assembly) -> list[tuple[str, str, int]]:
+    """(kind, dtype, elements of the result) of all of the compiled step; one of two dtypes is two here."""
+    state, tokens_BS = assembly.step_shapes(assembly.config.batch_size)
+    compiled, _ = target.compile_lowered(assembly.step().lower(state, tokens_BS), assembly.options("gpu"))
+    found = []
+    for instruction in Program.of(compiled.as_text()).instructions.values():
+        if kind := re.fullmatch(r"(all-reduce|reduce-scatter|all-gather)(-done)?", instruction.opcode):
+            for dtype in sorted({shape.dtype for shape in instruction.shapes}):
+                elements = sum(shape.size for shape in instruction.shapes if shape.dtype == dtype)
+                found.append((kind[1], dtype, elements))
+    return found
+
+
+once = pytest.mark.once
+
+
+@pytest.mark.target
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dp": 2}, {("all-reduce", FLOAT): 1}),
+        pytest.param({"dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
+        ({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}),  # a loop
+        pytest.param({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}, marks=once),
+        ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
+        pytest.param({"fsdp": 4}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1}, marks=once),
+        ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
+        ({"fsdp": 2, "dp": 2} | LOW_SUMS, {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1}),
+        pytest.param({"pp": 2, "num_microbatches": 2}, {}, marks=once),
+        pytest.param({"pp": 2, "dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
+        # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.
+        (
+            {"pp": 2, "fsdp": 2, "dp": 2, "num_microbatches": 2},
+            {("all-gather", LOW): 1, ("all-gather", FLOAT): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1},
+        ),
+    ],
+    ids=lambda value: " ".join(f"{name}={field}" for name, field in value.items() if isinstance(name, str)),
+)
+def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200, fields, expected):
+    assembly = assembly_of(**fields)
+    config, params = assembly.config, assembly.state_shapes().params
+    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
+    activations = config.batch_size // (config.num_microbatches * config.dp * config.fsdp) * SEQ * WIDTH
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for kind, dtype, elements in collectives(assembly):
+        # In a pipeline ranks share the vocabulary: they add what their parts make of microbatches' activations.
+        if config.pp > 1 and kind == "all-reduce" and elements % activations == 0:
+            continue
+        if elements > SMALL:
+            sizes.setdefault((kind, dtype), []).append(elements)
+        else:  # norms, losses, and in a pipeline the gradient of the last norm
+            assert (kind, dtype) == ("all-reduce", FLOAT), (kind, dtype, elements)
+    assert {found: len(each) for found, each in sizes.items()} == expected
+    # Of all gradients; beside them the loss, elsewhere that of the last norm.
+    sums = [elements for (kind, _), each in sizes.items() if kind != "all-gather" for elements in each]
+    assert all(abs(elements - own) <= WIDTH for elements in sums), (sums, own)
