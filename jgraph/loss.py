@@ -45,7 +45,7 @@ def cross_entropy(
     Args:
         x_BTD: final hidden states, bfloat16 or float32.
         head_DV: output projection, same dtype as `x_BTD`.
-        labels_BT: integer token ids in [0, V).
+        labels_BT: integer token ids in [0, V); with any other the loss is NaN.
         chunk: tokens whose logits (in the dtype of `x_BTD`) are held at once; must divide B*T; 0 for `auto_chunk`.
         axis: of the mesh, over which the vocabulary is split; `x_BTD` and `labels_BT` are the same on all its devices.
         vocab_size: of all devices, with `axis`; columns beyond it are padding. 0: there is none.
@@ -55,21 +55,30 @@ def cross_entropy(
         accumulate in float32.
 
     Raises:
-        ShapeError: the shapes or dtypes disagree, or `chunk` does not divide B*T.
+        ShapeError: the shapes or dtypes disagree, there are no tokens, or `chunk` does not divide B*T.
     """
-    d_model, width = head_DV.shape
-    if x_BTD.shape != (*labels_BT.shape, d_model) or x_BTD.dtype != head_DV.dtype:
+    fits = head_DV.ndim == 2 and x_BTD.shape == (*labels_BT.shape, head_DV.shape[0]) and x_BTD.dtype == head_DV.dtype
+    if not fits or not jnp.issubdtype(x_BTD.dtype, jnp.floating) or not jnp.issubdtype(labels_BT.dtype, jnp.integer):
         raise ShapeError(
-            f"cross_entropy got x {x_BTD.dtype}{x_BTD.shape}, head {head_DV.dtype}{head_DV.shape}, labels {labels_BT.shape}: "
-            "x must be labels' shape plus the head's first axis, of the head's dtype"
+            f"cross_entropy got x {x_BTD.dtype}{x_BTD.shape}, head {head_DV.dtype}{head_DV.shape}, labels {labels_BT.shape} of "
+            f"{labels_BT.dtype}: x must be labels' shape plus the first of the head's two axes, of the head's floating dtype, "
+            "and labels integers"
         )
+    d_model, width = head_DV.shape
     num_tokens = labels_BT.size
+    if not num_tokens or not width or vocab_size < 0:
+        raise ShapeError(
+            f"cross_entropy got {num_tokens} tokens and {width} columns of the head, vocab_size is {vocab_size}: there must be "
+            "at least one of each, and vocab_size 0 or more"
+        )
     chunk = chunk or auto_chunk(num_tokens, width, x_BTD.dtype)
     if chunk < 1 or num_tokens % chunk:
         raise ShapeError(f"loss chunk is {chunk}: must divide the {num_tokens} tokens of a microbatch; see --model.loss-chunk")
     vocabulary = _Vocabulary(axis, vocab_size)
     with scope("loss"):
-        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_BT.reshape(num_tokens), chunk, vocabulary)
+        # Of a type that has all columns: those of the gradient are compared with the labels.
+        labels_N = jnp.asarray(labels_BT, jnp.int32).reshape(num_tokens)
+        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_N, chunk, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -134,10 +143,14 @@ def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Arra
     width = logits_CV.shape[1]
     own_C = vocabulary.own(labels_C, width)
     if vocabulary.axis is None:
-        label_logits_C1 = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1).astype(jnp.float32)
+        # -1 would be the last column; what is beyond all columns is NaN.
+        columns_C = jnp.where(labels_C < 0, width, labels_C)
+        label_logits_C1 = jnp.take_along_axis(logits_CV, columns_C[:, None], axis=-1).astype(jnp.float32)
     else:
         found_C1 = jnp.take_along_axis(logits_CV, jnp.clip(own_C, 0, width - 1)[:, None], axis=-1).astype(jnp.float32)
         label_logits_C1 = vocabulary.sum(jnp.where(((own_C >= 0) & (own_C < width))[:, None], found_C1, 0))
+        total = vocabulary.size or width * jax.lax.axis_size(vocabulary.axis)
+        label_logits_C1 = jnp.where(((labels_C >= 0) & (labels_C < total))[:, None], label_logits_C1, jnp.nan)
     margins_CV = jnp.minimum(logits_CV.astype(jnp.float32) - label_logits_C1, _LARGEST_MARGIN)
     if vocabulary.size:
         columns_V = jnp.arange(width) - vocabulary.own(jnp.zeros((), jnp.int32), width)

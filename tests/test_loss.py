@@ -207,6 +207,72 @@ def test_arrays_that_do_not_fit_are_refused_with_their_shapes(change):
 # --- Memory ---
 
 
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
+def test_the_gradient_does_not_depend_on_the_integers_that_labels_are(dtype):
+    x, head, labels = example(vocab=70_000 if dtype == jnp.uint16 else 33_000 if dtype == jnp.int16 else 300)
+    labels = labels % 100
+    expected, actual = ours(x, head, labels), ours(x, head, labels.astype(dtype))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("label", [-1, -100, 32, 10**6])
+@pytest.mark.parametrize("over_devices", [False, True])
+def test_a_label_that_is_no_token_makes_the_loss_not_a_number(label, over_devices):
+    x, head, labels = example()
+    labels = labels.at[1, 3].set(label)
+    loss = jgraph.cross_entropy
+    if over_devices:
+        mesh = jax.sharding.Mesh(jax.devices()[:2], ("cut",))
+        spec = jax.sharding.PartitionSpec
+        loss = jax.shard_map(
+            partial(loss, axis="cut"), mesh=mesh, in_specs=(spec(), spec(None, "cut"), spec()), out_specs=spec()
+        )
+    assert np.isnan(loss(x, head, labels))
+
+
+def no_tokens(x, head, labels):
+    return x[:0], head, labels[:0]
+
+
+def no_vocabulary(x, head, labels):
+    return x, head[:, :0], labels
+
+
+def flat_head(x, head, labels):
+    return x, head[:, 0], labels
+
+
+def labels_with_a_fraction(x, head, labels):
+    return x, head, labels.astype(jnp.float32)
+
+
+def labels_of_truth(x, head, labels):
+    return x, head, labels > 3
+
+
+def whole_numbers(x, head, labels):
+    return x.astype(jnp.int32), head.astype(jnp.int32), labels
+
+
+def complex_numbers(x, head, labels):
+    return x.astype(jnp.complex64), head.astype(jnp.complex64), labels
+
+
+@pytest.mark.parametrize(
+    "change",
+    [no_tokens, no_vocabulary, flat_head, labels_with_a_fraction, labels_of_truth, whole_numbers, complex_numbers],
+)
+def test_arrays_that_have_no_cross_entropy_are_refused(change):
+    with pytest.raises(ShapeError):
+        jgraph.cross_entropy(*change(*example()))
+
+
+def test_a_negative_vocabulary_is_refused():
+    with pytest.raises(ShapeError, match="vocab_size is -1"):
+        jgraph.cross_entropy(*example(), vocab_size=-1)
+
+
 @given(num_tokens=st.integers(1, 5000), vocab_size=st.integers(1, 2**31), dtype=st.sampled_from([jnp.float32, jnp.bfloat16]))
 def test_the_chunk_it_picks_divides_the_tokens_and_has_at_most_half_a_billion_logits(num_tokens, vocab_size, dtype):
     chunk = auto_chunk(num_tokens, vocab_size, dtype)
