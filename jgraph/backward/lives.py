@@ -150,7 +150,7 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
 
 
 def run_callbacks(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]) -> None:
-    """Runs the stage for its callbacks; what they do not need is dead, and the rest is the same as in `vjp`."""
+    """Runs the stage again for its callbacks. What they do not need is dead; of the rest XLA merges a part with `vjp`."""
     if plan.noisy is not None:
         given = iter(traced)
         consts = [next(given) if const is None else const for const in plan.consts]
