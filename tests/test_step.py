@@ -13,6 +13,7 @@ from jgraph.errors import DonationError
 from jgraph.graph import check_identity
 from jgraph.step import accumulate, init_state, optimizer, train_step
 
+CONSTANT = {"learning_rate": 0.5, "final_learning_rate": 1.0, "warmup_steps": 0}
 MICROBATCHES = [1, 2, 4, 16]  # up to 8 are unrolled, 16 are a loop
 
 
@@ -128,6 +129,34 @@ def test_a_gradient_of_zero_is_not_divided_by_its_norm(batch):
     assert metrics.grad_norm == 0
     assert state.skipped == 0
     assert_identical(state.params, new_params())
+
+
+# --- What is frozen ---
+
+
+def only_w():
+    return {"b": jnp.zeros(1, bool), "w": jnp.ones((8, 1), bool)}
+
+
+def test_a_frozen_gradient_is_neither_in_the_norm_nor_in_its_parts(batch):
+    _, metrics = run(batch, trained=only_w)
+    gradient = jax.grad(squared_error)(new_params(), batch)
+    assert abs(gradient["b"]) > 0.01
+    assert metrics.grad_norm == pytest.approx(float(jnp.linalg.norm(gradient["w"])), rel=1e-5)
+    assert metrics.grad_square_sums[0] == 0
+
+
+def test_clipping_leaves_what_is_trained_the_whole_limit(batch):
+    state, _ = run(batch, trained=only_w, clip_norm=0.25)
+    assert float(optax.tree.norm(move(state))) == pytest.approx(0.25, rel=1e-5)
+    assert move(state)["b"] == 0
+
+
+def test_moments_of_a_frozen_parameter_stay_zero_and_those_of_others_do_not(batch):
+    state, _ = run(batch, trained=only_w, transform=adamw())
+    for moments in (state.opt_state[0].mu, state.opt_state[0].nu):
+        assert moments["b"] == 0
+        assert (moments["w"] != 0).all()
 
 
 # --- What is not finite ---
@@ -247,6 +276,33 @@ def test_betas_and_epsilon_are_those_of_the_configuration():
     mean, square = (0.5 * 0.5 * 1 - 0.5 * 3) / (1 - 0.5**2), (0.75 * 0.25 * 1 + 0.25 * 9) / (1 - 0.75**2)
     # The second of 100 steps has 0.9998 of the peak rate.
     np.testing.assert_allclose(updates["b"], -mean / (square**0.5 + 2), rtol=1e-3)
+
+
+@pytest.mark.parametrize("second", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first", ["float32", "bfloat16"])
+def test_moments_are_computed_in_float32_and_kept_in_the_dtypes_asked_for(first, second):
+    # Neither of these is in bfloat16, nor are the moments that they make.
+    beta, gradient = 1 - 2**-9, 1 + 2**-9
+    betas = {"beta1": beta, "beta2": beta, "eps": 1e-20, "weight_decay": 0.0}
+    transform = adamw(**betas, **CONSTANT, first_moment_dtype=first, second_moment_dtype=second)
+    params = {"b": jnp.zeros(1), "w": jnp.zeros((1, 1))}
+    state, updates, mean, square = transform.init(params), params, 0.0, 0.0
+    for _ in range(2):
+        updates, state = transform.update(jax.tree.map(lambda p: jnp.full_like(p, gradient), params), state, params)
+        mean = beta * float(jnp.asarray(mean, first)) + (1 - beta) * gradient
+        square = beta * float(jnp.asarray(square, second)) + (1 - beta) * gradient**2
+    for kept, moment, dtype in ((state[0].mu["b"], mean, first), (state[0].nu["b"], square, second)):
+        assert kept.dtype == dtype
+        np.testing.assert_allclose(kept.astype("float32"), float(jnp.asarray(moment, dtype)), rtol=1e-6)
+    # 1 - beta**2 has 16 bits in float32.
+    np.testing.assert_allclose(updates["b"], -0.5 * mean / np.sqrt(square * (1 - beta**2)), rtol=1e-4)
+
+
+def test_weight_decay_is_of_the_float32_parameters(batch):
+    # 1 + 2**-10 is 1 in bfloat16.
+    state = init_state({"b": jnp.zeros(1), "w": jnp.full((8, 1), 1 + 2**-10)}, transform := adamw(**CONSTANT, weight_decay=0.5))
+    after, _ = run(batch, state=state, loss=lambda params, batch_BS: 0 * params["w"].sum(), transform=transform)
+    np.testing.assert_array_equal(after.params["w"], np.float32(0.75 * (1 + 2**-10)))
 
 
 # --- Donation ---

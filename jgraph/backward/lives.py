@@ -124,7 +124,7 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
     delayed = tuple(i in found.weights for i in range(num_params))
     float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals]
     # A stage that says with jax.checkpoint what to keep is taken at its word; and no policy of it can keep complex numbers.
-    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", None), jnp.complexfloating) for aval in replay.values(whole))
+    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.values(whole))
     recompute = options.recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
     mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
     plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, recompute, mesh, noisy)
@@ -150,7 +150,7 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
 
 
 def run_callbacks(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]) -> None:
-    """Runs the stage for its callbacks; what they do not need is dead, and the rest is the same as in `vjp`."""
+    """Runs the stage again for its callbacks. What they do not need is dead; of the rest XLA merges a part with `vjp`."""
     if plan.noisy is not None:
         given = iter(traced)
         consts = [next(given) if const is None else const for const in plan.consts]

@@ -199,7 +199,7 @@ class Split:
         # What is traced here is traced again by dgrad, with zeros: those must be of the same types, mesh included.
         with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
             plan, traced = self._plan(params, x, extra)
-            flat = tuple(map(jax.tree.leaves, (params, x, extra)))
+            flat = jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra)
             y, extras, leaves, _ = lives.vjp(plan, *flat, traced)
             lives.run_callbacks(plan, *flat, traced)
         candidates = [*leaves, *extras]
