@@ -19,7 +19,8 @@ from tests.parity.torch_graphed import Graphed, Weak, exact_step  # noqa: E402
 pytestmark = pytest.mark.parity
 
 # B batch, D model. The loss is scaled so that gradients are about one when eight microbatches have been added up.
-B, D, SCALE, RATE = 2, 8, 1 / 16, 0.5
+# A small rate: at 0.5 rounding alone moved an output by 1.04e-6 in three steps on one kind of CPU, and 1e-6 is what is allowed.
+B, D, SCALE, RATE = 2, 8, 1 / 16, 1 / 8
 GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
 ORDERS = {
     **{row["name"]: row["args"]["order"] for row in GOLDENS["hazardous"]},
