@@ -43,7 +43,7 @@ def config_with(name: str, base: TrainConfig) -> TrainConfig:
             other = not value
         else:
             others = {int: 7, float: 0.123, str: "other", tuple: ("other",), type(None): 1}
-        other = next(other for kind, other in others.items() if isinstance(value, kind))
+            other = next(other for kind, other in others.items() if isinstance(value, kind))
         copy = object.__new__(type(config))
         copy.__dict__.update(config.__dict__ | {path[0]: other})
         return copy
