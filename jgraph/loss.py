@@ -143,8 +143,8 @@ def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Arra
     width = logits_CV.shape[1]
     own_C = vocabulary.own(labels_C, width)
     if vocabulary.axis is None:
-        # -1 would be the last column; what is beyond all columns is NaN.
-        columns_C = jnp.where(labels_C < 0, width, labels_C)
+        # -1 would be the last column; without its sign it is beyond all of them, which is NaN.
+        columns_C = labels_C & jnp.iinfo(jnp.int32).max
         label_logits_C1 = jnp.take_along_axis(logits_CV, columns_C[:, None], axis=-1).astype(jnp.float32)
     else:
         found_C1 = jnp.take_along_axis(logits_CV, jnp.clip(own_C, 0, width - 1)[:, None], axis=-1).astype(jnp.float32)
