@@ -25,7 +25,7 @@ from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, 
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
 from benchmarks.works import MLPSize, half_square, mlp_layer, mlp_layers, schedule_of
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 from models.gpt import Block, rotary
 
 # M microbatches, N tokens, D model, F hidden, B batch, T sequence

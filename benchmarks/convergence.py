@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from benchmarks import harness
-from jgraph.metrics import read_metrics
+from jgraph.training.metrics import read_metrics
 
 _WINDOW = 10  # entries of the moving mean
 

@@ -1,6 +1,6 @@
 """Bytes of a sharded step by the dtype rules, compiled for four H200s that need not be here.
 
-    python -m jgraph.graph.target install
+    python -m jgraph.xla.aot install
     python -m benchmarks.dtype_rules
 
 A row is one choice of --main-params-dtype, --main-grads-dtype, --decoupled-grad and --on-dtype-mismatch. Every state that is
@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.harness import environment, line, write_results
-from jgraph.assembly import Assembly
-from jgraph.config import ModelConfig, TrainConfig
 from jgraph.errors import ConfigError
-from jgraph.graph import check_identity, compile_and_report, target
-from jgraph.step import train_step
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.step import train_step
+from jgraph.xla import aot, check_identity, compile_and_report
 
 RANKS = 4
 MODEL = ModelConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
@@ -31,7 +31,7 @@ DTYPES = "float32", "bfloat16"
 
 
 def main() -> None:
-    target.install()
+    aot.install()
     rows = [row(*choice) for choice in itertools.product(DTYPES, DTYPES, ("decoupled", "error", "copy"))]
     for one in rows:
         same = next(r for r in rows if (r["params"], r["grads"], r["rule"]) == (one["params"], one["grads"], "decoupled"))
@@ -60,7 +60,7 @@ def row(params: str, grads: str, rule: str) -> dict[str, Any]:
         return about | {"refused": "refused, with the flags that would help"}
     assembly = Assembly.of(config)
     assert assembly.mesh is not None
-    mesh = Mesh(np.array(target.devices(RANKS)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
+    mesh = Mesh(np.array(aot.devices(RANKS)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
     form: Any = dataclasses.replace(assembly.form, mesh=mesh)  # pyright: ignore[reportArgumentType]
     assembly = dataclasses.replace(assembly, mesh=mesh, form=form)
     state, tokens_BS = assembly.step_shapes(config.batch_size)

@@ -21,9 +21,9 @@ from benchmarks import harness
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.works import Work, schedule_of, size_from
 from jgraph.backward import split_backward
-from jgraph.graph import compile_and_report, compiler_options, count_launches
-from jgraph.metrics import peak_memory_bytes
-from jgraph.pipeline import Pipeline
+from jgraph.parallel.pipeline import Pipeline
+from jgraph.training.metrics import peak_memory_bytes
+from jgraph.xla import compile_and_report, compiler_options, count_launches
 
 # Calls in a timed program. Alone, a small action takes less time than the host needs to hand it over.
 CALLS = 4

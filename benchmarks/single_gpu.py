@@ -20,9 +20,9 @@ import tyro
 from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, spread
 from benchmarks.peers.protocol import Clock, answer, begin, take_turns, told
 from benchmarks.turns import Entrant, race
-from jgraph.config import ModelConfig, TrainConfig
-from jgraph.metrics import flops_per_step, peak_flops
-from jgraph.presets import preset
+from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.metrics import flops_per_step, peak_flops
+from jgraph.training.presets import preset
 
 Row = dict[str, Any]
 Run = Callable[[], object]
@@ -96,8 +96,8 @@ def jgraph_step(config: TrainConfig, variant: str) -> tuple[Run, Run, Run]:
     """The step of `python -m jgraph.train`, on one batch of random tokens."""
     import jax
 
-    from jgraph.assembly import Assembly
-    from jgraph.metrics import peak_memory_bytes
+    from jgraph.training.assembly import Assembly
+    from jgraph.training.metrics import peak_memory_bytes
 
     begin()
     assembly = Assembly.of(replace(config, graph="off" if variant.endswith("graph=off") else "auto"))

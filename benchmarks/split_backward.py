@@ -19,7 +19,7 @@ from flax import nnx
 
 import jgraph
 from benchmarks.harness import environment, time_steps, write_results
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 from models.gpt import Block, rotary
 
 SIZES = {

@@ -28,9 +28,9 @@ from rich.text import Text
 
 import benchmarks
 from benchmarks import harness
-from jgraph.cli import one_line
-from jgraph.config import TrainConfig
+from jgraph.cli.parse import one_line
 from jgraph.errors import JgraphError
+from jgraph.training.config import TrainConfig
 
 Row = dict[str, Any]
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgraph.config import ModelConfig, TrainConfig
-from jgraph.metrics import flops_per_step
-from jgraph.pipeline import Parts
-from jgraph.presets import preset
+from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import Schedule, generate
+from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.metrics import flops_per_step
+from jgraph.training.presets import preset
 from models.gpt import GPT, pipeline_parts
 
 
@@ -101,13 +101,13 @@ class Work:
     """A model in parts with its parameters, and a batch.
 
     Attributes:
-        parts, ends, layers: as `jgraph.pipeline.Pipeline` takes them.
+        parts, ends, layers: as `jgraph.parallel.pipeline.Pipeline` takes them.
         inputs: of all microbatches.
         x: shape and dtype of what passes between layers.
         compute_dtype: as `Pipeline`'s.
     """
 
-    parts: Parts
+    parts: PipelineModel
     ends: Any
     layers: list[Any]
     inputs: Any
@@ -152,7 +152,7 @@ def mlp_layers(size: MLPSize) -> list[Any]:
 
 def _mlp(size: MLPSize) -> Work:
     """Nothing but layers: no embedding, a loss of a pass."""
-    parts = Parts(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
+    parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
     shape = size.tokens, size.d_model
     inputs = jax.random.normal(jax.random.key(1), (size.microbatches, *shape), jnp.bfloat16)
     return Work(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)

@@ -1,42 +1,72 @@
 """Train Flax models on NVIDIA GPUs as one captured program per step."""
 
 import importlib
+from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
-
-from jgraph.config import ModelConfig as ModelConfig
-from jgraph.config import OptimizerConfig as OptimizerConfig
-from jgraph.config import TrainConfig as TrainConfig
-from jgraph.errors import CallableError as CallableError
-from jgraph.errors import OrderError as OrderError
-from jgraph.errors import OwnershipError as OwnershipError
-from jgraph.presets import preset as preset
 
 if TYPE_CHECKING:
     from jgraph.backward import dot_general as dot_general
     from jgraph.backward import split_backward as split_backward
-    from jgraph.callables import Borrowed as Borrowed
-    from jgraph.callables import fold_key as fold_key
-    from jgraph.callables import make_graphed_callables as make_graphed_callables
-    from jgraph.graph.explain import explain as explain
+    from jgraph.checkpoint import Checkpoints as Checkpoints
+    from jgraph.errors import CallableError as CallableError
+    from jgraph.errors import CheckpointError as CheckpointError
+    from jgraph.errors import CompilerOptionError as CompilerOptionError
+    from jgraph.errors import ConfigError as ConfigError
+    from jgraph.errors import DataError as DataError
+    from jgraph.errors import DonationError as DonationError
+    from jgraph.errors import JgraphError as JgraphError
+    from jgraph.errors import NonFiniteError as NonFiniteError
+    from jgraph.errors import OrderError as OrderError
+    from jgraph.errors import OwnershipError as OwnershipError
+    from jgraph.errors import ShapeError as ShapeError
+    from jgraph.errors import SplitError as SplitError
+    from jgraph.graphed import Borrowed as Borrowed
+    from jgraph.graphed import fold_key as fold_key
+    from jgraph.graphed import make_graphed_callables as make_graphed_callables
     from jgraph.loss import cross_entropy as cross_entropy
-    from jgraph.schedule.order import Order as Order
+    from jgraph.parallel import FullySharded as FullySharded
+    from jgraph.parallel import Loss as Loss
+    from jgraph.parallel import Pipelined as Pipelined
+    from jgraph.parallel import PipelineModel as PipelineModel
+    from jgraph.parallel import Replicated as Replicated
+    from jgraph.parallel import elementwise as elementwise
+    from jgraph.parallel import split_embedding as split_embedding
+    from jgraph.parallel import train_step as train_step
+    from jgraph.schedule import Order as Order
+    from jgraph.schedule import Schedule as Schedule
     from jgraph.scopes import scope as scope
+    from jgraph.training.config import ModelConfig as ModelConfig
+    from jgraph.training.config import OptimizerConfig as OptimizerConfig
+    from jgraph.training.config import TrainConfig as TrainConfig
+    from jgraph.training.presets import preset as preset
+    from jgraph.xla.explain import explain as explain
 
-# What needs jax is imported when it is first asked for, so that --help and a wrong flag do not wait for jax.
-_LAZY = {
-    "Borrowed": "jgraph.callables",
-    "Order": "jgraph.schedule.order",
-    "cross_entropy": "jgraph.loss",
-    "dot_general": "jgraph.backward",
-    "explain": "jgraph.graph.explain",
-    "fold_key": "jgraph.callables",
-    "make_graphed_callables": "jgraph.callables",
-    "scope": "jgraph.scopes",
-    "split_backward": "jgraph.backward",
+# The module of every public name. What needs jax is imported when it is first asked for: --help and a wrong flag do not wait.
+_MODULES = {
+    "backward": "dot_general split_backward",
+    "checkpoint": "Checkpoints",
+    "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
+    "NonFiniteError OrderError OwnershipError ShapeError SplitError",
+    "graphed": "Borrowed fold_key make_graphed_callables",
+    "loss": "cross_entropy",
+    "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
+    "schedule": "Order Schedule",
+    "scopes": "scope",
+    "training.config": "ModelConfig OptimizerConfig TrainConfig",
+    "training.presets": "preset",
+    "xla.explain": "explain",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "__version__":
+        return _metadata.version("jgraph")
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"jgraph.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'jgraph' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -17,8 +17,8 @@ from flax import nnx
 from jax import Array
 
 import jgraph
-from jgraph.config import ModelConfig
-from jgraph.pipeline import Parts, split_embedding
+from jgraph.parallel.pipeline import PipelineModel, split_embedding
+from jgraph.training.config import ModelConfig
 
 Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -71,7 +71,7 @@ class GPT(nnx.Module):
         return weights_DV.astype(self.config.compute_dtype)
 
 
-def pipeline_parts(config: ModelConfig, ranks: int) -> Parts:
+def pipeline_parts(config: ModelConfig, ranks: int) -> PipelineModel:
     """A GPT for a pipeline of `ranks`, each with 1/ranks of the vocabulary, padded with zeros where it is indivisible."""
     block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
@@ -111,7 +111,7 @@ def pipeline_parts(config: ModelConfig, ranks: int) -> Parts:
         return ends | whole | {"blocks": blocks}
 
     axes = {"embedding_VD": 0} | ({"head_DV": 1} if config.head == "untied" else {})
-    return Parts(embed, layer, head, sharded=axes, split=split, join=join)
+    return PipelineModel(embed, layer, head, sharded=axes, split=split, join=join)
 
 
 class Block(nnx.Module):

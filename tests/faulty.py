@@ -6,7 +6,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 
 POISON = 1
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 
 
 class Mute(nnx.Module):

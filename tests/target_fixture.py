@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def h200():
     """Compile-only devices. Installs NVIDIA's compiler into the cache if it is not there; xdist workers may race for it."""
-    from jgraph.graph import target
+    from jgraph.xla import aot
 
-    target.install()
-    return target.devices()
+    aot.install()
+    return aot.devices()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.checkpoint import Checkpoints, _crc, check_space, checksums, is_no_space
+from jgraph.checkpoint.store import Checkpoints, _crc, check_space, checksums, is_no_space
 from jgraph.errors import CheckpointError
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig, flag
 from jgraph.errors import ConfigError, JgraphError
-from jgraph.presets import PRESETS, preset
+from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig, flag
+from jgraph.training.presets import PRESETS, preset
 
 NAN, INF = float("nan"), float("inf")
 
@@ -248,6 +248,6 @@ def test_an_unknown_preset_is_refused_with_the_names_there_are():
 
 def test_a_configuration_is_checked_without_importing_jax():
     heavy = "jax", "flax", "optax", "numpy"
-    code = f"import jgraph.config, jgraph.presets, jgraph.errors, sys; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import jgraph, jgraph.training.presets, jgraph.errors, sys; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.assembly import Assembly
-from jgraph.config import DistributedConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jgraph.data import Batches
-from jgraph.distributed import connect, launcher
 from jgraph.errors import ConfigError
+from jgraph.processes import connect, launcher
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import DistributedConfig, ModelConfig, OptimizerConfig, TrainConfig
 from tests import tiny
 
 FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
@@ -100,8 +100,8 @@ def test_slurm_and_open_mpi_are_known_by_their_environment(environ, found):
 def test_open_mpi_5_needs_flags(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="Open MPI 5 does not say where process 0 is"):
-        connect(DistributedConfig())
-    connect(DistributedConfig(setup="off"))
+        connect()
+    connect(setup="off")
     assert not jax.distributed.is_initialized()
 
 
@@ -109,16 +109,16 @@ def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match="must have a port that is free on this machine"):
-            connect(DistributedConfig(coordinator=coordinator, num_processes=2, process_id=0))
+            connect(coordinator=coordinator, num_processes=2, process_id=0)
 
 
 def test_a_process_that_finds_no_other_says_so_in_one_line():
     code = """if True:
-        from jgraph.config import DistributedConfig
-        from jgraph.distributed import connect
+        from jgraph.training.config import DistributedConfig
+        from jgraph.processes import connect
         from jgraph.errors import ConfigError
         try:
-            connect(DistributedConfig(coordinator="localhost:1", num_processes=2, process_id=1), patience=1)
+            connect(coordinator="localhost:1", num_processes=2, process_id=1, patience=1)
         except ConfigError as e:
             print(e)
     """

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jgraph.data import Batches, load
-from jgraph.loop import Loop
-from jgraph.rundir import RunDir
-from jgraph.signals import StopRequest
+from jgraph.training.loop import Loop
+from jgraph.training.rundir import RunDir
+from jgraph.training.signals import StopRequest
 from tests import tiny
 from tests.faulty import POISON
 from tests.test_checkpoint import delete_largest, flip_a_byte, truncate

@@ -12,15 +12,15 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph import fsdp
-from jgraph.assembly import Assembly
-from jgraph.config import ModelConfig, TrainConfig
 from jgraph.errors import ConfigError
-from jgraph.forms import Staged, Whole
-from jgraph.fsdp import Cut
-from jgraph.graph import check_identity, compile_and_report, target
 from jgraph.packing import Packing
-from jgraph.step import accumulate, init_state, train_step
+from jgraph.parallel import fsdp
+from jgraph.parallel.fsdp import ShardSpec
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.forms import Staged, Whole
+from jgraph.training.step import accumulate, init_state, train_step
+from jgraph.xla import aot, check_identity, compile_and_report
 from models.gpt import GPT
 from models.gpt import pipeline_parts as pipeline_parts
 from tests import tiny
@@ -171,23 +171,23 @@ def test_what_no_axis_divides_is_padded_and_unpadded():
 @pytest.mark.parametrize(
     ("shape", "asked", "cut"),
     [
-        ((6, 8), {}, Cut(0, 6, 6)),
-        ((5, 8), {}, Cut(1, 8, 8)),
-        ((5, 7), {}, Cut(1, 7, 8)),
-        ((5, 8), {"w": 0}, Cut(0, 5, 6)),
-        ((), {}, Cut(None)),
+        ((6, 8), {}, ShardSpec(0, 6, 6)),
+        ((5, 8), {}, ShardSpec(1, 8, 8)),
+        ((5, 7), {}, ShardSpec(1, 7, 8)),
+        ((5, 8), {"w": 0}, ShardSpec(0, 5, 6)),
+        ((), {}, ShardSpec(None)),
     ],
 )
 def test_the_axis_that_is_cut_is_the_one_asked_for_else_the_first_divisible_else_the_longest(shape, asked, cut):
-    assert fsdp.cut({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, 2, asked) == {"w": cut}
+    assert fsdp.shard_specs({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, 2, asked) == {"w": cut}
 
 
 def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
     named = config(fsdp=2, module=f"{__name__}:Named")
-    assert dict(Assembly.of(named).form.cuts)["blocks.0.mlp.up.kernel"] == Cut(1, 64, 64)
+    assert dict(Assembly.of(named).form.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(1, 64, 64)
     ruled = dataclasses.replace(named, shard_rules=("blocks.0.*.kernel=0",))
-    assert dict(Assembly.of(ruled).form.cuts)["blocks.0.mlp.up.kernel"] == Cut(0, 32, 32)
-    assert dict(Assembly.of(ruled).form.cuts)["blocks.1.mlp.up.kernel"] == Cut(1, 64, 64)
+    assert dict(Assembly.of(ruled).form.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(0, 32, 32)
+    assert dict(Assembly.of(ruled).form.shards)["blocks.1.mlp.up.kernel"] == ShardSpec(1, 64, 64)
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
@@ -231,7 +231,7 @@ def test_a_pipeline_is_cut_as_its_model_says_and_rules_come_before_it():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"shard_rules": ("embedding_VD=0",)},  # which the pipeline cuts
+        {"shard_rules": ("embedding_VD=0",)},  # which the pipeline shards
         {"shard_rules": ("*.up.kernel=0",), "fsdp": 3, "batch_size": 12},  # 32 rows
         {"shard_rules": ("*.up.kernel=2",)},
         {"shard_rules": ("blocks.0.*.up.kernel=0", "blocks.1.*.up.kernel=1")},  # one array, on two ranks
@@ -344,7 +344,9 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, backward):
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "backward": backward}
-        return fsdp.value_and_grads(lambda whole: product(whole, tokens_BS), parts, {"w": Cut(0, 2, 2)}, dtypes, **choices)[1]
+        return fsdp.value_and_grads(
+            lambda whole: product(whole, tokens_BS), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, **choices
+        )[1]
 
     mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")
     run = jax.shard_map(local, mesh=mesh, in_specs=({"w": part}, part), out_specs={"w": part}, check_vma=False)
@@ -371,7 +373,7 @@ def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(fir
 def on_target(made: TrainConfig) -> Assembly:
     assembly = Assembly.of(made)
     assert assembly.mesh is not None
-    mesh = Mesh(np.array(target.devices(4)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
+    mesh = Mesh(np.array(aot.devices(4)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
     return dataclasses.replace(assembly, mesh=mesh, form=dataclasses.replace(assembly.form, mesh=mesh))
 
 

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.config import ModelConfig
 from jgraph.errors import ConfigError
+from jgraph.training.config import ModelConfig
 from models.gpt import GPT, attention_kernel
 
 CONFIG = ModelConfig(

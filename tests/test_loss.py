@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import jgraph
 from jgraph.errors import ShapeError
-from jgraph.graph import target
 from jgraph.loss import auto_chunk
+from jgraph.xla import aot
 
 # N tokens, D model, V vocabulary
 
@@ -290,7 +290,7 @@ def temporary_bytes_per_logit(chunk):
     tokens, width, vocab = 8192, 64, 50304
     shapes = ((1, tokens, width), jnp.bfloat16), ((width, vocab), jnp.bfloat16), ((1, tokens), jnp.int32)
     program = jax.jit(lambda *arrays: ours(*arrays, chunk=chunk))
-    compiled, _ = target.compile_for(program, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    compiled, _ = aot.compile_for(program, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     return compiled.memory_analysis().temp_size_in_bytes / (tokens * vocab)
 
 

@@ -7,8 +7,8 @@ import jax
 import pytest
 from flax import nnx
 
-from jgraph.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes, read_metrics
-from jgraph.presets import preset
+from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes, read_metrics
+from jgraph.training.presets import preset
 from models.gpt import GPT
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.config import TrainConfig, flag
-from jgraph.rundir import flatten
+from jgraph.training.config import TrainConfig, flag
+from jgraph.training.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 # The diary names what there was on its day.

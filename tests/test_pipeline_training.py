@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.assembly import Assembly
-from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
 from jgraph.data import Batches
 from jgraph.errors import ConfigError, OrderError
-from jgraph.forms import Staged
-from jgraph.pipeline import choice, choose
+from jgraph.parallel.pipeline import autotune, choose
 from jgraph.schedule import NAMES, generate, write
-from jgraph.step import TrainState
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.forms import Staged
+from jgraph.training.step import TrainState
 from models.gpt import GPT
 from tests import tiny
 
@@ -159,7 +159,7 @@ def test_a_schedule_from_a_file_does_so_too(tmp_path):
 @pytest.fixture
 def hasty(monkeypatch):
     """Measures for a moment only."""
-    monkeypatch.setattr(choice, "_SECONDS", 0.001)
+    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
 
 
 @pytest.mark.once
@@ -181,7 +181,7 @@ def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
 def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
     config = config_of(pp=2, num_layers=4)
     _, form = staged(config)
-    seconds = choice.measure(form.pipeline, form.shapes, shapes_of(config))
+    seconds = autotune.measure(form.pipeline, form.shapes, shapes_of(config))
     assert set(seconds) == {"forward", "dgrad", "wgrad"}
     assert all(value > 0 for value in seconds.values())
 

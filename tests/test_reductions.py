@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jgraph.assembly import Assembly
-from jgraph.config import ModelConfig, TrainConfig
-from jgraph.forms import Staged
-from jgraph.graph import target
 from jgraph.profile.program import Program
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.forms import Staged
+from jgraph.xla import aot
 
 FLOAT, LOW = "f32", "bf16"
 # 61 divides no number of parameters, so a collective of activations is known by its size.
@@ -30,7 +30,7 @@ def assembly_of(**fields: Any) -> Assembly:
     assembly = Assembly.of(TrainConfig(**fields, model=model))
     mesh, form = assembly.mesh, assembly.form
     assert mesh is not None
-    mesh = Mesh(np.array(target.devices(8)[: mesh.size]).reshape(mesh.devices.shape), mesh.axis_names)
+    mesh = Mesh(np.array(aot.devices(8)[: mesh.size]).reshape(mesh.devices.shape), mesh.axis_names)
     placed = {"pipeline": dataclasses.replace(form.pipeline, mesh=mesh)} if isinstance(form, Staged) else {"mesh": mesh}
     return dataclasses.replace(assembly, mesh=mesh, form=dataclasses.replace(form, **placed))
 
@@ -38,7 +38,7 @@ def assembly_of(**fields: Any) -> Assembly:
 def collectives(assembly: Assembly) -> list[tuple[str, str, int]]:
     """(kind, dtype, elements of the result) of all of the compiled step; one of two dtypes is two here."""
     state, tokens_BS = assembly.step_shapes(assembly.config.batch_size)
-    compiled, _ = target.compile_lowered(assembly.step().lower(state, tokens_BS), assembly.options("gpu"))
+    compiled, _ = aot.compile_lowered(assembly.step().lower(state, tokens_BS), assembly.options("gpu"))
     found = []
     for instruction in Program.of(compiled.as_text()).instructions.values():
         if kind := re.fullmatch(r"(all-reduce|reduce-scatter|all-gather)(-done)?", instruction.opcode):

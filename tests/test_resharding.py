@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.assembly import Assembly
-from jgraph.checkpoint import Checkpoints
-from jgraph.config import TrainConfig
+from jgraph.checkpoint.store import Checkpoints
 from jgraph.errors import CheckpointError
-from jgraph.step import TrainState
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import TrainConfig
+from jgraph.training.step import TrainState
 from tests import tiny
 from tests.test_distributed import assert_same_losses
 from tests.test_pipeline_training import FAST_COMPILE, batches_of, config_of

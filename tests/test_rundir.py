@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from jgraph.config import TrainConfig
 from jgraph.errors import ConfigError
-from jgraph.rundir import RunDir, flatten
+from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import RunDir, flatten
 from tests import tiny
 
 CORPUS = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
@@ -112,7 +112,7 @@ def test_a_second_process_is_refused_and_told_of_the_first(tmp_path, told):
     with RunDir(tmp_path / "run").locked(told.append):
         code = f"""if True:
             from pathlib import Path
-            from jgraph.rundir import RunDir
+            from jgraph.training.rundir import RunDir
             try:
                 with RunDir(Path({str(tmp_path / "run")!r})).locked(print):
                     pass

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.sample import generate
+from jgraph.inference.generate import generate
 
 V = 11
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jgraph.config import OptimizerConfig
 from jgraph.errors import DonationError
-from jgraph.graph import check_identity
-from jgraph.step import accumulate, init_state, optimizer, train_step
+from jgraph.training.config import OptimizerConfig
+from jgraph.training.step import accumulate, init_state, optimizer, train_step
+from jgraph.xla import check_identity
 
 CONSTANT = {"learning_rate": 0.5, "final_learning_rate": 1.0, "warmup_steps": 0}
 MICROBATCHES = [1, 2, 4, 16]  # up to 8 are unrolled, 16 are a loop

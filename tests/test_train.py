@@ -3,9 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from jgraph.config import TrainConfig
 from jgraph.data import heldout_batches, load
-from jgraph.rundir import RunDir
+from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import RunDir
 from tests import tiny
 
 FLAGS = ("--steps", "60", "--eval-every", "25", "--checkpoint-every", "20", "--log-every", "10")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 from tests.parity.torch_gpt import Block, linear, rotary
 
 

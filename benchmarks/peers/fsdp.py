@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
-from jgraph.config import ModelConfig, TrainConfig
+from jgraph.training.config import ModelConfig, TrainConfig
 from tests.parity.torch_gpt import GPT
 
 # B batch of a rank, T sequence, S = T + 1, N tokens, V vocabulary

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 from tests.parity.torch_gpt import Block, RMSNorm, linear, rotary
 
 # M microbatches, B batch, T sequence, N tokens, D model, V vocabulary

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jgraph.backward import replay
-from jgraph.backward.linear import HOOK, PRODUCTS, Site, product
+from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct, product
+from jgraph.trace import replay
 
 # Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
 _MOVES = frozenset(
@@ -51,10 +51,10 @@ class Block:
     """A jaxpr with what was found in it: products by equation, and the jits, checkpoints and scans that hold products."""
 
     jaxpr: core.Jaxpr
-    sites: dict[int, Site] = field(default_factory=dict)
+    sites: dict[int, DelayedProduct] = field(default_factory=dict)
     calls: dict[int, "Block"] = field(default_factory=dict)
 
-    def all_sites(self) -> list[Site]:
+    def all_sites(self) -> list[DelayedProduct]:
         """In the order of the equations."""
         found = []
         for i in sorted({**self.sites, **self.calls}):
@@ -132,7 +132,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             found.exact |= name not in _MOVES
             out = [_Value(False, made)] * len(eqn.outvars)
         elif name in PRODUCTS and found.taking and (weight := _weight(name, values)) is not None:
-            block.sites[i] = Site(eqn, weight, lead)
+            block.sites[i] = DelayedProduct(eqn, weight, lead)
             found.weights |= values[weight].params
             out = [_Value(True)]
         elif name == replay.SCAN:

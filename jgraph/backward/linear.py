@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jgraph.backward import replay
+from jgraph.trace import replay
 
 # By primitive: the operands that may be the weight. What is neither weight nor data is kept as it is (group sizes).
 PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (1,), "ragged_dot_general": (1,)}
@@ -47,7 +47,7 @@ def dot_general(
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class DelayedProduct:
     """A product with a delayed weight.
 
     Attributes:
@@ -81,7 +81,7 @@ class Site:
         return replay.zeros(self.x_aval, *self.lead), replay.zeros(self.eqn.outvars[0].aval, *self.lead)
 
 
-def product(site: Site, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
+def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
     """The product, with dx for x and (x, dy) for the tap; the weight gets no gradient here."""
 
     @jax.custom_vjp
@@ -100,7 +100,7 @@ def product(site: Site, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.A
     return run(x, w, extra, tap)
 
 
-def weight_gradient(site: Site, x: Any, extra: Sequence[Any], dy: Any, dtype: Any) -> jax.Array:
+def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any, dtype: Any) -> jax.Array:
     """dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded in between."""
     if site.eqn.primitive.name == "dot_general" and np.dtype(dtype) != site.w_aval.dtype:
         return _dot_gradient(site, x, dy, dtype)
@@ -108,7 +108,7 @@ def weight_gradient(site: Site, x: Any, extra: Sequence[Any], dy: Any, dtype: An
     return dw.astype(dtype)
 
 
-def _dot_gradient(site: Site, x: Any, dy: Any, dtype: Any) -> jax.Array:
+def _dot_gradient(site: DelayedProduct, x: Any, dy: Any, dtype: Any) -> jax.Array:
     """The transpose of `dot_general` with respect to the weight, written out so that it can be asked for another dtype."""
     contract, batch = site.eqn.params["dimension_numbers"]
     x_contract, w_contract = contract[site.data], contract[site.weight]

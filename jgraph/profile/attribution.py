@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from jgraph.errors import ProfileError
-from jgraph.graph.launches import launches_of
 from jgraph.profile.causes import CAUSES, COLLECTIVES, OTHER, Purpose, purpose_of, purpose_of_hidden, purpose_of_scopes
 from jgraph.profile.ceilings import Ceilings
 from jgraph.profile.program import Instruction, Program
 from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
+from jgraph.xla.launches import launches_of
 
 _MOST_OTHERS = 5
 _COMMUNICATION = frozenset(COLLECTIVES.values())

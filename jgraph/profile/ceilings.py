@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ProfileError
-from jgraph.graph.target import user_cache
+from jgraph.xla.aot import user_cache
 
 _BURSTS = 10
 _BURST_SECONDS = 0.03

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from jgraph.errors import ProfileError
-from jgraph.graph.source import operations
+from jgraph.xla.source import operations
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"\b([a-z]+[a-z0-9]*)\[([0-9,]*)\]")

@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """The report of what `jgraph.profile.record` left in a directory, as profile.json has it.
+    """The report of what `jgraph.training.profiling` left in a directory, as profile.json has it.
 
     Raises:
         ProfileError: something is missing or damaged, or the traces do not show what was traced.

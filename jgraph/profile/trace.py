@@ -67,7 +67,7 @@ class Trace:
         device: the GPU's name; empty where the trace has none.
         devices: events by the number of the device.
         host: name of an event about command buffers -> durations in ms, one an occurrence.
-        counts: how often each (plane, name of an event) occurs on the host, as `jgraph.graph.launches.launches_of` takes them.
+        counts: how often each (plane, name of an event) occurs on the host, as `jgraph.xla.launches.launches_of` takes them.
     """
 
     kind: str

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 from models.gpt import GPT, Block, rotary
 
 B, T, D, F, V, LAYERS = 2, 16, 32, 64, 40, 3

@@ -127,5 +127,5 @@ def test_a_stash_that_was_given_away_is_told():
 
 
 def test_the_public_names_are_there():
-    assert jgraph.split_backward.__module__ == "jgraph.backward.stage"
+    assert jgraph.split_backward.__module__ == "jgraph.backward.split"
     assert jgraph.dot_general.__module__ == "jgraph.backward.linear"

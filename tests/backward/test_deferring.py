@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jgraph
-from jgraph.graph.ownership import alias_map
+from jgraph.xla.donation import alias_map
 from tests.backward.stages import Stage, gpt_block, gradients_by_vjp, hidden, mlp, mlp_params, normal
 
 MICROBATCHES = 5

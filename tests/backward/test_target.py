@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgraph
-from jgraph.graph.target import compile_for
+from jgraph.xla.aot import compile_for
 from tests.backward.stages import mlp
 
 pytestmark = pytest.mark.target

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jgraph
-from jgraph.graph.launches import count_launches
 from jgraph.schedule import generate
+from jgraph.xla.launches import count_launches
 
 pytestmark = pytest.mark.gpu
 

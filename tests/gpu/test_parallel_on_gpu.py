@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.assembly import Assembly
-from jgraph.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
 
 pytestmark = pytest.mark.gpu
 

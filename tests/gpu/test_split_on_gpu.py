@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.config import ModelConfig
-from jgraph.graph import compile_and_report, compiler_options
+from jgraph.training.config import ModelConfig
+from jgraph.xla import compile_and_report, compiler_options
 from models.gpt import Block, attention_kernel, rotary
 
 pytestmark = pytest.mark.gpu

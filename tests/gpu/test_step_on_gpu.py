@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.assembly import Assembly
-from jgraph.presets import preset
+from jgraph.training.assembly import Assembly
+from jgraph.training.presets import preset
 from models.gpt import attention_kernel
 
 pytestmark = pytest.mark.gpu

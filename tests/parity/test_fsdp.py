@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jgraph.assembly import Assembly  # noqa: E402
-from jgraph.config import TrainConfig  # noqa: E402
-from jgraph.step import init_state  # noqa: E402
+from jgraph.training.assembly import Assembly  # noqa: E402
+from jgraph.training.config import TrainConfig  # noqa: E402
+from jgraph.training.step import init_state  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.parity import torch_fsdp, weights  # noqa: E402
 from tests.parity.test_gpt import (  # noqa: E402
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.parity
 RANKS = 2
 TIMEOUT_S = 120
 # So small a model is packed into two arrays, and those are cut. With rules parameters stay apart, as large ones do: here the
-# embedding, 61 rows on two devices, and every matrix by its outputs, as fully_shard cuts them.
+# embedding, 61 rows on two devices, and every matrix by its outputs, as fully_shard shards them.
 LAYOUTS = {
     "packed": {"reshard_after_forward": False},
     "apart": {"reshard_after_forward": True, "shard_rules": ("embedding_VD=0", "*.kernel=1")},

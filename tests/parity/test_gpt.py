@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch")
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from jgraph.config import ModelConfig, OptimizerConfig  # noqa: E402
-from jgraph.forms import Staged  # noqa: E402
 from jgraph.packing import Packing  # noqa: E402
-from jgraph.pipeline import Pipeline  # noqa: E402
+from jgraph.parallel.pipeline import Pipeline  # noqa: E402
 from jgraph.schedule import generate  # noqa: E402
-from jgraph.step import accumulate, init_state, optimizer, train_step  # noqa: E402
+from jgraph.training.config import ModelConfig, OptimizerConfig  # noqa: E402
+from jgraph.training.forms import Staged  # noqa: E402
+from jgraph.training.step import accumulate, init_state, optimizer, train_step  # noqa: E402
 from models import gpt  # noqa: E402
 from tests.parity import weights  # noqa: E402
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from jgraph.config import ModelConfig, OptimizerConfig
+from jgraph.training.config import ModelConfig, OptimizerConfig
 from tests.parity.torch_gpt import GPT
 
 Arrays = dict[str, np.ndarray]

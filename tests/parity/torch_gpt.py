@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 
 
 class GPT(nn.Module):

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from flax import nnx
 
-from jgraph.config import ModelConfig
+from jgraph.training.config import ModelConfig
 from models.gpt import GPT
 from tests.parity import torch_gpt
 

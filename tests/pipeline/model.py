@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jgraph.graph.options import installed_options
-from jgraph.pipeline import Parts, Pipeline
+from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.schedule import Schedule
+from jgraph.xla.options import installed_options
 
 Tree = Any
 D, F, V, B, T = 8, 16, 12, 4, 3
@@ -43,7 +43,7 @@ def head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(log_p, inputs["labels"][..., None], -1))
 
 
-PARTS = Parts(embed, layer, head)
+PARTS = PipelineModel(embed, layer, head)
 
 
 @cache
@@ -113,7 +113,7 @@ def mesh(P: int, dp: int = 1) -> Mesh:
     return Mesh(np.array(jax.devices()[: P * dp]).reshape(dp, P), ("data", "pipe"))
 
 
-def pipeline(schedule: Schedule, L: int, *, dp: int = 1, parts: Parts = PARTS, **choices: Any) -> Pipeline:
+def pipeline(schedule: Schedule, L: int, *, dp: int = 1, parts: PipelineModel = PARTS, **choices: Any) -> Pipeline:
     return Pipeline.of(parts, schedule, mesh(schedule.num_ranks, dp), num_layers=L, **choices)
 
 

@@ -1,4 +1,4 @@
-"""Columns are played here with names in place of arrays: every rank runs every write of every tick, as the program does.
+"""ScheduleTables are played here with names in place of arrays: every rank runs every write of every tick, as the program does.
 
 A name is (pool, stage, microbatch). What a rank makes for nobody is None, and may overwrite only what nobody waits for.
 """
@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jgraph.errors import OrderError
-from jgraph.pipeline.columns import Columns, columns
 from jgraph.schedule import NAMES, Schedule, assign, generate, tick_table
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
+from jgraph.schedule.columns import ScheduleTables, columns
 from tests.schedule.strategies import delayed_ticks, schedules
 
 # T ticks, P ranks, r this rank, M microbatches
@@ -34,7 +34,7 @@ MAKES = {FORWARD: ("forward_dgrad", "forward_wgrad"), DGRAD: ("stash",), WGRAD: 
 SENDS = {FORWARD: ("activation", "loss"), DGRAD: ("gradient",), WGRAD: (), BACKWARD: ("gradient",), IDLE: ()}
 
 
-def play(schedule: Schedule, cs: Columns, writing: Writing) -> None:
+def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
     """Fails where a name is not found, or is overwritten before its last use."""
     table, last, home = cs.table, schedule.num_stages - 1, schedule.rank_of_stage
     pools: list[dict[str, list[Name]]] = [{pool: [None] * count for pool, count in cs.slots.items()} for _ in schedule]

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jgraph.errors import ConfigError, OrderError, ShapeError
-from jgraph.pipeline import Layout, Parts, Pipeline
+from jgraph.parallel.pipeline import Pipeline, PipelineModel, StageAssignment
 from jgraph.schedule import Order, Schedule, generate, vee
 from tests.pipeline import model
 
@@ -23,7 +23,7 @@ def test_unstack_is_the_inverse_of_stack(name, P, C, L):
 
 
 def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
-    layout = Layout(vee(2), 6)
+    layout = StageAssignment(vee(2), 6)
     assert layout.placement == ((0, 3), (1, 2))
     assert layout.layers_per_stage == 2
     assert layout.first_layers().tolist() == [[0, 5], [2, 4]]
@@ -65,7 +65,7 @@ def shared_head(ends, y, inputs):
     return jnp.mean(jnp.log(total) + top - picked)
 
 
-SHARED = Parts(shared_embed, model.layer, shared_head, sharded={"table": 0})
+SHARED = PipelineModel(shared_embed, model.layer, shared_head, sharded={"table": 0})
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,16 @@ def test_a_shared_leaf_that_does_not_divide_is_refused():
     [(lambda y: y[..., :4], r"float32\(4, 3, 4\)"), (lambda y: y.astype(jnp.bfloat16), r"bfloat16\(4, 3, 8\)")],
 )
 def test_a_layer_that_changes_shape_or_dtype_is_refused(change, made):
-    parts = Parts(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
+    parts = PipelineModel(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
     with pytest.raises(ShapeError, match=rf"a layer makes {made} of float32\(4, 3, 8\); it must keep them"):
         model.piped(pipe)
 
 
 def test_a_sharded_path_that_is_no_parameter_is_refused():
-    parts = Parts(model.embed, model.layer, model.head, sharded={"embeding": 0})
+    parts = PipelineModel(model.embed, model.layer, model.head, sharded={"embeding": 0})
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
-    with pytest.raises(ConfigError, match=r"Parts.sharded has 'embeding': must be one of "):
+    with pytest.raises(ConfigError, match=r"PipelineModel.sharded has 'embeding': must be one of "):
         model.piped(pipe)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jgraph.graph import target
-from jgraph.pipeline import Pipeline, pools
+from jgraph.parallel.pipeline import Pipeline, pools
 from jgraph.schedule import generate
+from jgraph.xla import aot
 from tests.pipeline import model
 
 
@@ -35,7 +35,7 @@ def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, 
 @pytest.mark.target
 def test_a_pipeline_reserves_its_pools_without_clearing_them(h200):
     P, M = 2, 4
-    mesh = Mesh(np.array(target.devices(P)).reshape(1, P), ("data", "pipe"))
+    mesh = Mesh(np.array(aot.devices(P)).reshape(1, P), ("data", "pipe"))
     pipe = Pipeline.of(model.PARTS, generate("aligned", pp=P, microbatches=M), mesh, num_layers=P)
     params = jax.eval_shape(pipe.stack, *model.params(P))
     params = jax.tree.map(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jgraph import split_backward
-from jgraph.pipeline.columns import columns
-from jgraph.pipeline.machine import Machine
+from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.schedule import generate, phases
 from jgraph.schedule.action import WGRAD
+from jgraph.schedule.columns import columns
 from tests.pipeline import model
 
 P, M = 4, 12  # so many that rounds of all three kinds repeat
@@ -116,8 +116,8 @@ def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
 def started(monkeypatch, pipe) -> dict:
     """The pools of a rank at the start of the program, as shapes."""
     seen = []
-    start = Machine.start
-    monkeypatch.setattr(Machine, "start", lambda machine: seen.append(start(machine)) or seen[-1])
+    start = RankRuntime.start
+    monkeypatch.setattr(RankRuntime, "start", lambda runtime: seen.append(start(runtime)) or seen[-1])
     stacked = model.placed(pipe, *model.params(pipe.layout.num_layers))
     jax.eval_shape(pipe.loss_and_grads, stacked, model.batch(pipe.schedule.num_microbatches))
     (state,) = seen

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jgraph.pipeline import Parts, Pipeline
+from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 
@@ -82,7 +82,7 @@ LAYOUTS = {
 }
 
 
-def pipeline(layout: str, parts: Parts, **choices: Any) -> Pipeline:
+def pipeline(layout: str, parts: PipelineModel, **choices: Any) -> Pipeline:
     schedule, P, C, L, runtime = LAYOUTS[layout]
     return model.pipeline(
         generate(schedule, pp=P, microbatches=M, chunks=C), L, parts=parts, runtime=cast(Any, runtime), **choices
@@ -93,23 +93,23 @@ def pipeline(layout: str, parts: Parts, **choices: Any) -> Pipeline:
 @pytest.mark.parametrize("kind", PLAIN)
 def test_gradients_are_those_of_one_device(kind, layout):
     layer, head = PLAIN[kind]
-    pipe = pipeline(layout, Parts(model.embed, layer, head))
+    pipe = pipeline(layout, PipelineModel(model.embed, layer, head))
     model.assert_same(model.piped(pipe), expected(layer, head, pipe.layout.num_layers))
 
 
 @pytest.mark.parametrize("layout", ["aligned", "general, uneven"])
 def test_a_head_that_ranks_share_sees_the_last_stages_output_on_all_of_them(layout):
-    pipe = pipeline(layout, Parts(model.embed, weight_normalized, shared_head))
+    pipe = pipeline(layout, PipelineModel(model.embed, weight_normalized, shared_head))
     model.assert_same(model.piped(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
 
 
 def test_a_padded_layer_may_be_made_again_in_its_backward():
-    pipe = pipeline("general, uneven", Parts(model.embed, weight_normalized, model.head), remat="layer")
+    pipe = pipeline("general, uneven", PipelineModel(model.embed, weight_normalized, model.head), remat="layer")
     model.assert_same(model.piped(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
 
 
 def test_padding_has_gradients_of_zero():
-    pipe = pipeline("aligned, uneven", Parts(model.embed, weight_normalized, unit_head))
+    pipe = pipeline("aligned, uneven", PipelineModel(model.embed, weight_normalized, unit_head))
     params = model.placed(pipe, *model.params(pipe.layout.num_layers))
     _, grads = jax.device_get(jax.jit(pipe.loss_and_grads, compiler_options=model.FAST)(params, model.batch(M)))
     ((rank, chunk, place), *_) = np.argwhere(~pipe.layout.active())

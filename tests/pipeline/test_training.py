@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jgraph.pipeline import Parts
+from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 
@@ -57,7 +57,7 @@ def assert_same_weights(got, want) -> None:
         assert np.abs(w - before).max() > 1e-2
 
 
-LOW = Parts(lambda ends, inputs: model.embed(ends, inputs).astype(jnp.bfloat16), model.layer, model.head)
+LOW = PipelineModel(lambda ends, inputs: model.embed(ends, inputs).astype(jnp.bfloat16), model.layer, model.head)
 
 
 def cast(tree):

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from jgraph.config import TrainConfig
+from jgraph.cli.profile import main
 from jgraph.errors import ConfigError, ProfileError
 from jgraph.profile import ceilings, report
-from jgraph.profile.__main__ import main
+from jgraph.training.config import TrainConfig
 from tests import tiny
 from tests.profile.checks import check
 from tests.profile.recordings import NAMES

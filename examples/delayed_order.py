@@ -1,0 +1,32 @@
+"""An order with delayed weight gradients, in Transformer Engine's signed numbers, played by graphed callables.
+
+python examples/delayed_order.py
+"""
+
+import jax
+import jax.numpy as jnp
+
+import jgraph
+
+
+def stage(params, x):
+    return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def loss(y):
+    return jnp.mean(y**2)
+
+
+params = tuple({"up": jnp.full((64, 256), 0.02), "down": jnp.full((256, 64), 0.02)} for _ in range(2))
+x = jnp.ones((8, 64))
+# Of each microbatch both forwards (1, 2), both dgrads (-2, -1), then the wgrads (-2.5, -1.5).
+order = [1, 2, -2, -1, -2.5, -1.5] * 4
+graphed = jgraph.make_graphed_callables((stage,) * 2, params, ((x,),) * 2, order=order, delay_wgrad=True)
+run = graphed.run(None, [x] * 4, loss)
+print("losses:", [float(value) for value in run.losses])
+print("gradients:", jax.tree.map(lambda g: f"{g.dtype}{list(g.shape)}", run.grads))
+
+try:  # a wgrad before its dgrad
+    jgraph.make_graphed_callables((stage,), params[:1], ((x,),), order=[1, -1.5, -1], delay_wgrad=True)
+except jgraph.OrderError as error:
+    print("refused:", error)

@@ -1,0 +1,25 @@
+"""What XLA captures and where donated buffers go, on an H200 that is not here.
+
+python -m jgraph.xla.aot install   # one wheel, into a cache
+python examples/explain_for_h200.py
+"""
+
+import jax
+import jax.numpy as jnp
+
+import jgraph
+
+
+def step(weights, x):
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 4
+x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+print(jgraph.explain(step, weights, x, donate_argnums=0, target="h200"))

@@ -1,0 +1,278 @@
+"""What is kept of a stage's forward pass, and for whom.
+
+A Plan is one trace of a stage with taps on its products (`find.py`), and every array that its vjp keeps sorted by life:
+
+    forward -> dgrad   what only dgrad reads
+    forward -> wgrad   what wgrad makes the products' data operands from (dgrad may read it too)
+    dgrad -> wgrad     the stash: the products' output gradients; and data operands that would take a product to make again
+
+What depends on parameters alone (the weights, their casts and slices) is in none of them: it is made again from `params`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import core
+
+from jgraph.backward import find
+from jgraph.errors import SplitError
+from jgraph.trace import replay
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `split_backward` was given; see there."""
+
+    delay: tuple[str, ...] | None
+    recompute: Literal["elementwise", "nothing"]
+    products: Literal["all", "hooked"]
+
+
+@dataclass(eq=False)
+class Plan:
+    """One trace of the stage and what was found in it. Compared by identity: arrays of different traces do not mix.
+
+    Attributes:
+        owner: the Split that it is for.
+        jaxpr: of the stage; its inputs are what it closes over, params, x, extra.
+        consts: arrays that the stage closes over; None in the place of a tracer, which counts as data.
+        trees: structures of params, x, extra, and y.
+        delayed: for each leaf of params, whether its gradient comes from wgrad.
+        exact: whether a gradient must go through the casts between a parameter and its product.
+        block: the products, and where they are.
+        float_y: for each leaf of y, whether it has a gradient.
+        recompute: whether elementwise work is done again instead of kept.
+        mesh: that the arrays are placed on, or an empty one.
+        noisy: the stage with its callbacks, which `jaxpr` lacks; None where it has none.
+        avals: of everything that forward could keep: the leaves of the vjp, then the products' extra operands.
+        keep: for each leaf of the vjp, its place in `avals`, or None where it is made again from params.
+        extras: places of the extra operands.
+        for_dgrad, for_wgrad: places of what is kept, by who needs it last.
+        x_from: for each product, the place of its x in the stash, or None where wgrad makes it again from the residuals.
+        dy_from: for each product, the place of its dy in the stash.
+        stashed: for each place in the stash, which output of the taps it is.
+    """
+
+    owner: object
+    jaxpr: core.Jaxpr
+    consts: list[Any]
+    trees: tuple[Any, Any, Any, Any]
+    delayed: tuple[bool, ...]
+    exact: bool
+    block: find.Block
+    float_y: list[bool]
+    recompute: bool
+    mesh: jax.sharding.AbstractMesh
+    noisy: core.Jaxpr | None
+    avals: list[Any] = field(default_factory=list)
+    keep: list[int | None] = field(default_factory=list)
+    extras: list[int] = field(default_factory=list)
+    for_dgrad: list[int] = field(default_factory=list)
+    for_wgrad: list[int] = field(default_factory=list)
+    x_from: list[int | None] = field(default_factory=list)
+    dy_from: list[int] = field(default_factory=list)
+    stashed: list[int] = field(default_factory=list)
+
+    @property
+    def y_avals(self) -> list[Any]:
+        return [v.aval for v in self.jaxpr.outvars]
+
+    def blanks(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Zeros for tracers, params, x and extra, to trace with."""
+        blank = [replay.zeros(v.aval) for v in self.jaxpr.invars]
+        traced = [z for z, const in zip(blank, self.consts, strict=False) if const is None]
+        params, rest = blank[len(self.consts) :][: len(self.delayed)], blank[len(self.consts) + len(self.delayed) :]
+        num_x = self.trees[1].num_leaves
+        return traced, params, rest[:num_x], rest[num_x:]
+
+
+def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, Any, Any, Any], paths: Sequence[str]) -> Plan:
+    """The plan of a traced stage; `paths` are those of the leaves of params. Raises SplitError."""
+    delay, jaxpr = options.delay, closed.jaxpr
+    consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
+    # Tracers that the stage closes over are inputs like any other.
+    whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
+    noisy, whole = whole, replay.without_callbacks(whole)
+    _check_callbacks(whole)
+    num_params, num_consts = len(paths), len(consts)
+    floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals[:num_params]]
+    delayed = [
+        f and (delay is None or any(fnmatchcase(path, p) for p in delay)) for path, f in zip(paths, floating, strict=True)
+    ]
+    if delay is not None:
+        _check_patterns(delay, paths)
+    while True:
+        params = [None] * num_consts + [i if late else None for i, late in enumerate(delayed)]
+        data = [const is None for const in consts] + [not late for late in delayed]
+        rest = len(jaxpr.invars) - num_params
+        found = find.find(whole, [*params, *[None] * rest], [*data, *[True] * rest], only_hooked=options.products == "hooked")
+        if not found.stray:
+            break
+        if delay is not None:
+            i, by = next(iter(found.stray.items()))
+            raise SplitError(
+                f"parameter {paths[i]} reaches the output through {by}, not only as the weight of a product, so its gradient "
+                f"cannot be delayed; leave it out of delay={list(delay)}, and it comes from dgrad",
+                path=paths[i],
+            )
+        for i in found.stray:
+            delayed[i] = False
+    delayed = tuple(i in found.weights for i in range(num_params))
+    float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals]
+    # A stage that says with jax.checkpoint what to keep is taken at its word; and no policy of it can keep complex numbers.
+    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.values(whole))
+    recompute = options.recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
+    mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
+    plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, recompute, mesh, noisy)
+    _sort_by_life(plan)
+    return plan
+
+
+def _check_patterns(delay: Sequence[str], paths: Sequence[str]) -> None:
+    for pattern in delay:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise SplitError(
+                f"delay={pattern!r} matches no parameter; there are {', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
+            )
+
+
+def _check_callbacks(jaxpr: core.Jaxpr) -> None:
+    """Raises SplitError where a callback would run again in dgrad or wgrad, on other values."""
+    if replay.holds(jaxpr, replay.CALLBACKS):
+        raise SplitError(
+            "the stage reads what an io_callback returns, or calls back in a custom_jvp or custom_vjp function: to run in "
+            "forward alone, a callback must return nothing and be outside of these; take jax.pure_callback for values"
+        )
+
+
+def run_callbacks(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]) -> None:
+    """Runs the stage again for its callbacks. What they do not need is dead; of the rest XLA merges a part with `vjp`."""
+    if plan.noisy is not None:
+        given = iter(traced)
+        consts = [next(given) if const is None else const for const in plan.consts]
+        core.jaxpr_as_fun(core.ClosedJaxpr(plan.noisy, ()))(*consts, *params, *x, *extra)
+
+
+def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]):
+    """Forward with taps, and its vjp with respect to (x, early parameters, taps); all arguments are leaves.
+
+    Returns:
+        y leaves; the products' extra operands; the leaves of the vjp; their structure.
+    """
+    early = [leaf for leaf, late in zip(params, plan.delayed, strict=True) if not late and is_float(leaf)]
+    given_consts = iter(traced)
+    consts = [next(given_consts) if const is None else const for const in plan.consts]
+
+    def run(x, early, taps):
+        given = iter(early)
+        whole = [leaf if late or not is_float(leaf) else next(given) for leaf, late in zip(params, plan.delayed, strict=True)]
+        out, extras = find.run_forward(plan.block, (), [*consts, *whole, *x, *extra], taps)
+        return [v for v, f in zip(out, plan.float_y, strict=True) if f], (out, extras)
+
+    if plan.recompute:
+        run = jax.checkpoint(run, policy=_keeps, prevent_cse=False)
+    _, vjp, (y, extras) = jax.vjp(run, list(x), early, [site.tap() for site in plan.block.all_sites()], has_aux=True)
+    leaves, tree = jax.tree.flatten(vjp)
+    return y, jax.tree.leaves(extras), leaves, tree
+
+
+def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy for `jax.checkpoint`: keep what is more than a pass over memory to make again."""
+    return not replay.primitives(primitive.name, params) <= _CHEAP
+
+
+# fmt: off
+_CHEAP = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
+    "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "copy", "copy_p", "cos", "cosh",
+    "div", "dynamic_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt",
+    "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "pad", "pcast", "pow", "pvary", "random_bits",
+    "random_fold_in", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev",
+    "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh",
+    "threefry2x32", "transpose", "xor",
+})
+# fmt: on
+"""Elementwise, of shape only, or a random number from its key."""
+
+
+def is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def dgrad_leaves(plan: Plan, params: Sequence[Any], kept: Mapping[int, Any], dy: Sequence[Any]):
+    """dx leaves, gradients of the early parameters, and what comes out of the taps, (x, dy) for every product.
+
+    The forward pass is run on zeros for the structure of the vjp and for what comes from parameters alone. All else in it is
+    dead: nothing reads it, and the compiler removes it. What `kept` lacks is not read either.
+    """
+    traced, _, x, extra = plan.blanks()
+    _, _, fresh, tree = vjp(plan, params, x, extra, traced)
+    leaves = [
+        leaf if i is None else kept[i] if i in kept else replay.zeros(plan.avals[i])
+        for leaf, i in zip(fresh, plan.keep, strict=True)
+    ]
+    dx, early, taps = jax.tree.unflatten(tree, leaves)([leaf for leaf, f in zip(dy, plan.float_y, strict=True) if f])
+    return dx, early, jax.tree.leaves(taps)
+
+
+def _sort_by_life(plan: Plan) -> None:
+    """Fills in what of the vjp's leaves and the products' operands is kept, and for whom."""
+    traced, params, x, extra = plan.blanks()
+
+    def forward(params, x, extra, traced):
+        _, extras, leaves, _ = vjp(plan, params, x, extra, traced)
+        return leaves, extras
+
+    closed, (leaves, extras) = jax.make_jaxpr(forward, return_shape=True)(params, x, extra, traced)
+    _check_callbacks(closed.jaxpr)  # of a custom_vjp's forward, which the stage's own trace does not show
+    outs = closed.jaxpr.outvars
+    varies = replay.depends(closed.jaxpr, [False] * len(params) + [True] * (len(x) + len(extra) + len(traced)))
+    # The same array may be there twice, e.g. as the input of three projections.
+    first = {v: i for i, v in reversed(list(enumerate(outs))) if not replay.is_literal(v)}
+    same = [i if replay.is_literal(v) else first[v] for i, v in enumerate(outs)]
+    plan.avals = [v.aval for v in outs]
+    plan.keep = [same[i] if varies[i] else None for i in range(len(leaves))]
+    plan.extras = same[len(leaves) :]
+    assert len(plan.extras) == len(extras)
+
+    places = sorted({i for i in plan.keep if i is not None})
+
+    def dgrad(kept, dy, params):
+        return dgrad_leaves(plan, params, dict(zip(places, kept, strict=True)), dy)
+
+    kept, dy = [replay.zeros(plan.avals[i]) for i in places], [replay.zeros(aval) for aval in plan.y_avals]
+    closed, (dx, early, taps) = jax.make_jaxpr(dgrad, return_shape=True)(kept, dy, params)
+    _check_callbacks(closed.jaxpr)
+    jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
+
+    def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
+        """Which residuals these outputs are made from; and whether by elementwise work alone."""
+        wanted = [i in outputs for i in range(len(jaxpr.outvars))]
+        given, primitives = replay.needs(jaxpr, wanted)
+        return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP
+
+    stash: dict[Any, int] = {}
+
+    def put(tap: int) -> int:
+        v = jaxpr.outvars[num_gradients + tap]
+        key = tap if replay.is_literal(v) else v
+        if key not in stash:
+            stash[key] = len(stash)
+            plan.stashed.append(tap)
+        return stash[key]
+
+    for_wgrad = set(plan.extras)
+    for tap in range(0, len(taps), 2):
+        made_from, is_cheap = sources([num_gradients + tap])
+        plan.x_from.append(None if is_cheap else put(tap))
+        plan.dy_from.append(put(tap + 1))
+        for_wgrad |= made_from if is_cheap else set()
+    for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in plan.stashed)])
+    plan.for_wgrad, plan.for_dgrad = sorted(for_wgrad), sorted(for_dgrad - for_wgrad)

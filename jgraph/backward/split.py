@@ -1,0 +1,346 @@
+"""`split_backward`: a stage's backward pass as dgrad now and wgrad later.
+
+The stage is traced once for each set of shapes, its products get taps (`linear.py`), and one `jax.vjp` with respect to input,
+undelayed parameters and taps is both: what it makes from the residuals and dy is dgrad, what comes out of the taps is for
+wgrad. `py` says what is kept how long.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jgraph.backward import find
+from jgraph.backward.linear import weight_gradient
+from jgraph.backward.residuals import Options, Plan, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
+from jgraph.errors import SplitError
+from jgraph.scopes import scope
+from jgraph.trace import replay
+
+Tree = Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["plan"])
+@dataclass(frozen=True)
+class Residuals:
+    """What forward leaves.
+
+    Attributes:
+        dgrad: the pool forward -> dgrad.
+        wgrad: the pool forward -> wgrad.
+        plan: the trace that they belong to.
+    """
+
+    dgrad: tuple[Any, ...]
+    wgrad: tuple[Any, ...]
+    plan: Plan
+
+    def after_dgrad(self) -> "Residuals":
+        """What wgrad still needs: the pool forward -> dgrad is given up."""
+        return Residuals((), self.wgrad, self.plan)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
+@dataclass(frozen=True)
+class Stash:
+    """What dgrad leaves for wgrad: the pool dgrad -> wgrad."""
+
+    arrays: tuple[Any, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shapes of everything that passes between forward, dgrad and wgrad, as trees of `jax.ShapeDtypeStruct`.
+
+    Attributes:
+        y: the stage's output.
+        residuals: `.dgrad` live from forward to dgrad, `.wgrad` from forward to wgrad.
+        stash: live from dgrad to wgrad.
+        delayed: paths of the parameters whose gradients come from wgrad.
+    """
+
+    y: Tree
+    residuals: Residuals
+    stash: Stash
+    delayed: tuple[str, ...]
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
+        pools = {
+            "forward_dgrad": self.residuals.dgrad,
+            "forward_wgrad": self.residuals.wgrad,
+            "stash": self.stash.arrays,
+        }
+        return {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in pools.items()}
+
+
+def split_backward(
+    stage_fn: Callable[..., Tree],
+    *,
+    delay: Sequence[str] | None = None,
+    recompute: Literal["elementwise", "nothing"] = "elementwise",
+    products: Literal["all", "hooked"] = "all",
+) -> "Split":
+    """Splits a stage's backward pass into dgrad and wgrad, with no FLOP done twice.
+
+    Args:
+        stage_fn: `stage_fn(params, x, *extra) -> y`, pure, trees of real arrays; x of floating dtype. What is in `extra`
+            (tokens, masks, a dropout key) is not differentiated. Callbacks that return nothing, as `jax.debug.print`, run once
+            a microbatch, in forward. Arrays may be spread over automatic axes of a mesh, not over explicit ones.
+        delay: patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`, whose gradients shall come from wgrad. None
+            delays every parameter that acts only as the weight of matrix products, `ragged_dot` or convolutions; the gradients
+            of the others (norm scales, biases, embeddings) come from dgrad at once.
+        recompute: `elementwise` keeps of the forward pass only what is more than a pass over memory to make again: inputs,
+            products, attention, reductions. `nothing` keeps what `jax.vjp` keeps, five arrays for a GELU instead of one; so
+            does a stage that uses `jax.checkpoint`, which then decides alone.
+        products: `all`, or `hooked` to delay only those made with `jgraph.dot_general`.
+
+    Returns:
+        A Split, whose methods are pure and jittable.
+
+    Raises:
+        SplitError: when it is used: a parameter in `delay` reaches the output by another way than as the weight of a product;
+            an array is complex or spread over explicit axes; a callback's result is read.
+    """
+    patterns = None if delay is None else (delay,) if isinstance(delay, str) else tuple(delay)
+    return Split(stage_fn, Options(patterns, recompute, products))
+
+
+class Split:
+    """The parts of a stage: `forward`, `dgrad`, `wgrad`. See `split_backward`."""
+
+    def __init__(self, stage_fn: Callable[..., Tree], options: Options):
+        self._stage, self._options = stage_fn, options
+        self._plans: dict[Any, Plan] = {}
+        # Jitted, so that outside of a jit too what is not needed is not computed.
+        self._forward = jax.jit(self._run_forward)
+        self._dgrad = jax.jit(_run_dgrad)
+        self._wgrad = jax.jit(_run_wgrad)
+        self._accumulate = jax.jit(_run_accumulate)
+
+    def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
+        """y and what the backward pass needs of this microbatch."""
+        return self._forward(params, x, *extra)
+
+    def dgrad(self, params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
+        """Gradient of the input, gradients of the parameters that are not delayed, and what wgrad needs.
+
+        Args:
+            params: as in `forward`.
+            residuals: of this microbatch's `forward`.
+            dy: as y.
+
+        Returns:
+            dx, as x; early, as params with None for the delayed ones; the stash.
+        """
+        plan = self._own(residuals, "residuals")
+        leaves, tree = jax.tree.flatten(dy)
+        if tree != plan.trees[3]:
+            raise SplitError(f"dy has the structure {tree}, but y has {plan.trees[3]}; give one gradient for each leaf of y")
+        for leaf, aval, floating in zip(leaves, plan.y_avals, plan.float_y, strict=True):
+            if floating and jnp.shape(leaf) != aval.shape:
+                raise SplitError(f"dy has a leaf of shape {jnp.shape(leaf)} where y has {aval.shape}; the shapes must agree")
+        return self._dgrad(params, residuals, dy)
+
+    def wgrad(self, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+        """Gradients of the delayed parameters, as params with None for the others; of the parameters' dtypes.
+
+        Needs of the residuals only what `Residuals.after_dgrad` keeps.
+        """
+        self._match(residuals, stash)
+        return self._wgrad(params, residuals.after_dgrad(), stash)
+
+    def accumulate(self, main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+        """`wgrad` added to `main_grad`: the products add onto it in float32. In place where `main_grad` is donated.
+
+        Args:
+            main_grad: as params; float32 where delayed, passed through elsewhere.
+            params, residuals, stash: as in `wgrad`.
+        """
+        self._match(residuals, stash)
+        return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
+
+    @staticmethod
+    def merge(early: Tree, late: Tree) -> Tree:
+        """The gradients of all parameters from those of `dgrad` and those of `wgrad`."""
+        return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
+
+    def spec(self, params: Tree, x: Tree, *extra: Tree) -> Spec:
+        """Shapes of what passes between the parts, before anything runs; arrays or `jax.ShapeDtypeStruct` for arguments."""
+        y, residuals = jax.eval_shape(self.forward, params, x, *extra)
+        _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
+        paths = _paths(params)
+        delayed = tuple(path for path, late in zip(paths, residuals.plan.delayed, strict=True) if late)
+        return Spec(y, residuals, stash, delayed)
+
+    def _own(self, held: Residuals | Stash, what: str) -> Plan:
+        if held.plan.owner is not self:
+            raise SplitError(f"the {what} come from another split_backward; use them with the one that made them")
+        for leaf in jax.tree.leaves(held):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                raise SplitError(
+                    f"the {what} were donated to an earlier call and are gone; use them once, or do not donate them"
+                )
+        return held.plan
+
+    def _match(self, residuals: Residuals, stash: Stash) -> None:
+        self._own(residuals.after_dgrad(), "residuals")
+        self._own(stash, "stash")
+        if residuals.plan is not stash.plan:
+            raise SplitError("the stash belongs to other residuals (other shapes); pass those that dgrad was given")
+
+    @scope("forward")
+    def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
+        # What is traced here is traced again by dgrad, with zeros: those must be of the same types, mesh included.
+        with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
+            plan, traced = self._plan(params, x, extra)
+            flat = jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra)
+            y, extras, leaves, _ = vjp(plan, *flat, traced)
+            run_callbacks(plan, *flat, traced)
+        candidates = [*leaves, *extras]
+        return jax.tree.unflatten(plan.trees[3], y), Residuals(
+            tuple(candidates[i] for i in plan.for_dgrad), tuple(candidates[i] for i in plan.for_wgrad), plan
+        )
+
+    def _plan(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[Plan, list[Any]]:
+        """The plan for these shapes, and the tracers that the stage closes over this time."""
+        leaves, tree = jax.tree.flatten((params, x, extra))
+        key = (tree, *map(jax.typeof, leaves))
+        plan = self._plans.get(key)
+        if plan is not None and all(const is not None for const in plan.consts):
+            return plan, []
+        _check_leaves(params, x)
+        closed, y = jax.make_jaxpr(self._stage, return_shape=True)(params, x, *extra)
+        _check_real(y, "y")
+        if any(map(replay.spread_over, replay.values(closed.jaxpr))):
+            raise SplitError(f"the stage computes with arrays on explicit axes of a mesh: {_AUTO}")
+        if plan is None:
+            trees = (*map(jax.tree.structure, (params, x, extra)), jax.tree.structure(y))
+            plan = self._plans[key] = make_plan(self, self._options, closed, trees, _paths(params))
+        return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
+
+
+_AUTO = "must be automatic ones, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
+
+
+def _check_leaves(params: Tree, x: Tree) -> None:
+    """Raises SplitError where a leaf cannot be differentiated."""
+    for what, tree in (("params", params), ("x", x)):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = _path_name(path)
+            if axes := replay.spread_over(jax.typeof(leaf)):
+                raise SplitError(f"{_named(what, name)} lies on the explicit axes {axes} of a mesh: {_AUTO}", path=name)
+            if what == "x" and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise SplitError(
+                    f"{_named(what, name)} is {jnp.result_type(leaf)}; only floating inputs are differentiated: pass it as "
+                    f"an extra argument after x",
+                    path=name,
+                )
+        _check_real(tree, what)
+
+
+def _check_real(tree: Tree, what: str) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+            name, dtype = _path_name(path), jnp.result_type(leaf)
+            raise SplitError(
+                f"{_named(what, name)} is {dtype}; params, x and y must be real: pass its real and imaginary parts", path=name
+            )
+
+
+def _named(what: str, name: str) -> str:
+    return f"{what}/{name}" if name else what
+
+
+def _path_name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _paths(params: Tree) -> list[str]:
+    return [_path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+
+
+def _kept(residuals: Residuals) -> dict[int, Any]:
+    """What is kept, by place; after dgrad only what wgrad needs."""
+    plan = residuals.plan
+    held = dict(zip(plan.for_wgrad, residuals.wgrad, strict=True))
+    return held | (dict(zip(plan.for_dgrad, residuals.dgrad, strict=True)) if residuals.dgrad else {})
+
+
+@scope("dgrad")
+def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
+    plan = residuals.plan
+    flat = jax.tree.leaves(params)
+    with jax.sharding.use_abstract_mesh(plan.mesh):
+        dx, early, taps = dgrad_leaves(plan, flat, _kept(residuals), jax.tree.leaves(dy))
+    given = iter(early)
+    gradients = [
+        None if late else next(given) if is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
+        for leaf, late in zip(flat, plan.delayed, strict=True)
+    ]
+    stash = Stash(tuple(taps[i] for i in plan.stashed), plan)
+    return jax.tree.unflatten(plan.trees[1], dx), jax.tree.unflatten(plan.trees[0], gradients), stash
+
+
+@scope("wgrad")
+def _run_wgrad(params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+    plan = residuals.plan
+    gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash))
+    return jax.tree.unflatten(plan.trees[0], [next(gradients) if late else None for late in plan.delayed])
+
+
+@scope("wgrad")
+def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+    plan = residuals.plan
+    # Where the gradient must go through a cast, it comes in the parameter's dtype and is widened only then.
+    dtype = None if plan.exact else jnp.float32
+    gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash, dtype))
+    tree = plan.trees[0]  # which may have None of its own, besides those in the places of early gradients
+    totals = tree.flatten_up_to(main_grad)
+    added = [
+        total + next(gradients).astype(total.dtype) if late else total for total, late in zip(totals, plan.delayed, strict=True)
+    ]
+    return jax.tree.unflatten(tree, added)
+
+
+def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dtype: Any = None) -> list[Any]:
+    """Gradients of the delayed parameters, in order; of `dtype`, or else of the parameters' dtypes."""
+    kept = _kept(residuals)
+    again: list[Any] = []
+    if None in plan.x_from:
+        # Of this dgrad only the x that come out of the taps are used, and they are made of residuals alone.
+        with jax.sharding.use_abstract_mesh(plan.mesh):
+            dy = [replay.zeros(aval) for aval in plan.y_avals]
+            again = dgrad_leaves(plan, params, kept, dy)[2]
+    delayed = [leaf.astype(dtype or leaf.dtype) for leaf, late in zip(params, plan.delayed, strict=True) if late]
+
+    def weights(delayed):
+        given = iter(delayed)
+        inputs: list[Any] = [find.MISSING] * len(plan.jaxpr.invars)
+        for i, const in enumerate(plan.consts):
+            inputs[i] = find.MISSING if const is None else const
+        for i, late in enumerate(plan.delayed):
+            if late:
+                inputs[len(plan.consts) + i] = next(given)
+        return find.run_weights(plan.block, (), inputs, keep_dtype=not plan.exact)
+
+    products, pull_back = jax.vjp(weights, delayed)
+    extras, cotangents = iter(kept[i] for i in plan.extras), []
+    for i, (site, w) in enumerate(zip(plan.block.all_sites(), products, strict=True)):
+        stashed = plan.x_from[i]
+        x = again[2 * i] if stashed is None else stash.arrays[stashed]
+        extra = [next(extras) for _ in site.eqn.invars[2:]]
+
+        def one(x, extra, dy, site=site, w=w):
+            return weight_gradient(site, x, extra, dy, w.dtype)
+
+        for _ in site.lead:
+            one = jax.vmap(one)
+        cotangents.append(one(x, extra, stash.arrays[plan.dy_from[i]]))
+    return pull_back(cotangents)[0]

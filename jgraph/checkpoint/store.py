@@ -1,0 +1,324 @@
+"""Checkpoints: written by Orbax behind the training's back, all or nothing, and believed only if their bits add up.
+
+Orbax writes into a temporary directory and renames it, so a process that is killed leaves complete checkpoints or none. What a
+disk or a copy does to the files afterwards shows in a checksum of every leaf's bits, taken on the device before writing.
+"""
+
+import contextlib
+import errno
+import gc
+import json
+import shutil
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax import Array
+
+from jgraph.errors import CheckpointError
+from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
+
+State = TypeVar("State")
+
+# Orbax moves old checkpoints here instead of deleting file by file, which a kill could leave half done under the step's name.
+_TRASH = "deleted"
+
+
+class Checkpoints:
+    """The last `keep` checkpoints of a run, under `directory/STEP/`, which all its processes share and use together.
+
+    Args:
+        directory: made when missing; what an interrupted save left there is removed.
+        keep: number of checkpoints, at least 1.
+        warn: is told, in one line, of every checkpoint that is passed over because it is damaged.
+    """
+
+    def __init__(self, directory: Path, keep: int, *, warn: Callable[[str], object] = warnings.warn):
+        self._directory = Path(directory).absolute()
+        self._keep = keep
+        self._warn = warn
+        with self._write_errors():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._empty_trash()
+            self._manager = self._open()
+
+    @property
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint whose writing has at least begun, damaged or not."""
+        return self._manager.latest_step()
+
+    def check_space(self, state: object) -> None:
+        """Raises CheckpointError if the disk has no room for `keep` checkpoints of this pytree and one being written."""
+        check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
+
+    def save(self, step: int, state: object) -> None:
+        """Starts to write a checkpoint, after the one before it is written. The state may be donated once this returns.
+
+        Args:
+            step: number of steps done, larger than that of every checkpoint there is; an equal one is left as it is.
+            state: pytree of arrays.
+
+        Raises:
+            CheckpointError: this or the previous checkpoint cannot be written.
+        """
+        if self.latest_step == step:
+            return
+        with self._write_errors():
+            leaves = jax.tree.leaves(state)
+            args = ocp.args.Composite(
+                state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
+                digest=ocp.args.JsonSave(_seal(_describe(state), checksums(leaves))),  # pyright: ignore[reportCallIssue]
+            )
+            self._manager.save(step, args=args)
+            self._empty_trash()
+
+    def restore_latest(self, like: State) -> tuple[int, State] | None:
+        """The newest checkpoint that is whole, or None where there is no checkpoint at all.
+
+        Damaged ones that are newer are named through `warn` and set aside as `damaged-STEP`, out of the way of new ones.
+
+        Args:
+            like: pytree of arrays or `jax.ShapeDtypeStruct`; what is restored has its structure and lies on its devices.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or the state in it has other leaves than `like`.
+        """
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                state = self._restore(step, like)
+            except _DamagedError as e:
+                damaged[step] = str(e)
+                continue
+            for bad, reason in sorted(damaged.items(), reverse=True):
+                self._warn(
+                    f"checkpoint {self._directory / str(bad)} is damaged ({reason}): "
+                    f"going on from step {step}; it is kept as damaged-{bad}"
+                )
+            self._set_aside(damaged)
+            return step, state
+        if damaged:
+            names = "; ".join(f"{self._directory / str(step)} ({reason})" for step, reason in damaged.items())
+            raise CheckpointError(f"every checkpoint is damaged: {names}; bring one back, or start over with --no-resume")
+        return None
+
+    def wait(self) -> None:
+        """Returns when what was saved is on disk. Raises CheckpointError if it could not be written."""
+        with self._write_errors():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+            self._empty_trash()
+
+    def close(self) -> None:
+        """Waits, then lets go of Orbax's threads. Raises CheckpointError as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            # An error of the last save is told by `wait`; closing would tell it a second time.
+            with contextlib.suppress(Exception):
+                self._manager.close()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True, todelete_subdir=_TRASH)
+        return ocp.CheckpointManager(self._directory, options=options)
+
+    def _restore(self, step: int, like: State) -> State:
+        leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
+        found = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
+        expected = _unseal(found)
+        self._check_fits(step, found["leaves"], _describe(like))
+        restore = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
+            leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves)
+        )
+        restored = self._read(step, state=restore)["state"]
+        for leaf, wanted, actual in zip(found["leaves"], expected, checksums(restored), strict=True):
+            if wanted != actual:
+                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
+        return jax.tree.unflatten(jax.tree.structure(like), restored)
+
+    def _read(self, step: int, **items: Any) -> Any:
+        restored, reason = None, ""
+        with _quiet_garbage():
+            # Damaged bytes reach Orbax, TensorStore and JSON alike; what they raise has no common family.
+            try:
+                restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            except Exception as e:
+                reason = f"{next(iter(items))} cannot be read: {_first_line(e)}"
+        # A process reads only what it has of the state, so damage may be seen by one alone.
+        if any(all_gather_scalar(bool(reason))):
+            # Not from `e`: its traceback would keep alive what `_quiet_garbage` collects.
+            raise _DamagedError(reason or f"{next(iter(items))} cannot be read by another process")
+        return restored
+
+    def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+        differing = [
+            f"{name}: {_shape(a)} in the checkpoint, {_shape(b)} in this run" for name, a, b in _pair(found, wanted) if a != b
+        ]
+        if differing:
+            raise CheckpointError(
+                f"checkpoint {self._directory / str(step)} does not fit this run: {'; '.join(differing[:4])}"
+                f"{f' and {len(differing) - 4} more' if len(differing) > 4 else ''}; "
+                "use another --run-dir or --no-resume"
+            )
+
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        if not damaged:
+            return
+        with self._write_errors():
+            self._manager.close()
+        with all_or_raise(), self._write_errors():
+            for step in damaged if is_process_zero() else ():
+                target = self._directory / f"damaged-{step}"
+                shutil.rmtree(target, ignore_errors=True)
+                (self._directory / str(step)).rename(target)
+        with self._write_errors():
+            self._manager = self._open()
+
+    def _empty_trash(self) -> None:
+        trash = self._directory / _TRASH
+        for old in trash.iterdir() if is_process_zero() and trash.exists() else ():
+            shutil.rmtree(old, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        """Whatever goes wrong with the disk, here or in Orbax's threads, is a CheckpointError. A save may tell of the last."""
+        what = f"checkpoints in {self._directory}"
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as e:
+            if is_no_space(e):
+                raise CheckpointError(
+                    f"{what}: no space left on the disk; free some, name another --run-dir, or lower --checkpoint-keep"
+                ) from e
+            raise CheckpointError(f"{what}: cannot be written: {_first_line(e)}; check --run-dir") from e
+
+
+class _DamagedError(Exception):
+    """Why a checkpoint is not believed."""
+
+
+@contextlib.contextmanager
+def _quiet_garbage() -> Iterator[None]:
+    """A read that fails leaves coroutines half way, for each of which Python would print a traceback when it is collected."""
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+
+
+def check_space(directory: Path, state: object, count: int) -> None:
+    """Raises CheckpointError if the disk of `directory`, which need not exist yet, has no room for `count` times `state`."""
+    leaves = jax.tree.leaves(state)
+    needed = count * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise CheckpointError(
+            f"--run-dir: {directory} needs {needed:,} bytes for {count} checkpoints, and {free:,} are free on its disk; "
+            "free some space, name another --run-dir, or lower --checkpoint-keep"
+        )
+
+
+def is_no_space(error: BaseException) -> bool:
+    """Whether an error, or one it came from, says that the disk is full. TensorStore says so in its message only."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left on device" in str(seen) or "ENOSPC" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def checksums(leaves: list[Array]) -> list[int]:
+    """One 32-bit checksum a leaf, of its bits and their places: a change of any single element shows."""
+    return [int(checksum) for checksum in jax.device_get(_checksums(leaves))]
+
+
+# One program for all leaves: each sum over devices is a collective, and here they become one. For the 226 leaves of GPT 124M
+# and an H200 it compiles in 2 s on two cores, where a program for each shape took 0.9.
+@jax.jit
+def _checksums(leaves: list[Array]) -> list[Array]:
+    return [_checksum(leaf) for leaf in leaves]
+
+
+def _checksum(leaf: Array) -> Array:
+    # A sum of integers is the same in any order, on any device. The weights are odd: odd numbers have inverses modulo 2**32,
+    # so no change of one word is lost.
+    words = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+    words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * words.dtype.itemsize}")).astype(jnp.uint32)
+    # Axis by axis: made flat, a leaf that is split over devices would be sent around.
+    place, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _describe(state: object) -> list[dict[str, Any]]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
+
+
+def _seal(leaves: list[dict[str, Any]], sums: list[int]) -> dict[str, Any]:
+    """The digest as it is stored, with a checksum of its own text: a flipped digit must not look like another model."""
+    return {"leaves": leaves, "checksums": sums, "crc": _crc(leaves, sums)}
+
+
+def _unseal(digest: Any) -> list[int]:
+    try:
+        leaves, sums, crc = digest["leaves"], digest["checksums"], digest["crc"]
+        is_itself = crc == _crc(leaves, sums)
+    except (KeyError, TypeError, RecursionError) as e:
+        raise _DamagedError("its digest is incomplete") from e
+    if not is_itself:
+        raise _DamagedError("its digest does not match itself")
+    are_leaves = isinstance(leaves, list) and all(_is_leaf(leaf) for leaf in leaves)
+    are_sums = isinstance(sums, list) and all(isinstance(total, int) for total in sums)
+    if not (are_leaves and are_sums and len({leaf["name"] for leaf in leaves}) == len(leaves) == len(sums)):
+        raise _DamagedError("its digest is not one of jgraph's")
+    return sums
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, dict)
+        and leaf.keys() == {"name", "dtype", "shape"}
+        and isinstance(leaf["name"], str)
+        and isinstance(leaf["shape"], list)
+    )
+
+
+def _crc(leaves: object, sums: object) -> int:
+    return zlib.crc32(json.dumps([leaves, sums], sort_keys=True).encode())
+
+
+def _pair(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    by_name = [{leaf["name"]: leaf for leaf in leaves} for leaves in (found, wanted)]
+    for name in by_name[0] | by_name[1]:
+        yield name, by_name[0].get(name), by_name[1].get(name)
+
+
+def _shape(leaf: dict[str, Any] | None) -> str:
+    return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

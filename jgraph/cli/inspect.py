@@ -1,0 +1,60 @@
+"""Look at things before they run.
+
+    python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8
+    python -m jgraph.inspect schedule aligned --pp 4 --microbatches 16 --chunks 2 --costs 1,1.1,0.8 --svg aligned.svg
+    python -m jgraph.inspect schedule --order my_schedule.csv --json numbers.json
+    python -m jgraph.inspect capture models.gpt:gpt_124m --target h200
+    python -m jgraph.inspect capture my_module:my_example --graph full --json report.json
+
+Schedules need no jax; captures need jax and, with --target, no GPU.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+import tyro
+from rich.console import Console
+
+from jgraph.cli.inspect_capture import CaptureOptions, show_capture
+from jgraph.cli.inspect_schedule import ScheduleOptions, show_schedule
+from jgraph.cli.parse import PipeConsole, exit_code, one_line
+
+_PROG = "jgraph.inspect"
+# Where the output goes to no terminal, which would have a width.
+_PIPE_WIDTH = 100
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; those of the process by default.
+
+    Returns:
+        Exit code: 0 when done or asked for help, 2 for input that cannot work (one line on stderr), 130 after Ctrl-C.
+    """
+    return exit_code(_PROG, lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(args: list[str]) -> None:
+    options = one_line(
+        lambda: tyro.extras.subcommand_cli_from_dict(
+            {"schedule": ScheduleOptions, "capture": CaptureOptions},
+            prog=f"python -m {_PROG}",
+            description=__doc__,
+            args=args,
+        )
+    )
+    if isinstance(options, ScheduleOptions):
+        show_schedule(options, _console())
+    elif isinstance(options, CaptureOptions):
+        show_capture(options, _console())
+
+
+def _console() -> Console:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Dots and lines become question marks, not errors, where the encoding has none.
+        sys.stdout.reconfigure(errors="replace")
+    return PipeConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)

@@ -1,0 +1,172 @@
+"""`python -m jgraph.inspect schedule`: a timeline, idle time, slots; a picture and the numbers in files. No jax."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jgraph import schedule as schedules
+from jgraph.cli.flags import Count, File, write_file
+from jgraph.errors import ConfigError
+from jgraph.schedule import draw
+
+# Sums of more could be infinite.
+_LONGEST = 1e30
+# Forwards of all ranks: measured 7 s and 0.6 GB for 1f1b, 16 s and 1.3 GB for zb-v; their SVG takes minutes.
+_MOST_FORWARDS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """Draw a pipeline schedule, and say how long it idles and what it holds."""
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[NAME]", help_behavior_hint="")] = ""
+    """gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned; left out with --order."""
+    pp: Count = None
+    """Ranks on the pipeline axis; needed with a name."""
+    microbatches: Count = None
+    """Microbatches a step; needed with a name."""
+    chunks: Count = None
+    """Stages per rank, 1 if left out; zb-v and dualpipe-v have 2 in any case, interleaved-1f1b has at least 2."""
+    costs: str = "1,1,1"
+    """Times of forward,dgrad,wgrad of ALL layers of a rank for one microbatch, in any unit; each chunk takes its share."""
+    latency: float = 0.0
+    """Time of a transfer to another rank, which the sender does not wait for; in the unit of the costs."""
+    execution: Literal["auto", "dataflow", "neighbours", "lockstep"] = "auto"
+    """How ranks keep step: each on its own, with its neighbours, or with all; auto is lockstep for aligned, else dataflow."""
+    order: File = None
+    """A schedule of your own: .csv as PyTorch writes it, or .json with signed numbers."""
+    svg: File = None
+    """Write the picture here."""
+    json: File = None
+    """Write the numbers here."""
+
+    def __post_init__(self):
+        for flag, value in self.sizes().items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} is {value}: must be at least 1", field=flag.strip("-"))
+        if not 0 <= self.latency <= _LONGEST:
+            raise ConfigError(f"--latency is {self.latency:g}: must be a time, 0 to {_LONGEST:g}", field="latency")
+        self.times()
+        if self.order is not None:
+            given = [self.name] * bool(self.name) + [flag for flag, value in self.sizes().items() if value is not None]
+            if given:
+                raise ConfigError(f"--order {self.order} says everything: leave out {', '.join(given)}", field="order")
+        elif not self.name:
+            raise ConfigError(f"name a schedule, one of {', '.join(schedules.NAMES)}, or give --order FILE", field="name")
+
+    def sizes(self) -> dict[str, int | None]:
+        """What goes with a name."""
+        return {"--pp": self.pp, "--microbatches": self.microbatches, "--chunks": self.chunks}
+
+    def times(self) -> tuple[float, float, float]:
+        """Of forward, dgrad and wgrad. Raises ConfigError."""
+        try:
+            forward, dgrad, wgrad = (float(part) for part in self.costs.split(","))
+            if all(1 / _LONGEST <= time <= _LONGEST for time in (forward, dgrad, wgrad)):
+                return forward, dgrad, wgrad
+        except ValueError:
+            pass
+        raise ConfigError(
+            f"--costs is {self.costs!r}: must be forward,dgrad,wgrad, numbers > 0 ({1 / _LONGEST:g} to {_LONGEST:g})",
+            field="costs",
+        )
+
+
+def show_schedule(options: ScheduleOptions, console: Console) -> None:
+    """Writes the files that were asked for, then prints the timeline, the table and a summary.
+
+    Raises:
+        JgraphError: the options make no schedule, or a file cannot be written.
+    """
+    schedule = _schedule(options)
+    execution = options.execution
+    if execution == "auto":
+        execution = "lockstep" if schedule.name == "aligned" else "dataflow"
+    chunks = max(order.num_chunks for order in schedule)
+    costs = schedules.Costs(*options.times()).per_chunk(chunks)
+    run = schedules.simulate(schedule, costs, latency=options.latency, execution=execution)
+    slots = schedules.assign(schedule)
+    if options.svg:
+        write_file("--svg", options.svg, lambda path: draw.write_svg(run, path))
+    if options.json:
+        text = json.dumps(_numbers(options, run, slots, execution)) + "\n"
+        write_file("--json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+    # The 16 colours of the oldest terminals are the user's own, and too few for tints.
+    colour = console.color_system in ("256", "truecolor") and not console.no_color
+    console.print(draw.timeline(run, width=console.width, colour=colour), soft_wrap=True)
+    console.print(draw.legend(run, colour=colour))
+    console.print(_table(run, slots, console.width))
+    held = run.peak({"forward_wgrad": 1 / chunks}).max()
+    console.print(
+        f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {schedule.num_ticks} ticks, {execution}\n"
+        f"held by the fullest rank: residuals of {held:.4g} microbatches",
+        highlight=False,
+    )
+
+
+def _schedule(options: ScheduleOptions) -> schedules.Schedule:
+    if options.order is not None:
+        return schedules.read(options.order)
+    if options.name not in schedules.NAMES:
+        raise ConfigError(f"no schedule is called {options.name!r}: take one of {', '.join(schedules.NAMES)}", field="name")
+    if options.pp is None or options.microbatches is None:
+        missing = [flag for flag in ("--pp", "--microbatches") if options.sizes()[flag] is None]
+        raise ConfigError(f"{options.name} needs {' and '.join(missing)}", field=missing[0].strip("-"))
+    chunks = 1 if options.chunks is None else options.chunks
+    if options.name == "interleaved-1f1b" and chunks == 1:
+        raise ConfigError("--chunks is 1: must be at least 2 for interleaved-1f1b; with 1, take 1f1b", field="chunks")
+    if (forwards := options.pp * options.microbatches * chunks) > _MOST_FORWARDS:
+        raise ConfigError(
+            f"--pp {options.pp} --microbatches {options.microbatches} --chunks {chunks} make {forwards:,} forwards: "
+            f"must be at most {_MOST_FORWARDS:,}",
+            field="microbatches",
+        )
+    return schedules.generate(options.name, pp=options.pp, microbatches=options.microbatches, chunks=chunks)
+
+
+def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Table:
+    """Idle time and slots of each rank, or of the first and last of many."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, int(width >= 72), 0, 0),
+        caption="idle time, its share, and slots of each pool",
+        caption_justify="left",
+    )
+    for column in ("rank", "idle", "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for pool in schedules.POOLS:
+        table.add_column(pool.replace("_", "_\n"), justify="right", overflow="fold", vertical="bottom")
+    for r in draw.rows_shown(run.schedule.num_ranks):
+        if r is None:
+            table.add_row(*["..."] * len(table.columns))
+            continue
+        counts = [str(slots.counts[pool][r]) for pool in schedules.POOLS]
+        table.add_row(str(r), f"{run.idle[r]:.4g}", f"{run.idle[r] / run.makespan:.1%}", *counts)
+    return table
+
+
+def _numbers(options: ScheduleOptions, run: schedules.Simulation, slots: schedules.Slots, execution: str) -> dict[str, Any]:
+    schedule = run.schedule
+    return {
+        "name": schedule.name,
+        "pp": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "chunks": max(order.num_chunks for order in schedule),
+        "costs": options.times(),
+        "latency": options.latency,
+        "execution": execution,
+        "makespan": run.makespan,
+        "bubble": run.bubble,
+        "idle": run.idle.tolist(),
+        "ticks": schedule.num_ticks,
+        "slots": {pool: counts.tolist() for pool, counts in slots.counts.items()},
+        "placement": schedule.placement,
+        "orders": [order.to_list() for order in schedule],
+    }

@@ -1,0 +1,253 @@
+"""`make_graphed_callables`: everything checked and compiled once, before anything runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+from flax import linen, nnx
+
+from jgraph.errors import CallableError
+from jgraph.graphed.arguments import check_choice, check_wgrads, each, homes, most_waiting, named, schedule_of
+from jgraph.graphed.callable import Graphed
+from jgraph.graphed.entry import Entry, Wanted, check_concrete, compile_parts, differences, signature
+from jgraph.graphed.group import GraphedCallables
+from jgraph.graphed.pool import Pool
+from jgraph.graphed.shaped import Shaped, shape_callable
+from jgraph.graphed.turn import Turn
+from jgraph.schedule.action import Kind
+from jgraph.schedule.slots import POOLS
+
+Tree = Any
+HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+
+# Attributes by which Flax modules say that they infer.
+_MODES = ("deterministic", "use_running_average")
+
+
+def make_graphed_callables(
+    callables: Any,
+    params: Tree,
+    sample_args: Sequence[Any],
+    *,
+    sample_kwargs: Any = None,
+    order: Any = None,
+    num_layers_per_chunk: int | Sequence[int] | None = None,
+    delay_wgrad: bool | Sequence[bool] = False,
+    reuse_buffers: bool = False,
+    param_grads: Literal["owned", "aliased"] = "owned",
+    devices: Sequence[Any] | None = None,
+    hooks: Any = None,
+    training: bool = True,
+    on_mismatch: Literal["error", "recompile"] = "error",
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "GraphedCallables":
+    """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
+
+    Args:
+        callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
+            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, or a Flax module (NNX or Linen). x and y are floating; an
+            x of integers has no gradient; what is in `extra` and `kwargs` is not differentiated. Random keys are arguments.
+        params: of each callable; a tuple of them where `callables` is one. Arrays or `jax.ShapeDtypeStruct`.
+        sample_args: (x, *extra) of each callable; microbatches share the shapes. Only shapes and dtypes are read.
+        sample_kwargs: keyword arguments of each callable, if any.
+        order: what `run` plays, and how many callables there are: signed numbers (`jgraph.Order.parse`), an Order, a Schedule,
+            or one order per rank. None: each callable on its own.
+        num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
+        delay_wgrad: whether weight gradients are computed apart; for all, or one per stage: a chunk of one rank's order, a
+            callable without an order. One that has nothing to delay gets no wgrad, and may have none in the order.
+        reuse_buffers: whether buffers that only graphed callables see are used again after their last consumer. Then y and dx
+            of single calls are `Borrowed`.
+        param_grads: `owned`: a gradient is the caller's own array, of the parameter's dtype, except those of delayed
+            parameters. `aliased`: all are float32 sums in main_grad, at one address, as those of delayed parameters always are.
+        devices: of each rank of the order; by default one, that of the params.
+        hooks: of each callable, a dict of functions called with its index while it is built: `forward_pre` and `forward` around
+            its forward, callable by callable, then `backward_pre` and `backward` around its backward parts, in reverse.
+        training: False builds forwards only.
+        on_mismatch: what to do about other shapes in a call: `error`, or `recompile` at most eight times, each logged.
+        compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
+
+    Returns:
+        GraphedCallables: `[i]` is the i-th, `run` plays an order.
+
+    Raises:
+        CallableError: callables, params and samples do not belong together, or an argument has no such value.
+        OrderError: the order cannot run, does not fit the callables, says otherwise than `delay_wgrad`, or has a wgrad of a
+            callable that has nothing to delay.
+    """
+    check_choice("param_grads", param_grads, ("owned", "aliased"))
+    check_choice("on_mismatch", on_mismatch, ("error", "recompile"))
+    fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
+    if not isinstance(callables, (tuple, list)):
+        params, sample_args, sample_kwargs, hooks = (params,), (sample_args,), (sample_kwargs,), (hooks,)
+    if not fns:
+        raise CallableError("there are no callables: give one, or a tuple of them")
+    # What a caller changes later in a list of theirs changes nothing here.
+    delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
+    every = each("params", params, len(fns))
+    samples = [
+        (weights, _sample(i, args), named("sample_kwargs", i, kwargs))
+        for i, (weights, args, kwargs) in enumerate(
+            zip(every, each("sample_args", sample_args, len(fns)), each("sample_kwargs", sample_kwargs, len(fns)), strict=True)
+        )
+    ]
+    check_concrete("make_graphed_callables", samples)
+    hooked = [_hooks(i, given) for i, given in enumerate(each("hooks", hooks, len(fns)))]
+    schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
+    if schedule is None and reuse_buffers:
+        raise CallableError("reuse_buffers needs an order, which says who consumes a buffer last: give order=[1, -1], say")
+    if not training and (schedule is not None or any(delayed)):
+        raise CallableError("training=False builds no backward: leave out order, reuse_buffers and delay_wgrad, or train")
+    placed = homes(schedule, devices, every)
+    modes = [_mode_check(fn, training) for fn in fns]
+    for i, check in enumerate(modes):
+        if problem := check():
+            raise CallableError(f"callable {i}: {problem}")
+    options = dict(compiler_options or {})
+
+    traced: dict[Any, Shaped] = {}
+
+    def shape(i: int, weights: Tree, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Shaped:
+        # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose
+        # command buffers then find everything where it was at the last call.
+        name = (id(fns[i]), signature(weights, args, kwargs))
+        if name not in traced:
+            traced[name] = shape_callable(_function(fns[i], i), i, weights, args, kwargs, placed[i])
+        return replace(traced[name], index=i, device=placed[i])
+
+    def want(part: Shaped, *kinds: Kind) -> Wanted:
+        late = part.late if delayed[part.index] else ()
+        aliased = frozenset((*part.early, *part.late) if param_grads == "aliased" else late)
+        return Wanted(part, kinds, aliased, "residuals" if training else "nothing")
+
+    def backward_kinds(part: Shaped) -> tuple[Kind, ...]:
+        if not training or not delayed[part.index]:
+            return ("backward",) if training else ()
+        return ("dgrad", "wgrad") if part.late else ("dgrad",)
+
+    def again(i: int, *sample: Any) -> Entry:
+        part = shape(i, *sample)
+        return Entry(part, compile_parts([want(part, "forward", *backward_kinds(part))], options)[0])
+
+    if any(hooked):
+        shaped, made = [], []
+        for i, sample in enumerate(samples):
+            _call_hook(hooked[i], "forward_pre", i)
+            shaped.append(shape(i, *sample))
+            made += compile_parts([want(shaped[i], "forward")], options)
+            _call_hook(hooked[i], "forward", i)
+        for i in reversed(range(len(fns))) if training else ():
+            _call_hook(hooked[i], "backward_pre", i)
+            made[i] |= compile_parts([want(shaped[i], *backward_kinds(shaped[i]))], options)[0]
+            _call_hook(hooked[i], "backward", i)
+    else:
+        shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
+        if schedule is not None:
+            check_wgrads(schedule, shaped)
+        made = compile_parts([want(part, "forward", *backward_kinds(part)) for part in shaped], options)
+    entries = [Entry(part, parts) for part, parts in zip(shaped, made, strict=True)]
+    if schedule is not None:
+        check_wgrads(schedule, shaped)
+        _check_chain(shaped)
+    pools = {name: Pool(name) for name in POOLS} if reuse_buffers else None
+    together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
+    graphed = tuple(
+        Graphed(
+            partial(again, i),
+            entry,
+            signature(*samples[i]),
+            pools=pools,
+            turn=together if reuse_buffers else Turn(f"callable {i}"),
+            most_waiting=most[i],
+            delayed=delayed[i],
+            on_mismatch=on_mismatch,
+            mode=modes[i],
+        )
+        for i, entry in enumerate(entries)
+    )
+    return GraphedCallables(
+        graphed,
+        every,
+        schedule,
+        parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
+        homes=partial(homes, devices=devices, params=every),
+        reuse=reuse_buffers,
+        pools=pools,
+        options=options,
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) else value
+
+
+def _check_chain(shaped: Sequence[Shaped]) -> None:
+    """That each callable takes what the one before it gives, so that an order can be played."""
+    for before, after in pairwise(shaped):
+        if not after.takes_gradient:
+            raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
+        if texts := differences(after.x, before.y.shapes(), "y", None):
+            raise CallableError(
+                f"callable {after.index} does not take what callable {before.index} gives: {'; '.join(texts)}",
+                mismatches=tuple(texts),
+            )
+
+
+def _sample(i: int, args: Any) -> tuple[Tree, ...]:
+    if not isinstance(args, (tuple, list)) or not args:
+        raise CallableError(f"sample_args of callable {i} are {type(args).__name__}: must be a tuple (x, *extra)")
+    return tuple(args)
+
+
+def _hooks(i: int, given: Any) -> dict[str, Callable[[int], Any]]:
+    hooks = named("hooks", i, given)
+    for name, hook in hooks.items():
+        if name not in HOOKS:
+            raise CallableError(f"hooks of callable {i} name {name!r}: must be of {', '.join(HOOKS)}")
+        if not callable(hook):
+            raise CallableError(f"hook {name} of callable {i} is {hook!r}: must be a function of the callable's index")
+    return hooks
+
+
+def _call_hook(hooks: Mapping[str, Callable[[int], Any]], name: str, i: int) -> None:
+    if name in hooks:
+        hooks[name](i)
+
+
+def _function(fn: Any, i: int) -> Callable[..., Tree]:
+    """`fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
+    if isinstance(fn, linen.Module):
+        return fn.apply
+    if not isinstance(fn, nnx.Module):
+        if not callable(fn):
+            raise CallableError(f"callable {i} is {type(fn).__name__}: must be a function or a Flax module")
+        return fn
+    graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
+    if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):
+        raise CallableError(
+            f"callable {i} has variables besides its parameters ({', '.join(kinds)}), which a compiled call could not change; "
+            f"write a function fn(params, x, *extra) that takes them as arguments"
+        )
+    return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
+
+
+def _mode_check(fn: Any, training: bool) -> Callable[[], str]:
+    """What is wrong with the mode of a module now; empty if it is as it was built."""
+    if not isinstance(fn, nnx.Module):
+        return lambda: ""
+    found = [
+        ("/".join(map(str, path)) or "the module", module, name)
+        for path, module in nnx.iter_modules(fn)
+        for name in _MODES
+        if isinstance(getattr(module, name, None), bool)
+    ]
+    wanted = ("train", "eval")[not training]
+
+    def check() -> str:
+        for path, module, name in found:
+            if getattr(module, name) is training:
+                return f"{path} has {name}={training}, but it is built with training={training}; call .{wanted}() on it"
+        return ""
+
+    return check

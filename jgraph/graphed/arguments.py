@@ -1,0 +1,188 @@
+"""What a user gives, checked: choices, one of something for each callable, orders, devices."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.errors import CallableError, OrderError
+from jgraph.graphed.shaped import Shaped
+from jgraph.schedule.action import FORWARD, WGRAD
+from jgraph.schedule.order import Order
+from jgraph.schedule.schedule import Schedule
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises CallableError for a choice that is not there."""
+    if value not in allowed:
+        raise CallableError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
+
+
+def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
+    """One of something for each callable; None stands for none at all."""
+    if given is None:
+        return (None,) * count
+    if not isinstance(given, (tuple, list)) or len(given) != count:
+        number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
+        raise CallableError(f"{name}: {number} given for {count} callables; give a tuple with one for each")
+    return tuple(given)
+
+
+def named(name: str, i: int, given: Any) -> dict[str, Any]:
+    """The dict that callable i was given; None for an empty one."""
+    if given is not None and not isinstance(given, Mapping):
+        raise CallableError(f"{name} of callable {i} are {given!r}: must be a dict")
+    return dict(given or {})
+
+
+def schedule_of(
+    order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
+) -> tuple[Schedule | None, tuple[bool, ...]]:
+    """The schedule that an order means, and for each callable whether its wgrad is delayed.
+
+    Args:
+        order: signed numbers, an Order, a Schedule, one order per rank, or None.
+        layers: callables per chunk, one number or one per chunk of a rank.
+        delay_wgrad: for all, or one per stage: a chunk of one rank's order, a callable without an order.
+        count: number of callables.
+
+    Raises:
+        OrderError: the order cannot run, or says otherwise than `delay_wgrad`.
+        CallableError: it is for another number of callables.
+    """
+    if order is None:
+        return None, _each_flag(delay_wgrad, count)
+    if isinstance(order, Schedule):
+        schedule = order
+    elif _is_one(order):
+        schedule = Schedule((_order(order, layers, delay_wgrad),))
+    else:
+        # Stages go round the ranks, so that every P-th is this rank's.
+        flags = [delay_wgrad[r :: len(order)] if isinstance(delay_wgrad, tuple) else delay_wgrad for r in range(len(order))]
+        schedule = Schedule(tuple(_order(row, layers, delay) for row, delay in zip(order, flags, strict=True)))
+    wanted = _each_flag(delay_wgrad, schedule.num_stages)
+    delayed: dict[int, tuple[int, bool]] = {}
+    for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
+        _check_delay(row, [wanted[s] for s in stages], rank if schedule.num_ranks > 1 else None)
+        delayed |= {s: (n, late) for s, n, late in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
+    flags = tuple(late for _, (n, late) in sorted(delayed.items()) for _ in range(n))
+    if len(flags) != count:
+        raise CallableError(
+            f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
+            f"{count} are given; give one for each layer of each chunk"
+        )
+    return schedule, flags
+
+
+def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
+    """Raises OrderError for wgrads in the order of a chunk where no layer has a gradient to delay."""
+    for rank, chunk, places in _chunks(schedule):
+        row = schedule.orders[rank]
+        if row.delay_wgrad[chunk] and not any(callables[i].late for i in places):
+            position = int(np.flatnonzero((row.kinds == WGRAD) & (row.chunks == chunk))[0])
+            flags = [bool(late and c != chunk) for c, late in enumerate(row.delay_wgrad)]
+            raise OrderError(
+                f"entry {position} is {-chunk - 1.5:g}, a wgrad of chunk {chunk + 1}, but callable {places[0]} has nothing to "
+                f"delay: no matrix product with a parameter of its own; leave the {-chunk - 1.5:g} out and pass "
+                f"delay_wgrad={flags}, by chunk",
+                position=position,
+                rank=rank if schedule.num_ranks > 1 else None,
+            )
+
+
+def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
+    """For each callable, how many of its microbatches wait for their backward at once; without an order, one."""
+    most = [1] * count
+    if schedule is None:
+        return most
+    for rank, chunk, places in _chunks(schedule):
+        row = schedule.orders[rank]
+        steps = np.where(row.kinds == FORWARD, 1, np.where(row.kinds == WGRAD, 0, -1)) * (row.chunks == chunk)
+        for i in places:
+            most[i] = int(np.cumsum(steps).max())
+    return most
+
+
+def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
+    """(rank, chunk, its callables), for all."""
+    layers = {
+        stage: (rank, chunk, n)
+        for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True))
+        for chunk, (stage, n) in enumerate(zip(stages, row.num_layers_per_chunk, strict=True))
+    }
+    found, first = [], 0
+    for stage in sorted(layers):
+        rank, chunk, n = layers[stage]
+        found.append((rank, chunk, range(first, first + n)))
+        first += n
+    return found
+
+
+def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
+    """The device of each callable.
+
+    Raises:
+        CallableError: params lie on several devices, or there is not one device per rank.
+    """
+    if devices is None:
+        held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
+        if len(held) > 1:
+            raise CallableError(
+                f"params lie on {len(held)} devices: name one device per rank with devices=, and give each callable's params "
+                f"where it runs; a sharded parameter does not go with graphed callables"
+            )
+        with jax.ensure_compile_time_eval():  # also where somebody traces
+            devices = list(held or jnp.zeros(()).devices())
+    if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
+        raise CallableError(f"devices are {devices!r}: must be a list of jax devices, one for each rank, or one for all")
+    if schedule is None:
+        schedule_ranks, ranks = 1, [0] * len(params)
+    else:
+        schedule_ranks = schedule.num_ranks
+        layers = {
+            s: n
+            for row, stages in zip(schedule.orders, schedule.placement, strict=True)
+            for s, n in zip(stages, row.num_layers_per_chunk, strict=True)
+        }
+        ranks = [int(schedule.rank_of_stage[s]) for s in sorted(layers) for _ in range(layers[s])]
+    if len(devices) not in (1, schedule_ranks):
+        raise CallableError(f"{len(devices)} devices for {schedule_ranks} ranks: give one for each rank, or one for all")
+    return [devices[rank % len(devices)] for rank in ranks]
+
+
+def _is_one(order: Any) -> bool:
+    """Whether this is one rank's order."""
+    if isinstance(order, Order) or not isinstance(order, Sequence) or not len(order):
+        return True
+    return isinstance(order[0], Number)
+
+
+def _order(order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool]) -> Order:
+    return order if isinstance(order, Order) else Order.parse(order, layers, delay_wgrad)
+
+
+def _check_delay(order: Order, wanted: Sequence[bool], rank: int | None) -> None:
+    for chunk, (has, want) in enumerate(zip(order.delay_wgrad, wanted, strict=True)):
+        if has and not want:
+            raise OrderError(
+                f"the order has wgrads of chunk {chunk + 1}, but delay_wgrad says that they are not delayed; pass "
+                f"delay_wgrad=True, or an order without them",
+                rank=rank,
+            )
+        if want and not has:
+            raise OrderError(
+                f"delay_wgrad says that wgrads of chunk {chunk + 1} are delayed, but the order has none; add one "
+                f"{-chunk - 1.5:g} for each {-chunk - 1}, or pass delay_wgrad=False",
+                rank=rank,
+            )
+
+
+def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
+    if isinstance(delay_wgrad, bool):
+        return (delay_wgrad,) * count
+    if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
+        raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages")
+    return tuple(delay_wgrad)

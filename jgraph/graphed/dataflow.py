@@ -1,0 +1,293 @@
+"""What flows where when a schedule is played: which task reads and writes which array, and what may be one executable.
+
+Every array has a register, a number. The actions of all ranks are walked by tick, layer by layer, and every array gets its
+register where it is made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jgraph.graphed.compile import Task
+from jgraph.graphed.shaped import Shaped, Side
+from jgraph.schedule.action import KINDS, Kind
+from jgraph.schedule.schedule import Schedule
+
+Join = Literal["segments", "nothing"]
+Outputs = Literal["drop", "keep"]
+
+# Tasks in one executable: beyond, compiling takes longer than the launches that it saves.
+_MOST_JOINED = 64
+# Buffers of a shape that a rank sends from, in turn: the next is written while the last is read. An array that is sent and then
+# freed is free when its transfer is over, and what comes next would lie now here, now there.
+_BERTHS = 3
+_NEVER = 1 << 62
+
+
+@dataclass
+class Unit:
+    """An action of one callable: tasks that always go together, and what they send."""
+
+    rank: int
+    tick: int
+    tasks: list[Task]
+    sends: list[tuple[int, int, Any]]
+    needed_at: int = -1
+    used_at: int = _NEVER
+
+
+@dataclass
+class Flow:
+    """Registers given out so far.
+
+    Attributes:
+        callables, devices, aliased, reuse, join, outputs: as `make_plan` takes them; devices by rank.
+        loss_side, loss_aval: of the loss's arguments after y, and of the loss.
+        avals: of every register.
+        pool, home: of the registers that only the plan sees, their pool and rank.
+        external: registers of what the caller gives; `named`, by name.
+        values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
+        sums: (callable, parameter) to register; `started` are those that an executable has written.
+        losses: by microbatch.
+        send_buffers: of what is sent, the register of the buffer that it is written to; `turns`, those of a rank and shape.
+    """
+
+    callables: Sequence[Shaped]
+    devices: Sequence[Any]
+    aliased: Sequence[Sequence[int]]
+    reuse: bool
+    join: Join
+    outputs: Outputs
+    loss_side: Side
+    loss_aval: Any
+    avals: dict[int, Any] = field(default_factory=dict)
+    pool: dict[int, str] = field(default_factory=dict)
+    home: dict[int, int] = field(default_factory=dict)
+    external: set[int] = field(default_factory=set)
+    values: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    started: set[tuple[int, int]] = field(default_factory=set)
+    named: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    losses: dict[int, int] = field(default_factory=dict)
+    send_buffers: dict[int, int] = field(default_factory=dict)
+    turns: dict[Any, list[int]] = field(default_factory=dict)
+
+    def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
+        """The register of the buffer that an array is written to before it is sent; those of a shape take turns.
+
+        `busy` are those that the same executable writes already; the new one is added.
+        """
+        aval = self.avals[source]
+        turns = self.turns.setdefault((rank, aval.shape, aval.dtype), [])
+        free = [r for r in turns if r not in busy]
+        send_buffer = free[0] if free and len(turns) >= _BERTHS else self.register(aval)
+        turns[:] = [*(r for r in turns if r != send_buffer), send_buffer]
+        busy.add(send_buffer)
+        self.send_buffers[source] = send_buffer
+        return send_buffer
+
+    def register(self, aval: Any) -> int:
+        register = len(self.avals)
+        self.avals[register] = aval
+        return register
+
+    def given(self, aval: Any, *name: Any) -> int:
+        """The register of something that the caller gives, by name."""
+        if name not in self.named:
+            self.named[name] = self.register(aval)
+            self.external.add(self.named[name])
+        return self.named[name]
+
+    def pooled(self, aval: Any, pool: str, rank: int) -> int:
+        register = self.register(aval)
+        self.pool[register], self.home[register] = pool, rank
+        return register
+
+    def unit(self, kind: Kind, rank: int, tick: int, i: int, m: int, neighbours: tuple[int | None, int | None]) -> Unit:
+        """The tasks of an action of callable i; `neighbours` are the ranks of callables i - 1 and i + 1."""
+        unit = Unit(rank, tick, [], [])
+        if kind == "forward":
+            self._forward(unit, i, m, neighbours[1])
+        else:
+            self._backward(unit, kind, i, m, neighbours[0])
+        return unit
+
+    def params(self, i: int, part: str) -> tuple[int, ...]:
+        side = self.callables[i].params
+        return tuple(self.given(side.avals[place], "params", i, place) for place in self.callables[i].reads[part])
+
+    def _forward(self, unit: Unit, i: int, m: int, next_rank: int | None) -> None:
+        part = self.callables[i]
+        if i == 0:
+            self.values["x", 0, m] = [self.given(aval, "x", m, place) for place, aval in enumerate(part.x.avals)]
+        ins = [*self.values.pop(("x", i, m)), *self._extra(unit, i, m)]
+        if next_rank is None and self.outputs == "keep":
+            y = [self.register(aval) for aval in part.y.avals]
+        else:
+            y = [self.pooled(aval, "activation", unit.rank) for aval in part.y.avals]
+        residuals: list[int] = []
+        outs: list[int | None] = [*y]
+        for place, (aval, source) in enumerate(zip(part.residuals.avals, part.residuals_from, strict=True)):
+            pool = "forward_dgrad" if place < part.num_dgrad else "forward_wgrad"
+            residuals.append(self.pooled(aval, pool, unit.rank) if source is None else ins[source])
+            outs.append(residuals[-1] if source is None else None)
+        unit.tasks.append(Task("forward", i, tuple(ins), tuple(outs), self.params(i, "forward")))
+        self.values["residuals", i, m] = residuals
+        if next_rank is None:
+            self._loss(unit, i, m, y)
+        else:
+            self.values["x", i + 1, m] = self._send(unit, y, part.y.avals, "activation", next_rank)
+
+    def _extra(self, unit: Unit, i: int, m: int) -> list[int]:
+        part = self.callables[i]
+        registers = []
+        for place, aval in enumerate(part.extra.avals):
+            if ("keys", i, place) in self.named:
+                key = self.pooled(aval, "forward_wgrad", unit.rank)
+                scalar = jax.ShapeDtypeStruct((), np.int32)
+                step = self.given(scalar, "step", unit.rank)
+                microbatch = self.given(scalar, "microbatch", unit.rank, m)
+                unit.tasks.append(Task("key", i, (self.named["keys", i, place], step, microbatch), (key,)))
+                registers.append(key)
+            else:
+                registers.append(self.given(aval, "extra", i, m, place))
+        return registers
+
+    def _loss(self, unit: Unit, i: int, m: int, y: list[int]) -> None:
+        part = self.callables[i]
+        arguments = [self.given(aval, "loss", m, place) for place, aval in enumerate(self.loss_side.avals)]
+        dy = [self.pooled(aval, "gradient", unit.rank) for aval in part.y.avals]
+        self.losses[m] = self.register(self.loss_aval)
+        unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy)))
+        self.values["y", i, m], self.values["dy", i, m] = y, dy
+
+    def _backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
+        part = self.callables[i]
+        residuals = self.values["residuals", i, m]
+        if kind == "wgrad" and not part.late:
+            del self.values["stash", i, m]
+            return
+        if kind == "wgrad":
+            ins = [*residuals[part.num_dgrad :], *self.values.pop(("stash", i, m))]
+            task = Task(kind, i, tuple(ins), (), self.params(i, "wgrad"), self._grads(i, part.late))
+            unit.tasks.append(task)
+            return
+        ins = [*residuals, *self.values.pop(("dy", i, m))]
+        dx: list[int] = []
+        if previous_rank is not None and part.takes_gradient:
+            dx = [self.pooled(aval, "gradient", unit.rank) for aval in part.x.avals]
+        outs: list[int | None] = [*dx] if dx else [None] * part.num_dx
+        places, read = (*part.early, *part.late), self.params(i, "dgrad")
+        if kind == "dgrad":
+            places, stash = part.early, []
+            for aval, source in zip(part.stash.avals, part.stash_from, strict=True):
+                stash.append(self.pooled(aval, "stash", unit.rank) if source is None else ins[source])
+                outs.append(stash[-1] if source is None else None)
+            self.values["stash", i, m] = stash
+        else:
+            read += self.params(i, "wgrad")
+        unit.tasks.append(Task(kind, i, tuple(ins), tuple(outs), read, self._grads(i, places)))
+        if previous_rank is not None and dx:
+            self.values["dy", i - 1, m] = self._send(unit, dx, part.x.avals, "gradient", previous_rank)
+
+    def _grads(self, i: int, places: Sequence[int]) -> tuple[Any, ...]:
+        grads = []
+        for place in places:
+            aval, name = self.callables[i].params.avals[place], (i, place)
+            if name not in self.sums:
+                self.sums[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
+            first = "add" if self.join == "nothing" else "over" if place in self.aliased[i] else "start"
+            how = "add" if name in self.started else first
+            self.started.add(name)
+            grads.append((place, self.sums[name], how))
+        return tuple(grads)
+
+    def _send(self, unit: Unit, registers: list[int], avals: Sequence[Any], pool: str, rank: int) -> list[int]:
+        if self.devices[rank] == self.devices[unit.rank]:
+            return registers
+        arrived = [self.pooled(aval, pool, rank) for aval in avals]
+        unit.sends += [(a, b, self.devices[rank]) for a, b in zip(registers, arrived, strict=True)]
+        return arrived
+
+
+def layers_of(schedule: Schedule) -> list[int]:
+    """How many callables each stage has."""
+    layers = [0] * schedule.num_stages
+    for order, stages in zip(schedule.orders, schedule.placement, strict=True):
+        for stage, count in zip(stages, order.num_layers_per_chunk, strict=True):
+            layers[stage] = count
+    return layers
+
+
+def devices_of(callables: Sequence[Shaped], schedule: Schedule) -> list[Any]:
+    """The device of each rank."""
+    ranks = np.repeat(schedule.rank_of_stage, layers_of(schedule)).tolist()
+    of_rank = dict(zip(ranks, (part.device for part in callables), strict=True))
+    return [of_rank[rank] for rank in range(schedule.num_ranks)]
+
+
+def units_of(builder: Flow, schedule: Schedule) -> list[Unit]:
+    """The actions of all ranks by tick, layer by layer, with the ticks that say what may be joined."""
+    layers = layers_of(schedule)
+    first = np.concatenate([[0], np.cumsum(layers)])
+    rank_of = np.repeat(schedule.rank_of_stage, layers).tolist()
+    made_at, used_at, home = _meetings(schedule)
+    actions = []
+    for r, order in enumerate(schedule.orders):
+        needs, makes, stages = schedule.needs()[r], schedule.makes()[r], schedule.stages[r]
+        for p in range(len(order)):
+            need, make = int(needs[p]), int(makes[p])
+            needed = int(made_at[need]) if need >= 0 and home[need] != r else -1
+            used = int(used_at[make]) if make < len(home) and home[make] >= 0 else _NEVER
+            kind, m = KINDS[order.kinds[p]], int(order.microbatches[p])
+            actions.append((int(schedule.ticks[r][p]), r, kind, int(stages[p]), m, needed, used))
+    units = []
+    for tick, r, kind, stage, m, needed, used in sorted(actions, key=lambda action: action[:2]):
+        places = range(int(first[stage]), int(first[stage + 1]))
+        for i in places if kind == "forward" else reversed(places):
+            around = (rank_of[i - 1] if i else None, rank_of[i + 1] if i + 1 < len(rank_of) else None)
+            unit = builder.unit(kind, r, tick, i, m, around)
+            unit.needed_at, unit.used_at = needed, used if unit.sends else _NEVER
+            # The wgrad of a callable that has nothing to delay is none.
+            units += [unit] if unit.tasks else []
+    return units
+
+
+def _meetings(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For everything that one stage makes for another: the ticks that make and use it, and the rank that makes it."""
+    size = 2 * schedule.num_stages * schedule.num_microbatches
+    made_at, used_at, home = (np.full(size + 1, -1, np.int64) for _ in range(3))
+    used_at[:] = _NEVER
+    for r, (ticks, needs, makes) in enumerate(zip(schedule.ticks, schedule.needs(), schedule.makes(), strict=True)):
+        made_at[makes], home[makes] = ticks, r
+        used_at[needs[needs >= 0]] = ticks[needs >= 0]
+    return made_at[:size], used_at[:size], home[:size]
+
+
+def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
+    """Units that are one executable, by their first tick.
+
+    Consecutive actions of a rank are joined where no transfer stands between them: what they need from other ranks was made
+    before the first of them starts, and nobody waits for what they make until the last has ended, both by the schedule's ticks.
+    So every segment needs only segments that start earlier, and playing them by their starts cannot deadlock.
+    """
+    done: list[list[Unit]] = []
+    open_: dict[int, list[Unit]] = {}
+    for unit in units:
+        segment = open_.get(unit.rank)
+        joins = (
+            join == "segments"
+            and segment is not None
+            and unit.needed_at < segment[0].tick
+            and all(other.used_at > unit.tick for other in segment)
+            and sum(len(other.tasks) for other in segment) < _MOST_JOINED
+        )
+        if joins and segment is not None:
+            segment.append(unit)
+        else:
+            open_[unit.rank] = segment = [unit]
+            done.append(segment)
+    return sorted(done, key=lambda segment: segment[0].tick)

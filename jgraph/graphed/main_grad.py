@@ -1,0 +1,98 @@
+"""main_grad: the float32 sums of a callable's aliased gradients, each at one address for ever."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.errors import OwnershipError
+from jgraph.graphed.borrowed import Borrowed, Lease
+from jgraph.graphed.entry import Entry, check_concrete
+
+
+class MainGrad:
+    """The float32 accumulator of a callable's aliased gradients, and the lease on what it holds now.
+
+    Attributes:
+        arrays: by place of the parameter; empty until the first gradient.
+        updates: how often it was updated.
+    """
+
+    def __init__(self, entry: Entry):
+        self._callable = f"callable {entry.shaped.index}"
+        self._name = f"main_grad of {self._callable}"
+        self._paths, self._avals = entry.shaped.params.paths, entry.shaped.params.avals
+        self._device = entry.shaped.device
+        self.places = sorted(entry.aliased)
+        self.arrays: dict[int, jax.Array] = {}
+        self.updates = 0
+        self._lease = Lease(self._name)
+
+    def open(self) -> dict[int, jax.Array]:
+        """The arrays, made if there are none yet.
+
+        Raises:
+            OwnershipError: the caller donated or deleted one. A sum that starts anew beside others that go on would be no sum.
+        """
+        if not self.arrays:
+            return self.renew()
+        for place, array in self.arrays.items():
+            if array.is_deleted():
+                raise self._gone(place)
+        return self.arrays
+
+    def renew(self) -> dict[int, jax.Array]:
+        """The arrays, for who starts every sum anew: all made again if one is gone."""
+        if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
+            self.arrays = dict(zip(self.places, self.blank(tuple(self.places)), strict=True))
+        return self.arrays
+
+    def blank(self, places: tuple[int, ...]) -> list[jax.Array]:
+        """New float32 zeros, in one program."""
+        shapes = tuple(self._avals[place].shape for place in places)
+        arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))() if shapes else []
+        check_concrete(self._callable, arrays)
+        return arrays
+
+    def zero(self) -> None:
+        """Sets the arrays to zero, in place."""
+        if self.arrays:
+            sums = self.renew()
+            zeros = _zeros(list(sums.values()))
+            check_concrete(self._callable, zeros)
+            self.end("set to zero by zero_grads")
+            self.arrays = dict(zip(sums, zeros, strict=True))
+
+    def update(self, arrays: dict[int, jax.Array], by: str) -> None:
+        """Takes over what a program made of the arrays; ends every handle on what they held before."""
+        self.updates += 1
+        self.end(f"updated in place by {by} (update {self.updates})")
+        self.arrays.update(arrays)
+
+    def end(self, why: str) -> None:
+        """Ends every handle given out so far."""
+        self._lease.ended = why
+        self._lease = Lease(self._name)
+
+    def handle(self, place: int) -> Borrowed:
+        """What the sum is now. Raises OwnershipError as `open` does."""
+        array = (self.arrays or self.renew())[place]
+        if array.is_deleted():
+            raise self._gone(place)
+        return Borrowed(array, self._lease, self._paths[place])
+
+    def _gone(self, place: int) -> OwnershipError:
+        return OwnershipError(
+            f"{self._name}, {self._paths[place]!r}, was donated or deleted by the caller, or by a call that failed; call "
+            f"zero_grads(), which makes it anew and starts all sums from zero; donate a .copy() of a sum that is to go on",
+            owner=self._name,
+        )
+
+
+@functools.cache
+def _blank_program(shapes: tuple[tuple[int, ...], ...], sharding: Any) -> Any:
+    return jax.jit(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], out_shardings=sharding)
+
+
+_zeros = jax.jit(lambda sums: [jnp.zeros_like(total) for total in sums], donate_argnums=0, keep_unused=True)

@@ -1,0 +1,239 @@
+"""A callable with its shapes: what its forward, dgrad and wgrad take and give, leaf by leaf.
+
+Arrays that a part only hands on (an input that is also a residual, a dy that is also the stash) are not outputs of its program:
+the host keeps the array that went in. So nothing is copied, and who owns the array stays known.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.backward import Split, split_backward
+from jgraph.errors import CallableError
+from jgraph.trace import replay
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Side:
+    """The leaves of one argument or result: their structure, shapes, and paths for messages."""
+
+    tree: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tree: Tree) -> "Side":
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        paths = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+        return cls(structure, tuple(shape_of(leaf) for _, leaf in leaves), paths)
+
+    def __len__(self) -> int:
+        return len(self.avals)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Tree:
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def shapes(self) -> Tree:
+        return self.unflatten(self.avals)
+
+
+@dataclass(frozen=True, eq=False)
+class Shaped:
+    """A callable, differentiated for one set of shapes.
+
+    Attributes:
+        index: of the callable.
+        split: its parts.
+        params, x, extra, y: sides; `extra` is (positional arguments after x, keyword arguments).
+        residuals, stash: sides; `residuals` are those of the pool forward -> dgrad, then those of forward -> wgrad.
+        num_dgrad: how many of the residuals are in the first of the two pools.
+        takes_gradient: whether x is floating, so that there is a dx.
+        late, early: places of the parameters whose gradients come from wgrad; from dgrad. Integers have none.
+        reads: for `forward`, `dgrad` and `wgrad`, the places of the parameters that it reads.
+        residuals_from: for each residual, its place in (x, extra) where forward only hands it on, or None.
+        stash_from: for each leaf of the stash, its place in (residuals, dy) where dgrad only hands it on, or None.
+        device: where it runs.
+    """
+
+    index: int
+    split: Split
+    params: Side
+    x: Side
+    extra: Side
+    y: Side
+    residuals: Side
+    stash: Side
+    num_dgrad: int
+    takes_gradient: bool
+    late: tuple[int, ...]
+    early: tuple[int, ...]
+    reads: dict[str, tuple[int, ...]]
+    residuals_from: tuple[int | None, ...]
+    stash_from: tuple[int | None, ...]
+    device: Any
+
+    @cached_property
+    def inputs_tree(self) -> Any:
+        """Structure of (x, extra)."""
+        return jax.tree.structure((self.x.shapes(), self.extra.shapes()))
+
+    @cached_property
+    def num_dx(self) -> int:
+        """Leaves of dx."""
+        return len(self.x) if self.takes_gradient else 0
+
+    @cached_property
+    def positional(self) -> Side:
+        """The positional part of `extra`."""
+        return Side.of(self.extra.shapes()[0])
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """Places in `extra` of random keys among the keyword arguments."""
+        avals = enumerate(self.extra.avals)
+        return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
+
+    def arguments(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[Tree, Tree, Tree]:
+        """Of `split.forward`, from the leaves of params and of (x, extra)."""
+        x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
+        weights = self.params.unflatten(params)
+        return (weights, x, extra) if self.takes_gradient else (weights, (), (x, extra))
+
+    @cached_property
+    def last_use_of_x(self) -> str:
+        """Which part reads x last: `forward`, `dgrad` or `wgrad`."""
+        kept = [i for i, source in enumerate(self.residuals_from) if source is not None and source < len(self.x)]
+        return "forward" if not kept else "wgrad" if max(kept) >= self.num_dgrad else "dgrad"
+
+    @cached_property
+    def last_use_of_dy(self) -> str:
+        """Which part reads dy last: `dgrad` or `wgrad`."""
+        kept = any(source is not None and source >= len(self.residuals) for source in self.stash_from)
+        return "wgrad" if kept else "dgrad"
+
+    def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
+        """All leaves of params from those that a part reads."""
+        given = dict(zip(self.reads[part], read, strict=True))
+        return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
+
+    def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Leaves of (y, residuals)."""
+        return jax.tree.leaves(self.split.forward(*self.arguments(params, inputs)))
+
+    def dgrad(self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]):
+        """Leaves of dx; gradients by place; leaves of the stash."""
+        weights = self.params.unflatten(params)
+        dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
+        gradients = self.params.tree.flatten_up_to(early)
+        return jax.tree.leaves(dx), {i: gradients[i] for i in self.early}, jax.tree.leaves(stash)
+
+    def wgrad(self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: dict[int, Any] | None):
+        """Gradients by place, of the parameters' dtypes; or, given float32 sums by place, the sums with them added."""
+        if not self.late:
+            return {}
+        weights, kept = self.params.unflatten(params), self.residuals.unflatten(residuals)
+        left = self.stash.unflatten(stash)
+        if sums is None:
+            out = self.split.wgrad(weights, kept, left)
+        else:
+            total = self.params.unflatten([sums.get(i) for i in range(len(self.params))])
+            out = self.split.accumulate(total, weights, kept, left)
+        leaves = self.params.tree.flatten_up_to(out)
+        return {i: leaves[i] for i in self.late}
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype alone: not where it is, nor whether its dtype is a weak one."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def shape_callable(
+    fn: Callable[..., Tree], index: int, params: Tree, args: Sequence[Tree], kwargs: dict[str, Any], device: Any
+) -> Shaped:
+    """Traces a callable's parts; computes nothing.
+
+    Raises:
+        CallableError: a parameter is complex, x mixes floating and other leaves, or y has a leaf that is not floating.
+    """
+    weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
+    for path, aval in zip(weights.paths, weights.avals, strict=True):
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; give its real and imaginary parts")
+    floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in x.avals]
+    takes_gradient = all(floating)
+    if any(floating) and not takes_gradient:
+        i = floating.index(False)
+        raise CallableError(
+            f"callable {index}: x has floating leaves, and {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}; pass what has no "
+            f"gradient as an argument after x"
+        )
+    if takes_gradient:
+        split = split_backward(lambda params, x, extra: fn(params, x, *extra[0], **extra[1]))
+        arguments = (weights.shapes(), x.shapes(), extra.shapes())
+    else:
+        split = split_backward(lambda params, _, rest: fn(params, rest[0], *rest[1][0], **rest[1][1]))
+        arguments = (weights.shapes(), (), (x.shapes(), extra.shapes()))
+    spec = split.spec(*arguments)
+    y, residuals, stash = Side.of(spec.y), Side.of(spec.residuals), Side.of(spec.stash)
+    for path, aval in zip(y.paths, y.avals, strict=True):
+        if not jnp.issubdtype(aval.dtype, jnp.floating):
+            raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
+    delayed = spec.residuals.plan.delayed
+    early = tuple(i for i, aval in enumerate(weights.avals) if not delayed[i] and jnp.issubdtype(aval.dtype, jnp.floating))
+    shaped = Shaped(
+        index=index,
+        split=split,
+        params=weights,
+        x=x,
+        extra=extra,
+        y=y,
+        residuals=residuals,
+        stash=stash,
+        num_dgrad=len(spec.residuals.dgrad),
+        takes_gradient=takes_gradient,
+        late=tuple(i for i, late in enumerate(delayed) if late),
+        early=early,
+        reads={},
+        residuals_from=(),
+        stash_from=(),
+        device=device,
+    )
+    return _with_flows(shaped)
+
+
+def _with_flows(shaped: Shaped) -> Shaped:
+    """Reads off the traces what each part reads and what it hands on."""
+    weights, count = list(shaped.params.avals), len(shaped.params)
+    inputs = [*shaped.x.avals, *shaped.extra.avals]
+    residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)
+
+    def dgrad(params, residuals, dy):
+        dx, early, stash = shaped.dgrad(params, residuals, dy)
+        return dx, stash, list(early.values())
+
+    forward = jax.make_jaxpr(shaped.forward)(weights, inputs).jaxpr
+    back = jax.make_jaxpr(dgrad)(weights, residuals, dy).jaxpr
+    late = jax.make_jaxpr(partial(shaped.wgrad, sums=None))(weights, residuals, stash).jaxpr
+
+    def reads(jaxpr: Any) -> tuple[int, ...]:
+        needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
+        return tuple(i for i in range(count) if needed[i])
+
+    def flows(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
+        sources = replay.forwarded(jaxpr)[start : start + length]
+        return tuple(i - count if i is not None and i >= count else None for i in sources)
+
+    return replace(
+        shaped,
+        reads={"forward": reads(forward), "dgrad": reads(back), "wgrad": reads(late)},
+        residuals_from=flows(forward, len(dy), len(residuals)),
+        stash_from=flows(back, shaped.num_dx, len(stash)),
+    )

@@ -1,5 +1,0 @@
-import sys
-
-from jgraph.inspect import main
-
-sys.exit(main())

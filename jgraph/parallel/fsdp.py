@@ -1,0 +1,214 @@
+"""Arrays cut over the axis `fsdp` of a mesh: along which of their axes, how they are gathered, how gradients come back.
+
+Fully sharded data parallelism (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device keeps 1/N of the parameters, of
+main_grad and of the optimizer's state, gathers a parameter in the dtype it is used in, and gets of each gradient the sum over
+devices of its part. Both happen parameter by parameter; XLA's scheduler moves them next to their use.
+"""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from jgraph.errors import ConfigError
+from jgraph.mesh import Axis
+
+Tree = Any
+Aux = TypeVar("Aux")
+AXIS = Axis.FSDP.value
+
+# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms a step, notes/fsdp.md): collectives beside products, few and long.
+XLA_OPTIONS = (
+    "xla_gpu_enable_latency_hiding_scheduler=true",
+    "xla_gpu_all_gather_combine_threshold_bytes=134217728",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes=134217728",
+)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How an array is spread over N devices.
+
+    Attributes:
+        axis: that is cut into N equal parts; None where every device has the whole, which is so of scalars only.
+        length: of this axis.
+        padded: the same with the zeros that make N divide it.
+    """
+
+    axis: int | None
+    length: int = 0
+    padded: int = 0
+
+    def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
+        """Of the padded array; `lead` are the mesh axes of axes in front of those that the cut counts."""
+        return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
+
+    def pad(self, whole: Array) -> Array:
+        """The array with its padding."""
+        if self.padded == self.length:
+            return whole
+        return jnp.pad(whole, [(0, self.padded - self.length) if i == self.axis else (0, 0) for i in range(whole.ndim)])
+
+    def unpad(self, padded: Array) -> Array:
+        """The inverse of `pad`."""
+        return padded if self.padded == self.length else lax.slice_in_dim(padded, 0, self.length, axis=self.axis or 0)
+
+    # On one device, under `jax.shard_map`.
+
+    def gather(self, part: Array) -> Array:
+        """The whole array, from every device's part."""
+        return part if self.axis is None else self.unpad(lax.all_gather(part, AXIS, axis=self.axis, tiled=True))
+
+    def scatter(self, whole: Array) -> Array:
+        """This device's part of the sum over devices."""
+        if self.axis is None:
+            return lax.psum(whole, AXIS)
+        return lax.psum_scatter(self.pad(whole), AXIS, scatter_dimension=self.axis, tiled=True)
+
+
+def shard_specs(
+    shapes: Mapping[str, Any],
+    ranks: int,
+    axes: Mapping[str, int],
+    *,
+    taken: Mapping[str, int] = MappingProxyType({}),
+    pads: bool = True,
+) -> dict[str, ShardSpec]:
+    """Returns how arrays are sharded: along the axis asked for, else the first that `ranks` divides, else the longest, padded.
+
+    Args:
+        shapes: arrays or shapes by name.
+        ranks: devices of the axis `fsdp`.
+        axes: the axis of some of them, as `asked_axes` gives it.
+        taken: the axis of some of them that is cut over another axis of the mesh.
+        pads: whether there may be padding; if not, what no axis divides is whole everywhere.
+
+    Raises:
+        ConfigError: an array does not have the axis asked for.
+    """
+    shards = {}
+    for name, leaf in shapes.items():
+        if name in axes and axes[name] >= leaf.ndim:
+            raise ConfigError(
+                f"--shard-rules cut {name} along axis {axes[name]}: must be less than {leaf.ndim}, its shape is {leaf.shape}",
+                field="shard_rules",
+            )
+        divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i != taken.get(name)]
+        longest = max(range(leaf.ndim), key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
+        axis = axes.get(name, divisible[0] if divisible else longest)
+        length = 0 if axis is None else leaf.shape[axis]
+        shards[name] = ShardSpec(axis, length, -(-length // ranks) * ranks)
+    return shards
+
+
+def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the axis that a rule or an annotation of the model asks to shard, by parameter.
+
+    Args:
+        names: of all parameters.
+        rules: `PATTERN=AXIS`, patterns as in a shell; they come before what the model says.
+        specs: what the model says, Flax's partition names by parameter: a PartitionSpec, or None.
+
+    Raises:
+        ConfigError: a rule matches nothing, two match the same parameter with different axes, or a partition name is not fsdp.
+    """
+    axes: dict[str, int] = {}
+    for name, spec in specs.items():
+        named = [(i, part) for i, part in enumerate(spec or ()) if part is not None]
+        if any(part != AXIS for _, part in named) or len(named) > 1:
+            raise ConfigError(f"{name} has the partition names {tuple(spec)}: must be {AXIS!r}, at most once", field="fsdp")
+        for i, _ in named:
+            axes[name] = i
+    by_rule: dict[str, tuple[str, int]] = {}
+    for rule in rules:
+        pattern, _, axis = rule.rpartition("=")
+        for name in matching(pattern, names, field="shard_rules"):
+            other, before = by_rule.get(name, (rule, int(axis)))
+            if before != int(axis):
+                raise ConfigError(f"--shard-rules {other} and {rule} both match {name}: must agree", field="shard_rules")
+            by_rule[name] = rule, int(axis)
+    return axes | {name: axis for name, (_, axis) in by_rule.items()}
+
+
+def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
+    """The names that a pattern matches, as in a shell. Raises ConfigError where there is none."""
+    found = fnmatch.filter(names, pattern)
+    if not found:
+        some = ", ".join(list(names)[:3])
+        raise ConfigError(
+            f"--{field.replace('_', '-')} has {pattern!r}, which matches no parameter: must match one of {some}, ...",
+            field=field,
+        )
+    return found
+
+
+def value_and_grads(
+    loss: Callable[[dict[str, Array]], tuple[Array, Aux]],
+    parts: dict[str, Array],
+    shards: Mapping[str, ShardSpec],
+    dtypes: Mapping[str, Any],
+    *,
+    grads_dtype: Any,
+    reshard_after_forward: bool,
+) -> tuple[Aux, dict[str, Array]]:
+    """Returns what a loss gives besides its value, and this device's part of the sum of its gradients over the devices.
+
+    To be called on one device, under `jax.shard_map`.
+
+    Args:
+        loss: of the whole parameters, a scalar and anything besides.
+        parts: of this device.
+        shards, dtypes: of each parameter; it is cast to its dtype before it is gathered.
+        grads_dtype: in which gradients are summed.
+        reshard_after_forward: gather the parameters a second time for the backward, instead of keeping them.
+    """
+
+    def gather(parts: dict[str, Array]) -> dict[str, Array]:
+        return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
+
+    whole = gather(parts)
+    value, pull_back, aux = jax.vjp(loss, whole, has_aux=True)
+    if reshard_after_forward:
+        # The barrier keeps the second gathering behind the forward, and apart from the first: equal, they would be merged.
+        again = gather(lax.optimization_barrier((parts, value))[0])
+        pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
+    (grads,) = pull_back(jnp.ones_like(value))
+    return aux, {name: shards[name].scatter(gradient.astype(grads_dtype)) for name, gradient in grads.items()}
+
+
+def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:
+    """A vjp function that reads other arrays than it kept. What its forward only passed on to it is there under its own id."""
+    leaves, structure = jax.tree.flatten(pull_back)
+    return structure.unflatten([arrays.get(id(leaf), leaf) for leaf in leaves])
+
+
+def state_shardings(transform: optax.GradientTransformation, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
+    """Where an optimizer's state lies: what belongs to a parameter as the parameter does.
+
+    Args:
+        transform: the optimizer.
+        opt_state, params: as shapes.
+        shardings: of the parameters.
+        rest: of what belongs to none.
+
+    Raises:
+        ConfigError: something that belongs to a parameter has another shape.
+    """
+
+    def of(leaf: Any, param: Any, sharding: Any) -> Any:
+        if leaf.shape != param.shape:
+            raise ConfigError(
+                f"the optimizer keeps {leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}: "
+                "must be of its shape, to lie as it does; see --fsdp",
+                field="fsdp",
+            )
+        return sharding
+
+    return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)

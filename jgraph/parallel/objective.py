@@ -1,0 +1,126 @@
+"""What a training step minimizes: `loss(params, batch, key)`, which returns a mean, or a sum with its weight and metrics.
+
+With carried state (running statistics, amax histories, a router's bias) it is `loss(params, batch, key, carried)`, and what it
+returns has the state after the microbatch. Every microbatch starts from the state that the step began with; the results are
+reduced over microbatches and devices as is declared, and become the state only if the update is applied.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.errors import ShapeError
+
+Tree = Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
+@dataclass(frozen=True)
+class Loss:
+    """A sum over the examples of a microbatch that count, with its weight.
+
+    A mean of means is wrong where microbatches or devices differ in how many of their tokens count, as they do with padding. A
+    step sums totals and weights over all of them, and minimizes the quotient.
+
+    Attributes:
+        total: scalar, the sum of the losses.
+        weight: scalar, how many were summed.
+        aux: tree of scalars, sums too; a step reports their sums divided by the sum of the weights.
+        carried: the carried state after the microbatch, a tree as the one that was given.
+    """
+
+    total: Array
+    weight: Array | float = 1.0
+    aux: Tree = field(default_factory=dict)
+    carried: Tree = field(default_factory=dict)
+
+
+LossFunction: TypeAlias = Callable[..., "Array | Loss"]
+Reduction: TypeAlias = Literal["max", "sum", "mean", "last"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
+@dataclass(frozen=True)
+class Sums:
+    """What a loss gave over the microbatches and devices so far, in float32 but for the carried state.
+
+    Attributes:
+        total: sum of the totals, or of the means.
+        weight: sum of the weights; None where the loss gives means.
+        aux: sums, as the loss gives them.
+        carried: the state so far.
+    """
+
+    total: Array
+    weight: Array | None
+    aux: Tree
+    carried: Tree
+
+
+def check_loss(found: Any) -> None:
+    """Raises ShapeError where a loss function returned neither a floating scalar nor a `Loss` of such a one."""
+    scalar = found.total if isinstance(found, Loss) else found
+    shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
+        raise ShapeError(f"`loss` returns {what}: must return a floating scalar, the mean, or jgraph.Loss(total, weight)")
+
+
+def summed(loss: LossFunction) -> Callable[..., tuple[Array, Sums]]:
+    """Returns `f(params, batch, key, *carried) -> (total, Sums)`, for `jax.value_and_grad(has_aux=True)`."""
+
+    def of(params: Tree, batch: Tree, key: Array, *carried: Tree) -> tuple[Array, Sums]:
+        found = loss(params, batch, key, *carried)
+        check_loss(found)
+        if not isinstance(found, Loss):
+            total = found.astype(jnp.float32)
+            return total, Sums(total, None, {}, {})
+        total, weight, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (found.total, found.weight, found.aux))
+        return total, Sums(total, *jax.lax.stop_gradient((weight, aux, found.carried)))
+
+    return of
+
+
+def merge(reductions: Tree, a: Sums, b: Sums) -> Sums:
+    """Returns the sums of two microbatches; `reductions` is a tree of names as the carried state, and `b` is the later one."""
+    total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
+    how = {"max": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
+    return Sums(total, weight, aux, jax.tree.map(lambda kind, x, y: how[kind](x, y), reductions, a.carried, b.carried))
+
+
+def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (), devices: int = 1) -> Sums:
+    """Returns the sums over everything, with a weight in any case, and the reduced carried state.
+
+    Args:
+        reductions: a tree of names as the carried state.
+        sums: over `count` microbatches on this device.
+        axes: mesh axes to reduce over, under `jax.shard_map`, of so many `devices`.
+    """
+    total, weight, aux = sums.total, sums.weight, sums.aux
+    carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, sums.carried)
+    if axes:
+        total, weight, aux = jax.lax.psum((total, weight, aux), axes)
+        carried = jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried)
+    return Sums(total, jnp.float32(count * devices) if weight is None else weight, aux, carried)
+
+
+def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
+    match kind:
+        case "sum":
+            return jax.lax.psum(leaf, axes)
+        case "mean":
+            return jax.lax.pmean(leaf, axes)
+        case "max":
+            return jax.lax.pmax(leaf, axes)
+        case "last":
+            # Of the last device, which has the last rows of the microbatch.
+            size, index = 1, 0
+            for axis in axes:
+                index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+                size *= jax.lax.axis_size(axis)
+            return jax.lax.psum(jnp.where(index == size - 1, leaf, jnp.zeros_like(leaf)), axes)

@@ -1,0 +1,113 @@
+"""The schedule that a name means: generated, read from a file, or the fastest that fits by what a layer's parts really take."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.errors import ConfigError
+from jgraph.parallel.pipeline.program import Pipeline
+from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
+
+Tree = Any
+
+_REPEATS = 5
+_SECONDS = 0.05  # of a repeat
+
+
+def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
+    """The schedule of this name, or in this file.
+
+    Raises:
+        OrderError: there is none, it cannot be for these sizes, or the file says none that can run.
+        ConfigError: the file's schedule is for other sizes.
+    """
+    if not name.endswith((".csv", ".json")):
+        if name not in NAMES:
+            raise ConfigError(
+                f"--schedule is {name}: must be auto, one of {', '.join(NAMES)}, or a .csv or .json file", field="schedule"
+            )
+        return generate(name, pp=pp, microbatches=microbatches, chunks=chunks)
+    schedule = read(Path(name))
+    if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
+        raise ConfigError(
+            f"--schedule {name} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches: must be for "
+            f"--pp {pp} and --num-microbatches {microbatches}",
+            field="schedule",
+        )
+    return schedule
+
+
+def choose(
+    pipeline: Pipeline, params: Tree, inputs: Tree, *, memory_limit: float | None, share: Callable[[float], float]
+) -> Choice:
+    """The fastest schedule that fits, by measured times of a layer on the first local device.
+
+    Args:
+        pipeline: with any schedule for the ranks and microbatches wanted.
+        params, inputs: as `loss_and_grads` takes them, as shapes.
+        memory_limit: bytes of a rank's pools; None for no limit.
+        share: makes a measured number that of all processes.
+
+    Raises:
+        OrderError: nothing fits; the message says by how much.
+    """
+    layers_per_rank = -(-pipeline.layout.num_layers // pipeline.schedule.num_ranks)
+    seconds = {part: share(value) * layers_per_rank for part, value in measure(pipeline, params, inputs).items()}
+    slots = pipeline.slot_bytes(params, inputs, layers=layers_per_rank)
+    ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
+    return best(
+        pp=ranks,
+        microbatches=pipeline.schedule.num_microbatches,
+        costs=Costs(**seconds),
+        sizes={pool: size for pool, size in slots.items() if pool in POOLS},
+        memory_limit=memory_limit,
+        chunks=[chunks for chunks in (1, 2) if ranks * chunks <= layers],
+        # Transfers are at the end of every tick, so a tick takes as long as its longest action.
+        execution="lockstep",
+    )
+
+
+def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, float]:
+    """Seconds of a layer's forward, dgrad and wgrad for one microbatch, medians on the first local device."""
+    layer, x = pipeline.layer_shapes(params, inputs)
+    split = pipeline.split(None)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(layer)) + 1))
+
+    def like(aval: Any) -> jax.Array:
+        # Zeros would draw less power, and so be faster, than numbers of a model.
+        return 0.02 * jax.random.normal(next(keys), aval.shape, aval.dtype)
+
+    stage = ([jax.tree.map(like, layer)], {})
+    x = like(x)
+    forward, dgrad = jax.jit(split.forward), jax.jit(split.dgrad)
+    wgrad = jax.jit(split.accumulate, donate_argnums=0)
+    y, residuals = forward(stage, x)
+    _, _, stash = dgrad(stage, residuals, y)
+    total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), stage)]
+
+    def add() -> Any:
+        total[0] = wgrad(total[0], stage, residuals.after_dgrad(), stash)
+        return total[0]
+
+    parts = {"forward": lambda: forward(stage, x), "dgrad": lambda: dgrad(stage, residuals, y), "wgrad": add}
+    return {part: _seconds(run) for part, run in parts.items()}
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    count = max(1, int(_SECONDS / (time.perf_counter() - start)))
+    times = []
+    for _ in range(_REPEATS):
+        start, out = time.perf_counter(), None
+        for _ in range(count):
+            out = run()
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / count)
+    return statistics.median(times)

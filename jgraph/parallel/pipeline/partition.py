@@ -1,0 +1,168 @@
+"""A model in the pieces that a pipeline needs, and which layer lies where."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.errors import OrderError
+from jgraph.schedule.schedule import Schedule
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """A model as functions of one microbatch; all pure, and run by every rank under `jax.shard_map` over the axis `pipe`.
+
+    A pipeline of P ranks has one embedding and one head, not P. What `embed` returns counts on the rank of the first stage, the
+    loss of `head` on the rank of the last one; the others' results are thrown away. So plain functions work as they are. To
+    share the work, a function may use collectives over `pipe`, as `split_embedding` and `jgraph.cross_entropy(axis="pipe")`
+    do. A `head` that does so gets the y of the last stage on that rank and zeros on the others, so a psum of y is the last
+    stage's; that comes first, before anything that has no derivative at zero. A plain head gets anything on the others, and
+    what it makes of it is dropped, gradients included.
+
+    Where stages are uneven, the shorter ones do their first layer once more, on their last layer's y, and drop what it makes.
+
+    Attributes:
+        embed: `embed(ends, inputs) -> x`, a floating array; `ends` as they are kept, in float32.
+        layer: `layer(params, x) -> x`, shape and dtype kept; `layer(params, x, key)` where a key is given.
+        head: `head(ends, x, inputs) -> loss`, scalar float32, the mean over the microbatch; `ends` cast as the layers are.
+        sharded: paths (`/` between names) of the leaves of `ends` of which each rank holds 1/P, and along which axis.
+        split: `split(params) -> (ends, layers)`: a model's tree of parameters as the ends and a list of one tree a layer.
+        join: its inverse, `join(ends, layers) -> params`.
+        takes_key: whether `layer` takes a random key as its third argument in a training step.
+    """
+
+    embed: Callable[[Tree, Tree], jax.Array]
+    layer: Callable[..., jax.Array]
+    head: Callable[[Tree, jax.Array, Tree], jax.Array]
+    sharded: dict[str, int] = field(default_factory=dict)
+    split: Callable[[Tree], tuple[Tree, list[Tree]]] = lambda params: params
+    join: Callable[[Tree, list[Tree]], Tree] = lambda ends, layers: (ends, layers)
+    takes_key: bool = False
+
+
+@dataclass(frozen=True)
+class StageAssignment:
+    """Which layer is where: consecutive layers make a stage, and the schedule says on which rank a stage is.
+
+    Where the layers do not divide evenly, the first stages have one more; the others are padded with a layer of zeros, which
+    counts for nothing, so that all ranks run one program.
+
+    Attributes:
+        placement: stages of each rank.
+        num_layers: of the model.
+    """
+
+    placement: tuple[tuple[int, ...], ...]
+    num_layers: int
+
+    def __post_init__(self):
+        if self.num_layers < self.num_stages:
+            raise OrderError(
+                f"{self.num_layers} layers do not make {self.num_stages} stages ({len(self.placement)} ranks x "
+                f"{self.num_chunks} chunks); take fewer ranks (--pp) or chunks (--chunks), or more layers (--model.num-layers)"
+            )
+
+    @classmethod
+    def of(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
+        """For the stages of a schedule."""
+        if len(set(map(len, schedule.placement))) > 1:
+            counts = ", ".join(str(len(stages)) for stages in schedule.placement)
+            raise OrderError(f"the ranks have {counts} stages; a pipeline program needs as many on every rank")
+        return cls(schedule.placement, num_layers)
+
+    @property
+    def num_stages(self) -> int:
+        return sum(map(len, self.placement))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.placement[0])
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Of the longest stage."""
+        return -(-self.num_layers // self.num_stages)
+
+    @property
+    def is_even(self) -> bool:
+        return self.num_layers % self.num_stages == 0
+
+    def first_layers(self) -> np.ndarray:
+        """int32 [P, C]: the first layer of each rank's chunks."""
+        return np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
+
+    def active(self) -> np.ndarray:
+        """bool [P, C, n]: which places hold a layer."""
+        bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
+        return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
+
+    def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
+        """From one tree a layer to `[chunk][place]` trees whose leaves have the ranks as their first axis."""
+        assert len(layers) == self.num_layers
+        zeros = jax.tree.map(jnp.zeros_like, layers[0])
+
+        def at(stages: tuple[int, ...], chunk: int, place: int) -> Tree:
+            first, end = self._bounds(stages[chunk])
+            return layers[first + place] if first + place < end else zeros
+
+        return [
+            [
+                jax.tree.map(lambda *leaves: jnp.stack(leaves), *(at(stages, chunk, place) for stages in self.placement))
+                for place in range(self.layers_per_stage)
+            ]
+            for chunk in range(self.num_chunks)
+        ]
+
+    def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
+        """The inverse of `stack`."""
+        where = self._where()
+
+        def layer(i: int) -> Tree:
+            rank, chunk, place = where[i]
+            return jax.tree.map(lambda leaf: leaf[rank], stacked[chunk][place])
+
+        return [layer(i) for i in range(self.num_layers)]
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Chunk and place in it, where `stack` has a layer."""
+        return self._where()[layer][1:]
+
+    def _where(self) -> dict[int, tuple[int, int, int]]:
+        """StageExecutor, chunk and place of each layer."""
+        return {
+            first + place: (rank, chunk, place)
+            for rank, stages in enumerate(self.placement)
+            for chunk, stage in enumerate(stages)
+            for first, end in [self._bounds(stage)]
+            for place in range(end - first)
+        }
+
+    def _bounds(self, stage: int) -> tuple[int, int]:
+        """First layer of a stage, and the one after its last."""
+        least, longer = divmod(self.num_layers, self.num_stages)
+        first = stage * least + min(stage, longer)
+        return first, first + least + (stage < longer)
+
+
+def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of an embedding of which each rank of `pipe` holds V/P, in order.
+
+    Args:
+        table_VD: this rank's rows, float32; their gradient is summed over repeated tokens in float32.
+        tokens: integer ids of any shape.
+        dtype: of the result.
+
+    Returns:
+        [*tokens.shape, D], the same on all ranks.
+    """
+    own = tokens - jax.lax.axis_index("pipe") * len(table_VD)
+    is_own = (own >= 0) & (own < len(table_VD))
+    rows = table_VD[jnp.clip(own, 0, len(table_VD) - 1)].astype(dtype)
+    # All but one rank add zeros, so the sum is exact in any dtype.
+    return jax.lax.psum(jnp.where(is_own[..., None], rows, 0), "pipe")

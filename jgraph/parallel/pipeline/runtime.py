@@ -1,0 +1,206 @@
+"""What both runtimes are made of: the state of a rank between two ticks, and the steps that a tick can have."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jgraph.backward import Residuals, Stash
+from jgraph.parallel.pipeline.pools import Pool
+from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
+from jgraph.schedule.columns import ScheduleTables
+from jgraph.scopes import scope
+
+Tree = Any
+Row = dict[str, Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "ends", "loss"], meta_fields=[])
+@dataclass(frozen=True)
+class State:
+    """Of a rank, between two ticks.
+
+    Attributes:
+        pools: by name.
+        grads: of each chunk, float32 sums over the microbatches so far.
+        ends: the same of embedding and head.
+        loss: float32 sum, of the rank that has the last stage.
+    """
+
+    pools: dict[str, Pool]
+    grads: tuple[Tree, ...]
+    ends: Tree
+    loss: Array
+
+    def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
+        return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
+
+    @scope("wgrad")
+    def add_ends(self, gradients: Tree) -> "State":
+        return replace(self, ends=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.ends, gradients))
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an action makes besides gradients; anything where the action is another one.
+
+    Attributes:
+        out: for the next stage, or the one before.
+        forward_dgrad, forward_wgrad, stash: for the pools of these names.
+    """
+
+    out: Array
+    forward_dgrad: tuple[Array, ...]
+    forward_wgrad: tuple[Array, ...]
+    stash: tuple[Array, ...]
+
+
+jax.tree_util.register_dataclass(Made, ["out", "forward_dgrad", "forward_wgrad", "stash"], [])
+
+
+class RankRuntime:
+    """A rank with its columns.
+
+    Attributes:
+        rank: what it computes with.
+        columns: what all ranks do.
+        rows: this rank's columns, int32 [T] each, by name: kind, stage, chunk, microbatch, enter, leave, back, `read POOL`,
+            `write POOL`, `arrive SOURCE POOL`.
+    """
+
+    def __init__(self, rank: StageExecutor, columns: ScheduleTables, num_stages: int):
+        self.rank, self.columns, self._last = rank, columns, num_stages - 1
+        table = columns.table
+        shared = {"enter": columns.enter, "leave": columns.leave, "back": columns.back}
+        own = {"kind": table.kind, "stage": table.stage, "chunk": np.maximum(table.chunk, 0)}
+        own["microbatch"] = np.maximum(table.microbatch, 0)
+        own |= {f"read {pool}": column for pool, column in columns.reads.items()}
+        own |= {f"write {pool}": column for pool, column in columns.writes.items()}
+        own |= {f"arrive {source} {pool}": column for (source, pool), column in columns.arrivals.items()}
+        # One array of all, so that a rank picks its own with one operation.
+        index = lax.axis_index(AXIS) if table.kind.shape[1] > 1 else 0
+        picked = lax.dynamic_index_in_dim(jnp.asarray(np.stack(list(own.values()))), index, 2, keepdims=False)
+        self.rows = {name: picked[i] for i, name in enumerate(own)} | {k: jnp.asarray(v) for k, v in shared.items()}
+
+    def start(self) -> State:
+        """Before the first tick."""
+        shapes, slots = self.rank.shapes, self.columns.slots
+        of = {
+            "forward_dgrad": shapes.residuals.dgrad,
+            "forward_wgrad": shapes.residuals.wgrad,
+            "stash": shapes.stash.arrays,
+            "activation": (shapes.x,),
+            "gradient": (shapes.x,),
+            "loss": (shapes.x,),
+        }
+        pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
+        return State(pools, self.rank.zero_grads(), self.rank.zero_ends(), jnp.zeros((), jnp.float32))
+
+    # What goes in
+
+    @scope("copies")
+    def x(self, state: State, row: Row, ticks: np.ndarray) -> Array:
+        """The input of a forward: embedded on the first stage, received elsewhere."""
+        received = state.pools["activation"].read(row["read activation"])
+        zeros = jnp.zeros(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+        if not (self.columns.enter[ticks] >= 0).any():
+            return received[0]
+        x = _where_any(self.columns.enter[ticks], row["enter"], self.rank.embed, zeros)
+        return jnp.where(row["stage"] == 0, x, received[0]) if received else x
+
+    @scope("copies")
+    def dy(self, state: State, row: Row) -> Array:
+        """The output gradient of a dgrad: the loss's on the last stage, received elsewhere."""
+        own = state.pools["loss"].read(row["read loss"])[0]
+        received = state.pools["gradient"].read(row["read gradient"])
+        return jnp.where(row["stage"] == self._last, own, received[0]) if received else own
+
+    # Actions, each giving what it makes and the gradients
+
+    def forward(self, state: State, row: Row, x: Array) -> tuple[Made, tuple[Tree, ...]]:
+        y, residuals = self.rank.forward(row["chunk"], x, row["microbatch"])
+        return replace(self.nothing(), out=y, forward_dgrad=residuals.dgrad, forward_wgrad=residuals.wgrad), state.grads
+
+    def dgrad(self, state: State, row: Row, dy: Array, counts: Array | None = None) -> tuple[Made, tuple[Tree, ...]]:
+        """`counts` says whether the early gradients count; None: they do."""
+        dx, early, stash = self.rank.dgrad(row["chunk"], self._residuals(state, row), dy)
+        grads = self.rank.add_early(row["chunk"], state.grads, early, counts)
+        return replace(self.nothing(), out=dx, stash=stash.arrays), grads
+
+    def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> tuple[Made, tuple[Tree, ...]]:
+        """`stashed` is what the pool `stash` would give, where it is at hand."""
+        residuals = self._residuals(state, row).after_dgrad()
+        arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
+        stash = Stash(arrays, self.rank.shapes.stash.plan)
+        return self.nothing(), self.rank.wgrad(row["chunk"], state.grads, residuals, stash)
+
+    def backward(self, state: State, row: Row, dy: Array) -> tuple[Made, tuple[Tree, ...]]:
+        """dgrad and wgrad in one."""
+        residuals = self._residuals(state, row)
+        dx, early, stash = self.rank.dgrad(row["chunk"], residuals, dy)
+        grads = self.rank.add_early(row["chunk"], state.grads, early, None)
+        return replace(self.nothing(), out=dx), self.rank.wgrad(row["chunk"], grads, residuals.after_dgrad(), stash)
+
+    def nothing(self) -> Made:
+        shapes = self.rank.shapes
+        made = Made(shapes.x, shapes.residuals.dgrad, shapes.residuals.wgrad, shapes.stash.arrays)
+        return jax.tree.map(lambda aval: lax.empty(aval.shape, aval.dtype), made)
+
+    # What comes out
+
+    @scope("copies")
+    def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:
+        """The head, where a microbatch leaves the last stage: loss, gradients, and dy for its dgrad."""
+        numbers = self.columns.leave[ticks]
+        if not (numbers >= 0).any():
+            return state
+        here = (row["stage"] == self._last) & is_forward
+        none = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.ends), jnp.zeros_like(y))
+
+        def head(m: Array):
+            loss, d_ends, dy = self.rank.head(m, y, here)
+            return loss.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), d_ends), dy
+
+        loss, d_ends, dy = _where_any(numbers, row["leave"], head, none)
+        state = replace(state.add_ends(d_ends), loss=state.loss + loss)
+        return state.write("loss", row["write loss"], (dy,))
+
+    @scope("copies")
+    def back(self, state: State, row: Row, dx: Array, ticks: np.ndarray, is_dgrad: Array) -> State:
+        """The embedding's gradient, where a microbatch is back at the first stage."""
+        numbers = self.columns.back[ticks]
+        if not (numbers >= 0).any():
+            return state
+        dx = jnp.where((row["stage"] == 0) & is_dgrad, dx, jnp.zeros((), dx.dtype))
+        zeros = jax.tree.map(jnp.zeros_like, state.ends)
+        return state.add_ends(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
+
+    def send(self, state: State, row: Row, out: Array, pools: Sequence[str]) -> State:
+        """Passes on what was made, and takes what comes, into these of the pools `activation` and `gradient`."""
+        came: dict[str, Array] = {}
+        for source, pool in self.columns.arrivals:
+            if pool in pools:
+                if source not in came:
+                    came[source] = out if source == "same" else lax.ppermute(out, AXIS, self.columns.hops[source])
+                state = state.write(pool, row[f"arrive {source} {pool}"], (came[source],))
+        return state
+
+    def _residuals(self, state: State, row: Row) -> Residuals:
+        pools = state.pools
+        return Residuals(
+            pools["forward_dgrad"].read(row["read forward_dgrad"]),
+            pools["forward_wgrad"].read(row["read forward_wgrad"]),
+            self.rank.shapes.residuals.plan,
+        )
+
+
+def _where_any(numbers: np.ndarray, m: Array, of: Callable[[Array], Any], none: Any) -> Any:
+    """`of(m)` in the ticks that have a microbatch, `none` in the others; all ranks agree on which those are."""
+    if (numbers >= 0).all():
+        return of(m)
+    return lax.cond(m >= 0, of, lambda _: none, m)

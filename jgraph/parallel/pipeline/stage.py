@@ -1,0 +1,180 @@
+"""What one rank can do: forward, dgrad and wgrad of its chunks, embedding and head; on traced arrays, under `jax.shard_map`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jgraph.backward import Residuals, Split, Stash
+from jgraph.errors import ShapeError
+from jgraph.parallel.pipeline.partition import PipelineModel
+from jgraph.scopes import scope
+
+Tree = Any
+AXIS = "pipe"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What passes between the actions of a rank, as `jax.ShapeDtypeStruct`.
+
+    Attributes:
+        x: input and output of a stage.
+        residuals, stash: as `split_backward` has them.
+    """
+
+    x: Any
+    residuals: Residuals
+    stash: Stash
+
+
+class StageExecutor:
+    """A rank's part of the model and of the batch.
+
+    Attributes:
+        shapes: of what the actions give each other.
+    """
+
+    def __init__(
+        self,
+        parts: PipelineModel,
+        split: Split,
+        ends: Tree,
+        head_ends: Tree,
+        stages: Sequence[Tree],
+        inputs: Tree,
+        key: Array | None,
+        impl: Any,
+    ):
+        """
+        Args:
+            parts, split: of the model, and of a stage.
+            ends, head_ends: parameters of embedding and head, as they are kept and as the head reads them.
+            stages: for each chunk, what the stage function takes as its parameters.
+            inputs: of the microbatches, leaves [M, ...].
+            key: key data of a random key of the kind `impl`, or None.
+        """
+        self._parts, self._split, self._inputs = parts, split, inputs
+        self._key, self._impl = key, impl
+        self._ends, self._head_ends, self._stages = ends, head_ends, stages
+        x = jax.eval_shape(parts.embed, ends, self._of(0))
+        effects = jax.make_jaxpr(parts.head)(head_ends, x, self._of(0)).effects
+        # Whether ranks work on the head together, or each for itself.
+        self._shares_head = any(getattr(effect, "name", None) == AXIS for effect in effects)
+        spec = split.spec(stages[0], x, *self._keys(0))
+        if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
+            raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
+        self.shapes = Shapes(x, spec.residuals, spec.stash)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._stages)
+
+    @scope("wgrad")
+    def zero_grads(self) -> tuple[Tree, ...]:
+        """Float32 zeros as each chunk's parameters; what has no gradient stays as it is."""
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, tuple(self._stages))
+
+    @scope("wgrad")
+    def zero_ends(self) -> Tree:
+        """Float32 zeros as the parameters of embedding and head."""
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._ends)
+
+    # What a stage does. `chunk` is a number, or an int32 scalar where it is known only at run time.
+
+    def forward(self, chunk: Any, x: Array, m: Any) -> tuple[Array, Residuals]:
+        return self._by_chunk(chunk, lambda c: self._split.forward(self._stages[c], x, *self._keys(m)))
+
+    def dgrad(self, chunk: Any, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
+        """dx, the early gradients (as a chunk's parameters, None for the delayed ones and integers), the stash."""
+
+        def of(c: int):
+            dx, early, stash = self._split.dgrad(self._stages[c], residuals, dy)
+            leaves, tree = jax.tree.flatten(self._stages[c])
+            kept = [g if _is_float(p) else None for g, p in zip(tree.flatten_up_to(early), leaves, strict=True)]
+            return dx, kept, stash
+
+        return self._by_chunk(chunk, of)
+
+    def wgrad(self, chunk: Any, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
+        """`grads` with the delayed gradients added to those of the chunk."""
+
+        def of(c: int):
+            added = self._split.accumulate(grads[c], self._stages[c], residuals, stash)
+            return (*grads[:c], added, *grads[c + 1 :])
+
+        return self._by_chunk(chunk, of)
+
+    @scope("wgrad")
+    def add_early(self, chunk: Any, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Any) -> tuple[Tree, ...]:
+        """`grads` with the early ones added to those of the chunk, where they count: a bool scalar, or None for always."""
+
+        def of(c: int, leaves: list[Any]) -> list[Any]:
+            where = counts
+            if self.num_chunks > 1:
+                is_it = jnp.equal(chunk, c)
+                where = is_it if where is None else where & is_it
+            return [
+                total if new is None else total + (new if where is None else jnp.where(where, new, 0)).astype(jnp.float32)
+                for total, new in zip(leaves, early, strict=True)
+            ]
+
+        out = []
+        for c, tree in enumerate(grads):
+            leaves, structure = jax.tree.flatten(tree)
+            out.append(structure.unflatten(of(c, leaves)))
+        return tuple(out)
+
+    # Embedding and head, by all ranks together.
+
+    @scope("forward")
+    def embed(self, m: Any) -> Array:
+        return self._parts.embed(self._ends, self._of(m))
+
+    @scope("wgrad")
+    def embed_backward(self, m: Any, dx: Array) -> Tree:
+        """Gradients as `ends`, from dx on the rank of the first stage and zeros elsewhere."""
+        _, pull_back = jax.vjp(lambda ends: self._parts.embed(ends, self._of(m)), self._ends)
+        return pull_back(dx)[0]
+
+    @scope("loss")
+    def head(self, m: Any, y: Array, here: Array) -> tuple[Array, Tree, Array]:
+        """This microbatch's share of the mean loss, and of it the gradients as `ends`, and dy.
+
+        Args:
+            m: the microbatch.
+            y: of the last stage, where it is here; anything elsewhere.
+            here: whether this rank is the one whose y it is.
+        """
+        if self._shares_head:
+            y = jnp.where(here, y, jnp.zeros((), y.dtype))
+        loss, pull_back = jax.vjp(lambda ends, y: self._parts.head(ends, y, self._of(m)), self._head_ends, y)
+        # The mean is taken here, of one number, and not at the end, of all gradients.
+        share = 1 / len(jax.tree.leaves(self._inputs)[0])
+        d_ends, dy = pull_back(jnp.where(here, share, 0).astype(loss.dtype))
+        if not self._shares_head:
+            # Cotangents of zero are not enough: of what lies elsewhere as y, the derivative may be infinite.
+            d_ends = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_ends)
+        return jnp.where(here, loss * share, 0), d_ends, dy
+
+    def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:
+        if self.num_chunks == 1 or isinstance(chunk, int):
+            return of(0 if self.num_chunks == 1 else chunk)
+        return lax.switch(chunk, [lambda c=c: of(c) for c in range(self.num_chunks)])
+
+    def _of(self, m: Any) -> Tree:
+        """The microbatch's inputs."""
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, m, keepdims=False), self._inputs)
+
+    def _keys(self, m: Any) -> tuple[Array, ...]:
+        """What the stage takes besides x: the microbatch's key, as data, which pools can hold."""
+        if self._key is None:
+            return ()
+        return (jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(self._key, impl=self._impl), m)),)
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)

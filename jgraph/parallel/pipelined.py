@@ -1,0 +1,129 @@
+"""The strategy of a pipeline: every rank has the layers of its stages, and its part of embedding and head."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+
+from jgraph.errors import ConfigError
+from jgraph.mesh import Axis, checked
+from jgraph.packing import Packing, leaf_names
+from jgraph.parallel import fsdp
+from jgraph.parallel.accumulate import by_microbatch
+from jgraph.parallel.objective import Sums
+from jgraph.parallel.pipeline import Pipeline, PipelineModel
+from jgraph.parallel.pipeline.program import Remat
+from jgraph.parallel.strategy import Binding
+from jgraph.schedule import Schedule
+
+Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelined:
+    """Gives every rank the layers of its stages. The loss of a step is then a `PipelineModel`.
+
+    Attributes:
+        mesh: with the axis `pipe`, and perhaps `data` and `fsdp`.
+        shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+        schedule: what runs when, for as many ranks as `pipe` has and as many microbatches as the step.
+        compute_dtype: to which matrices are cast once a step; None uses them as they are.
+        remat: what of a layer its backward makes again: `nothing`, or the whole `layer` but for its input.
+        rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
+    """
+
+    mesh: Mesh
+    shapes: Tree
+    schedule: Schedule
+    compute_dtype: Any = None
+    remat: Remat = "nothing"
+    rules: tuple[str, ...] = ()
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
+
+    def bind(self, loss: PipelineModel, binding: Binding) -> "BoundPipeline":
+        """Raises ConfigError where the loss is no PipelineModel, or the schedule has another number of microbatches."""
+        if not isinstance(loss, PipelineModel):
+            raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
+        if binding.num_microbatches != self.schedule.num_microbatches:
+            raise ConfigError(
+                f"`num_microbatches` is {binding.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
+                field="num_microbatches",
+            )
+        if jax.tree.leaves(binding.carried):
+            raise ConfigError("`carried` has state: must be empty with the strategy Pipelined", field="carried")
+        return BoundPipeline.of(self.pipeline(loss), self.shapes)
+
+    def pipeline(self, model: PipelineModel) -> Pipeline:
+        """Returns the program that plays the schedule with a model."""
+        num_layers = len(jax.eval_shape(model.split, self.shapes)[1])
+        choices = {"compute_dtype": self.compute_dtype, "remat": self.remat}
+        pipeline = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices)
+        axes = (
+            fsdp.asked_axes(leaf_names(self.shapes), self.rules, self.annotations) if Axis.FSDP in self.mesh.axis_names else {}
+        )
+        return pipeline.shard_as(self.shapes, axes)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundPipeline:
+    """`Pipelined` with a model.
+
+    Attributes:
+        pipeline: the program.
+        packing: of a rank's layers.
+        shapes: of the parameters as the program takes them.
+    """
+
+    pipeline: Pipeline
+    packing: Packing
+    shapes: Tree
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, tree: Tree) -> "BoundPipeline":
+        """Packs what is small, from the model's parameters as shapes."""
+        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.parts.split(tree)), tree)
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+        # What is sharded is not packed: a pack of sharded parameters would be gathered to be taken apart.
+        alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
+        return cls(pipeline, Packing.of(own, alone=alone), params)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.pipeline.mesh
+
+    @property
+    def is_matrix(self) -> Tree:
+        return {"ends": jax.tree.map(lambda leaf: leaf.ndim > 1, self.shapes["ends"]), "layers": self.packing.decay_mask()}
+
+    def pack(self, tree: Tree) -> Tree:
+        return self._packed(self.pipeline.stack(*self.pipeline.parts.split(tree)))
+
+    def unpack(self, params: Tree) -> Tree:
+        return self.pipeline.parts.join(*self.pipeline.unstack(self._unpacked(params)))
+
+    def shardings(self, params: Tree) -> Tree:
+        if Axis.FSDP not in self.pipeline.mesh.axis_names:
+            return self.pipeline.shardings(params)
+        shardings = self.pipeline.shardings(self.shapes)
+        leaves = jax.tree.leaves(shardings["layers"])
+        return shardings | {"layers": dict(zip(params["layers"], leaves, strict=True))}
+
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
+        pipeline = self.pipeline
+        batch_M = by_microbatch(batch, pipeline.schedule.num_microbatches)
+        keys = (key,) if pipeline.parts.takes_key else ()
+        loss, grads = pipeline.loss_and_grads(self._unpacked(params), batch_M, *keys)
+        return Sums(loss, jnp.ones((), jnp.float32), {}, {}), self._packed(grads)
+
+    def _packed(self, params: Tree) -> Tree:
+        return params | {"layers": jax.vmap(self.packing.pack)(params["layers"])}
+
+    def _unpacked(self, params: Tree) -> Tree:
+        return params | {"layers": jax.vmap(self.packing.unpack)(params["layers"])}

@@ -1,0 +1,428 @@
+"""One optimizer step for anyone's loop: gradients by a strategy, clipping, any optax transform, a finite gate.
+
+The step is one jitted function of (state, batch) that donates the state and gives it back in the same buffers. An update is
+applied only where the loss and the gradient are finite. The program decides that, so the state stays good however late the host
+looks at the metrics.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.checkpoint.canonical import CanonicalLayout, spread
+from jgraph.dispatch import in_turn
+from jgraph.errors import ConfigError, ShapeError
+from jgraph.mesh import batch_axes
+from jgraph.packing import leaf_names
+from jgraph.parallel import fsdp
+from jgraph.parallel.objective import Reduction, Sums
+from jgraph.parallel.strategy import Binding, Bound, Strategy
+from jgraph.scopes import scope
+from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
+from jgraph.xla.explain import Memory
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a step donates and gives back, leaf for leaf in the same buffers.
+
+    Attributes:
+        step: int32 scalar, steps done, skipped ones included.
+        skipped: int32 scalar, steps whose update was not applied.
+        params: arrays, as the strategy lays them out.
+        opt_state: optax's.
+        carried: what the model carries from step to step besides parameters.
+    """
+
+    step: Array
+    skipped: Array
+    params: Tree
+    opt_state: Tree
+    carried: Tree = field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMetrics:
+    """Small results of a step.
+
+    Attributes:
+        loss: float32 scalar, the mean over the batch.
+        grad_norm: float32 scalar, global norm before clipping.
+        grad_square_sums: float32, one per array of the parameters in tree order; not finite where its gradient is not.
+        aux: the loss function's own metrics, means over the batch.
+    """
+
+    loss: Array
+    grad_norm: Array
+    grad_square_sums: Array
+    aux: Tree = field(default_factory=dict)
+
+
+class Elementwise(NamedTuple):
+    """An optax transform that treats every element alike; made by `elementwise`."""
+
+    make: Callable[[Tree], optax.GradientTransformation]
+
+
+def elementwise(transform: optax.GradientTransformation | Callable[[Tree], optax.GradientTransformation]) -> Elementwise:
+    """Declares that an optax transform treats every element by itself, so that small parameters may share an array.
+
+    Such a transform sees arrays as they lie on the devices: packed, padded, stacked by rank. It then takes a few kernels,
+    not one for every parameter. Adam, AdamW, SGD and Lion are elementwise. Muon, Adafactor, what masks by a parameter's path
+    or takes a parameter's norm are not: give those to `train_step` as they are, and they see the model's own tree.
+
+    Args:
+        transform: the transform, or a function that makes it of a tree of bools, True where an array holds matrices.
+
+    Example:
+        >>> import optax, jgraph
+        >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
+    """
+    if isinstance(transform, optax.GradientTransformation):
+        return Elementwise(lambda is_matrix: transform)
+    return Elementwise(transform)
+
+
+def train_step(
+    loss: Any,
+    transform: optax.GradientTransformation | Elementwise,
+    strategy: Strategy,
+    *,
+    num_microbatches: int = 1,
+    clip_norm: float | None = None,
+    key: Array | int = 0,
+    params_dtype: Any = jnp.float32,
+    grads_dtype: Any = jnp.float32,
+    read_dtype: Any = None,
+    freeze: Sequence[str] = (),
+    carried: Tree = None,
+    reductions: Tree = "mean",
+) -> "TrainStep":
+    """Makes a training step, to be compiled before it is called.
+
+    Args:
+        loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
+            carried state it takes that as a fourth argument and returns a `Loss` with it. For `Pipelined`, a `PipelineModel`.
+        transform: any optax transform of the clipped gradient, which it gets in float32, as it gets the parameters. It sees the
+            model's own tree, unless it is declared `elementwise`.
+        strategy: `Replicated`, `FullySharded` or `Pipelined`.
+        num_microbatches: slices of the batch whose gradients are summed before the update.
+        clip_norm: the gradient is scaled so that its global norm is at most this; None does not clip.
+        key: a random key or a seed. A microbatch's key is folded from it by step, device and microbatch.
+        params_dtype: of the parameters that the optimizer updates.
+        grads_dtype: in which gradients are summed over microbatches and devices.
+        read_dtype: to which the summed gradient is rounded before the optimizer reads it; None reads it as it is.
+        freeze: patterns of names of parameters that are not trained, as in a shell.
+        carried: shapes of the carried state, if there is any.
+        reductions: how it is reduced over microbatches and devices: `max`, `sum`, `mean`, `last`, or a tree of these.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jgraph
+        >>> params = {"w": jnp.zeros((8, 1))}
+        >>> def loss(params, batch, key):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
+        >>> batch = {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
+        >>> run, state = step.compile(batch), step.init(params)
+        >>> state, metrics = run(state, batch)
+        >>> float(metrics.loss)
+        1.0
+    """
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ConfigError(f"`num_microbatches` is {num_microbatches!r}: must be a positive integer", field="num_microbatches")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"`clip_norm` is {clip_norm!r}: must be positive, or None for no clipping", field="clip_norm")
+    carried = {} if carried is None else carried
+    if isinstance(reductions, str):
+        reductions = jax.tree.map(lambda _: reductions, carried)
+    for kind in jax.tree.leaves(reductions):
+        if kind not in get_args(Reduction):
+            raise ConfigError(f"`reductions` has {kind!r}: must be one of {', '.join(get_args(Reduction))}", field="reductions")
+    is_elementwise = isinstance(transform, Elementwise)
+    binding = Binding(
+        num_microbatches=num_microbatches,
+        grads_dtype=jnp.dtype(grads_dtype),
+        packing="small" if is_elementwise else "nothing",
+        carried=carried,
+        reductions=reductions,
+    )
+    bound = strategy.bind(loss, binding)
+    return TrainStep(
+        bound,
+        transform.make(bound.is_matrix) if is_elementwise else transform,
+        shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), strategy.shapes),
+        binding=binding,
+        sees="arrays" if is_elementwise else "tree",
+        clip_norm=clip_norm,
+        key=jax.random.key(key) if isinstance(key, int) else key,
+        params_dtype=params_dtype,
+        read_dtype=read_dtype,
+        frozen=frozenset(
+            name for pattern in freeze for name in fsdp.matching(pattern, leaf_names(strategy.shapes), field="freeze")
+        ),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """A training step without arrays: makes its state, compiles, lays out batches and checkpoints. Made by `train_step`.
+
+    Attributes:
+        bound: the strategy with its loss.
+        transform: optax's.
+        shapes: of the parameters, in the model's own tree.
+        binding: what was asked of the strategy.
+        sees: whether the transform sees `arrays` as they lie on the devices, or the model's own `tree`.
+        frozen: names of the parameters that are not trained.
+    """
+
+    bound: Bound
+    transform: optax.GradientTransformation
+    shapes: Tree
+    binding: Binding
+    sees: Literal["arrays", "tree"]
+    clip_norm: float | None
+    key: Array
+    params_dtype: Any
+    read_dtype: Any
+    frozen: frozenset[str]
+
+    def __repr__(self) -> str:
+        devices = 1 if self.mesh is None else self.mesh.size
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        return f"TrainStep({size:,} parameters on {devices} device{'s' * (devices > 1)}, {type(self.bound).__name__})"
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices; None for one."""
+        return self.bound.mesh
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    # --- State ---
+
+    def init(self, params: Tree | Callable[[], Tree], carried: Tree = None) -> TrainState:
+        """Returns the state before the first step, made in one program where it belongs.
+
+        Args:
+            params: the model's own tree, which is copied; or a function that makes it, so that no device ever has all of it.
+            carried: the carried state to begin with, of the shapes given to `train_step`.
+        """
+        out = None if self.mesh is None else self.shardings
+        carried = {} if carried is None else carried
+        if callable(params):
+            return in_turn(jax.jit(lambda carried: self._init(params(), carried), out_shardings=out)(carried))
+        return in_turn(jax.jit(self._init, out_shardings=out)(params, carried))
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
+        shapes = jax.eval_shape(self._init, self.shapes, self.binding.carried)
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, self.shardings
+        )
+
+    @cached_property
+    def shardings(self) -> Any:
+        """Where the state lies, a tree of NamedSharding; None on one device."""
+        if self.mesh is None:
+            return None
+        # Said, not left to the compiler: an update in place needs results that lie as the arguments do.
+        state, replicated = jax.eval_shape(self._init, self.shapes, self.binding.carried), self._replicated
+        params = self.bound.shardings(state.params)
+        if self.sees == "arrays":
+            opt_state = fsdp.state_shardings(self.transform, state.opt_state, state.params, params, replicated)
+        else:
+            placed = jax.tree.map(
+                lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state.params, params
+            )
+            opt_state = spread(self.mesh, placed, state.opt_state)
+        counters: Any = (replicated, replicated)
+        return TrainState(*counters, params, opt_state, jax.tree.map(lambda _: replicated, state.carried))
+
+    @property
+    def canonical(self) -> CanonicalLayout:
+        """Between the state and what checkpoints hold of it, which fits any strategy and devices."""
+        return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
+
+    def _init(self, tree: Tree, carried: Tree) -> TrainState:
+        params = optax.tree.cast(self.bound.pack(tree), self.params_dtype)
+        seen = params if self.sees == "arrays" else self.bound.unpack(params)
+        zero = jnp.zeros((), jnp.int32)
+        # Arrays of their own, since the first step donates them.
+        return TrainState(zero, zero.copy(), params, self.transform.init(seen), jax.tree.map(jnp.array, carried))
+
+    # --- Batches ---
+
+    @property
+    def batch_sharding(self) -> NamedSharding | None:
+        """Where the leaves of a batch lie: rows over the data ranks. None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(batch_axes(self.mesh)))
+
+    def batch_part(self, rows: int) -> tuple[int, int]:
+        """Returns which part of a batch of so many rows this process feeds, and of how many: 0 of 1 where it feeds all."""
+        sharding = self.batch_sharding
+        if sharding is None:
+            return 0, 1
+        parts = [index[0].indices(rows) for index in sharding.addressable_devices_indices_map((rows,)).values() if index]
+        start, stop = min(start for start, _, _ in parts), max(stop for _, stop, _ in parts)
+        return start // (stop - start), rows // (stop - start)
+
+    def place(self, batch: Tree) -> Tree:
+        """Returns a batch as arrays over all devices and processes, from the rows that this process feeds."""
+        sharding = self.batch_sharding
+        if sharding is None:
+            return batch
+        return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch)
+
+    # --- The program ---
+
+    def compile(
+        self, batch: Tree, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
+    ) -> "CompiledStep":
+        """Compiles the step, and proves that it updates the state in place.
+
+        Args:
+            batch: arrays or shapes of a whole batch, leaves [B, ...].
+            graph: command buffers (CUDA graphs): XLA's default, none, or all that it can record.
+            xla_options: further XLA options as `name=value`, checked against the installed XLA; they win over what is chosen.
+
+        Raises:
+            ShapeError: the rows of the batch cannot be shared by microbatches and devices.
+            CompilerOptionError: XLA refuses an option.
+            DonationError: a leaf of the state is copied.
+        """
+        platform = jax.default_backend()
+        options = compiler_options(graph, xla_options, platform=platform, num_devices=self.num_devices)
+        with option_errors():
+            compiled, report = compile_and_report(self.lower(batch), options)
+        check_identity(compiled, self.state)
+        return CompiledStep(compiled, report)
+
+    def lower(self, batch: Tree) -> jax.stages.Lowered:
+        """Returns the step, lowered for a whole batch of these arrays or shapes."""
+        ranks = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
+        for leaf in jax.tree.leaves(batch):
+            if leaf.ndim == 0 or leaf.shape[0] % (self.binding.num_microbatches * ranks):
+                raise ShapeError(
+                    f"`batch` has an array of shape {list(leaf.shape)}: its first axis must be divisible by "
+                    f"num_microbatches {self.binding.num_microbatches} x {ranks} data ranks"
+                )
+        where = self.batch_sharding
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), batch)
+        return self.jitted().lower(self.state, shapes)
+
+    def jitted(self) -> jax.stages.Wrapped:
+        """Returns the jitted `(state, batch) -> (state, StepMetrics)`, with the state donated."""
+        results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self.shardings, self._replicated)}
+        return jax.jit(self._step, donate_argnums=0, keep_unused=True, **results)
+
+    @property
+    def _replicated(self) -> NamedSharding | None:
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def trained(self) -> Tree:
+        """Returns bool arrays as the parameters, False where one is frozen; constants of the program that makes them."""
+        leaves, structure = jax.tree.flatten(self.shapes)
+        masks = [
+            jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
+        ]
+        return self.bound.pack(structure.unflatten(masks))
+
+    def _step(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(self.key, state.step)
+        sums, grads = self.bound.loss_and_grads(state.params, batch, key, state.carried)
+        with scope("optimizer"):
+            return self._update(state, sums, grads)
+
+    def _update(self, state: TrainState, sums: Sums, grads: Tree) -> tuple[TrainState, StepMetrics]:
+        if self.read_dtype is not None:
+            grads = optax.tree.cast(grads, self.read_dtype)
+        mask = self.trained() if self.frozen else None
+        grads = _where(mask, grads)
+        assert sums.weight is not None, "a bound strategy gives a weight in any case"
+        loss = sums.total / sums.weight
+        square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(jnp.sum(square_sums))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
+        scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
+        # In float32 whatever the parameters are: a decay in bfloat16 would be rounded away.
+        params32 = optax.tree.cast(state.params, jnp.float32)
+        if self.sees == "arrays":
+            updates, opt_state = self.transform.update(scaled, state.opt_state, params32)
+        else:
+            unpack = self.bound.unpack
+            updates, opt_state = self.transform.update(unpack(scaled), state.opt_state, unpack(params32))
+            updates = self.bound.pack(updates)
+        params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
+        new, old = (params, opt_state, sums.carried), (state.params, state.opt_state, state.carried)
+        # The dtype of the new leaf, even where `where` would widen it to the old one's: a transform that changes a dtype must
+        # fail the check of the aliases, not pass unseen.
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old).astype(new.dtype), new, old)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
+        return TrainState(state.step + 1, skipped, *new), StepMetrics(loss, norm, square_sums, aux)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """A compiled training step, proven to update its state in place.
+
+    Attributes:
+        executable: jax's.
+        capture: what became command buffers; None where the platform has none.
+    """
+
+    executable: jax.stages.Compiled
+    capture: CaptureReport | None
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
+        """Runs a step.
+
+        Args:
+            state: donated: its buffers hold the result.
+            batch: as it was compiled for, placed by `TrainStep.place`.
+        """
+        return in_turn(self.executable(state, batch))
+
+    @property
+    def memory(self) -> Memory | None:
+        """Bytes of device memory by XLA's own account; None where it does not tell."""
+        return Memory.of(self.executable)
+
+    def as_text(self) -> str:
+        """Returns the compiled program's text."""
+        return self.executable.as_text() or ""
+
+    def __str__(self) -> str:
+        lines = [str(self.capture)] if self.capture else []
+        lines.append("state: every leaf is updated in place")
+        if self.memory:
+            lines.append(str(self.memory))
+        return "\n".join(lines)
+
+
+def _where(mask: Tree | None, tree: Tree) -> Tree:
+    """Returns zeros where the mask is False; without a mask, the tree."""
+    return tree if mask is None else jax.tree.map(lambda m, leaf: jnp.where(m, leaf, jnp.zeros((), leaf.dtype)), mask, tree)

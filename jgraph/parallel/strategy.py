@@ -1,0 +1,252 @@
+"""How parameters lie on the devices, and how the gradients of a batch are made: replicated or fully sharded.
+
+A strategy is what a user says: a mesh, the shapes of the parameters, rules. `bind` gives it a loss, and makes of it the
+functions that a step is built from. `Pipelined` is the third strategy (`jgraph.parallel.pipelined`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.mesh import Axis, batch_axes, checked
+from jgraph.packing import Packing, leaf_names
+from jgraph.parallel import fsdp
+from jgraph.parallel.accumulate import accumulate
+from jgraph.parallel.objective import LossFunction, Sums, finished, summed
+
+Tree = Any
+PackingChoice = Literal["small", "nothing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """What a step asks of a strategy.
+
+    Attributes:
+        num_microbatches: slices of the batch.
+        grads_dtype: of sums of gradients, over microbatches and devices.
+        packing: whether `small` parameters lie side by side in one array, or `nothing` does.
+        carried: shapes of the carried state.
+        reductions: of the carried state, a tree of names.
+    """
+
+    num_microbatches: int = 1
+    grads_dtype: Any = jnp.float32
+    packing: PackingChoice = "small"
+    carried: Tree = field(default_factory=dict)
+    reductions: Tree = field(default_factory=dict)
+
+
+class Bound(Protocol):
+    """A strategy with a loss: between a model's own tree of parameters and the arrays that a step updates.
+
+    Attributes:
+        mesh: the devices; None for one.
+        is_matrix: tree of the arrays, True where they hold matrices, to which weight decay applies.
+    """
+
+    @property
+    def mesh(self) -> Mesh | None: ...
+    @property
+    def is_matrix(self) -> Tree: ...
+    def pack(self, tree: Tree) -> Tree:
+        """Returns the arrays of a model's tree."""
+        ...
+
+    def unpack(self, params: Tree) -> Tree:
+        """Inverts `pack`, bit for bit."""
+        ...
+
+    def shardings(self, params: Tree) -> Tree:
+        """Returns the NamedSharding of every array; None on one device."""
+        ...
+
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
+        """Returns the sums over a batch, and the gradient of their mean in `grads_dtype`, shaped as the arrays."""
+        ...
+
+
+class Strategy(Protocol):
+    """Where parameters lie, and who computes what: `Replicated`, `FullySharded` or `Pipelined`.
+
+    Attributes:
+        shapes: of the parameters, in the model's own tree.
+    """
+
+    @property
+    def shapes(self) -> Tree: ...
+    def bind(self, loss: Any, binding: Binding) -> Bound:
+        """Returns the strategy with a loss: a function, or a `PipelineModel` for a pipeline."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Replicated:
+    """Gives every device all parameters and its part of the batch.
+
+    Attributes:
+        mesh: with the axis `data`; None for one device.
+        shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+    """
+
+    mesh: Mesh | None
+    shapes: Tree
+
+    def __post_init__(self):
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=()))
+
+    def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
+        packing = _packing(self.shapes, binding.packing)
+        return DataParallel(self.mesh, loss, binding, packing, {})
+
+
+@dataclass(frozen=True, eq=False)
+class FullySharded:
+    """Gives every device its part of each parameter and of the batch (ZeRO stage 3, see `jgraph.parallel.fsdp`).
+
+    Attributes:
+        mesh: with the axis `fsdp`, and perhaps `data`.
+        shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+        rules: `PATTERN=AXIS`, which axis of the parameters that match is sharded; else an annotation or the shape says.
+        annotations: PartitionSpecs by the name of a parameter, as Flax's partition names give them.
+        compute_dtype: in which matrices are gathered; None gathers them as they are kept.
+        reshard_after_forward: gather parameters a second time for the backward, instead of keeping them.
+    """
+
+    mesh: Mesh
+    shapes: Tree
+    rules: tuple[str, ...] = ()
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+    compute_dtype: Any = None
+    reshard_after_forward: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
+
+    def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
+        axes = fsdp.asked_axes(leaf_names(self.shapes), self.rules, self.annotations)
+        packing = _packing(self.shapes, binding.packing, alone=axes)
+        shards = fsdp.shard_specs(jax.eval_shape(packing.pack, self.shapes), self.mesh.shape[Axis.FSDP], axes)
+        return DataParallel(self.mesh, loss, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)
+
+
+def _packing(shapes: Tree, choice: PackingChoice, alone: Any = ()) -> Packing:
+    return Packing.of(shapes, alone=leaf_names(shapes) if choice == "nothing" else alone)
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallel:
+    """`Replicated` and `FullySharded` with a loss: devices with different parts of the batch.
+
+    On several devices a microbatch of `FullySharded` gathers parameters and sums gradients over the axis `fsdp`, so that no
+    device ever has a whole main_grad; over the axis `data`, gradients are summed once a step. Both sums are in `grads_dtype`.
+
+    Attributes:
+        mesh: the devices; None for one.
+        loss: of the model's tree.
+        binding: what the step asks for.
+        packing: of the model's parameters; what is packed is then sharded.
+        shards: how each array lies on the axis `fsdp`; empty where there is none.
+        compute_dtype, reshard_after_forward: as `FullySharded` has them.
+    """
+
+    mesh: Mesh | None
+    loss: LossFunction
+    binding: Binding
+    packing: Packing
+    shards: dict[str, fsdp.ShardSpec]
+    compute_dtype: Any = None
+    reshard_after_forward: bool = False
+
+    @property
+    def is_matrix(self) -> Tree:
+        return self.packing.decay_mask()
+
+    def pack(self, tree: Tree) -> Tree:
+        packed = self.packing.pack(tree)
+        return {name: self.shards[name].pad(leaf) for name, leaf in packed.items()} if self.shards else packed
+
+    def unpack(self, params: Tree) -> Tree:
+        whole = {name: self.shards[name].unpad(leaf) for name, leaf in params.items()} if self.shards else params
+        return self.packing.unpack(whole)
+
+    def shardings(self, params: Tree) -> Tree:
+        if self.mesh is None:
+            return jax.tree.map(lambda _: None, params)
+        return {name: NamedSharding(self.mesh, spec) for name, spec in self._specs.items()}
+
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
+        if self.mesh is None:
+            return self._local(params, batch, key, carried)
+        run = jax.shard_map(
+            self._on_device,
+            mesh=self.mesh,
+            # A device takes its microbatches from its own rows: every one is spread over all devices, and no row is sent.
+            in_specs=(self._specs, PartitionSpec(batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(), self._specs),
+            check_vma=False,
+        )
+        return run(params, batch, key, carried)
+
+    @cached_property
+    def _specs(self) -> dict[str, PartitionSpec]:
+        if not self.shards:
+            return {group.name: PartitionSpec() for group in self.packing.groups}
+        return {name: shard.spec() for name, shard in self.shards.items()}
+
+    def _on_device(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
+        assert self.mesh is not None
+        axes = batch_axes(self.mesh)
+        return self._local(params, batch, jax.random.fold_in(key, jax.lax.axis_index(axes)), carried, axes)
+
+    def _local(self, params: Tree, batch: Tree, key: Array, carried: Tree, axes: tuple[str, ...] = ()) -> tuple[Sums, Tree]:
+        """Computes one device's part, and with `axes` sums over the devices."""
+        binding = self.binding
+        state = (carried,) if jax.tree.leaves(carried) else ()
+        sums_and_grads = self._sharded(state) if self.shards else self._whole(state)
+        sums, grads = accumulate(
+            sums_and_grads, binding.num_microbatches, dtype=binding.grads_dtype, reductions=binding.reductions
+        )(params, batch, key)
+        sums = finished(binding.reductions, sums, binding.num_microbatches, axes, self.mesh.size if self.mesh else 1)
+        if axes:
+            # Over `fsdp` they are summed already, microbatch by microbatch.
+            grads = jax.tree.map(lambda g: g.astype(binding.grads_dtype), grads)
+            grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
+        return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
+
+    def _whole(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+        def loss(params: Tree, batch: Tree, key: Array) -> tuple[Array, Sums]:
+            return summed(self.loss)(self.packing.unpack(params), batch, key, *carried)
+
+        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+            return sums, grads
+
+        return sums_and_grads
+
+    def _sharded(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+        matrices = self.is_matrix
+
+        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+            def loss(whole: Tree) -> tuple[Array, Sums]:
+                return summed(self.loss)(self.packing.unpack(whole), batch, key, *carried)
+
+            cast = self.compute_dtype
+            dtypes = {name: cast if cast and matrices[name] else part.dtype for name, part in params.items()}
+            return fsdp.value_and_grads(
+                loss,
+                params,
+                self.shards,
+                dtypes,
+                grads_dtype=self.binding.grads_dtype,
+                reshard_after_forward=self.reshard_after_forward,
+            )
+
+        return sums_and_grads

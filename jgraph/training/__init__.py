@@ -1,0 +1,1 @@
+"""A training run by configuration: a user of the rooms below."""

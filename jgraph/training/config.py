@@ -1,0 +1,395 @@
+"""What a run is: frozen dataclasses, checked once where they are made. No jax here, so that a wrong flag is told in no time.
+
+Every field is a command-line flag (`python -m jgraph.train --help`); its docstring is the flag's help text.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeAlias
+
+from jgraph.errors import ConfigError
+
+DtypeName: TypeAlias = Literal["bfloat16", "float32"]
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: `model.num_heads` -> `--model.num-heads`."""
+    return "--" + name.replace("_", "-")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{flag(name)} is {value}: must be {allowed}", field=name)
+
+
+def _require_positive(config: object, names: str, prefix: str = "") -> None:
+    for name in names.split():
+        value = getattr(config, name)
+        _require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and numerics of a decoder. Any model that `module` names may read them."""
+
+    module: str = "models.gpt:GPT"
+    """Where the model is: `package.module:Class`. Called as `Class(config.model, rngs=...)`."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads; d_model / num_heads is the head size."""
+    num_kv_heads: int = 4
+    """Key and value heads; must divide num_heads (grouped-query attention when smaller)."""
+    d_ff: int = 512
+    """Hidden width of the MLP."""
+    vocab_size: int = 256
+    """Rows of the embedding; token ids must be smaller."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """Non-linearity of the MLP; swiglu has a third matrix."""
+    head: Literal["tied", "untied"] = "tied"
+    """Whether the output projection is the embedding or a matrix of its own."""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
+    scan_layers: bool = False
+    """Compile one block and loop over it: shorter compile time, slower step."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    loss_chunk: int = 0
+    """Tokens whose logits are held at once; must divide a microbatch's; 0 takes the most that stay under 2**29 logits."""
+
+    def __post_init__(self):
+        _require_positive(
+            self, "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps", prefix="model."
+        )
+        _require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
+        _require(
+            self.module.count(":") == 1 and all(self.module.split(":")), "model.module", self.module, "package.module:Class"
+        )
+        _require(
+            self.d_model % self.num_heads == 0,
+            "model.num_heads",
+            self.num_heads,
+            f"a divisor of --model.d-model {self.d_model}",
+        )
+        _require(
+            self.head_size % 2 == 0, "model.num_heads", self.num_heads, f"such that the head size {self.head_size} is even"
+        )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of --model.num-heads {self.num_heads}",
+        )
+        if self.attention == "cudnn":
+            self.check_cudnn()
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.num_heads
+
+    def check_cudnn(self) -> None:
+        """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
+        _require(
+            self.head_size % 8 == 0 and self.head_size <= 128,
+            "model.num_heads",
+            self.num_heads,
+            f"such that the head size {self.head_size} is a multiple of 8 and at most 128 for cuDNN attention, "
+            "or choose --model.attention xla",
+        )
+        _require(
+            self.compute_dtype == "bfloat16",
+            "model.compute_dtype",
+            self.compute_dtype,
+            "bfloat16 for cuDNN attention, or choose --model.attention xla",
+        )
+
+
+class Usual(int):
+    """A number of steps that nobody asked for. It shrinks with the run; one that was asked for does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and clipping by global norm."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    warmup_steps: int = Usual(100)
+    """Steps of linear warm-up; the first already moves. If not given, at most a tenth of --steps."""
+    final_learning_rate: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices (not of vectors such as norm scales)."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient."""
+    first_moment_dtype: DtypeName = "float32"
+    """Dtype in which the mean of gradients is kept."""
+    second_moment_dtype: DtypeName = "float32"
+    """Dtype in which the mean of squared gradients is kept."""
+
+    def __post_init__(self):
+        _require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or positive")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)")
+        _require(0 <= self.final_learning_rate <= 1, "optimizer.final_learning_rate", self.final_learning_rate, "in [0, 1]")
+        _require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "optimizer.weight_decay",
+            self.weight_decay,
+            "0 or positive",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Which process of a run this is. Slurm and Open MPI tell of themselves; elsewhere, three flags go together."""
+
+    setup: Literal["auto", "off"] = "auto"
+    """Connect to the other processes where flags, Slurm or Open MPI tell of any, or never."""
+    coordinator: str = ""
+    """HOST:PORT at which process 0 can be reached by all; the port must be free there."""
+    num_processes: int | None = None
+    """Processes of the run."""
+    process_id: int | None = None
+    """Which of them this one is, from 0."""
+
+    def __post_init__(self):
+        flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
+        given = [name for name, value in flags.items() if value is not None]
+        for name, value in flags.items() if given else ():
+            _require(value is not None, f"distributed.{name}", value, f"given where {flag(f'distributed.{given[0]}')} is")
+        if self.num_processes is None or self.process_id is None:
+            return
+        _require(self.setup != "off", "distributed.setup", "off", "auto where --distributed.coordinator is given")
+        host, _, port = self.coordinator.rpartition(":")
+        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        _require(is_address, "distributed.coordinator", self.coordinator, "HOST:PORT, as all processes reach process 0")
+        _require_positive(self, "num_processes", prefix="distributed.")
+        _require(
+            0 <= self.process_id < self.num_processes,
+            "distributed.process_id",
+            self.process_id,
+            f"at least 0 and less than --distributed.num-processes {self.num_processes}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run."""
+
+    preset: str = "cpu-tiny"
+    """Named configuration that the other flags override."""
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    batch_size: int = 32
+    """Sequences per step, over all microbatches."""
+    seq_len: int = 256
+    """Tokens per sequence that the model predicts."""
+    num_microbatches: int = 1
+    """Slices of the batch whose gradients are summed before the update; must divide batch_size."""
+    dp: int = 1
+    """Replicas of the model, each with its part of the batch."""
+    fsdp: int = 1
+    """Devices that share parameters, gradients and optimizer state, each with its part of the batch too."""
+    reshard_after_forward: bool = False
+    """With --fsdp: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
+    shard_rules: tuple[str, ...] = ()
+    """With --fsdp: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*.down.kernel=1'."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks.0.*'."""
+    main_params_dtype: DtypeName = "float32"
+    """Dtype of the parameters that the optimizer updates."""
+    main_grads_dtype: DtypeName = "float32"
+    """Dtype in which gradients are summed, over microbatches and over devices."""
+    decoupled_grad: bool = False
+    """The optimizer reads gradients in --main-grads-dtype though the parameters have another one."""
+    on_dtype_mismatch: Literal["error", "copy"] = "error"
+    """Where these two dtypes differ and the gradient is not decoupled: refuse, or cast it to the parameters' dtype."""
+    pp: int = 1
+    """Ranks of the pipeline, each with its part of the layers and of the vocabulary."""
+    chunks: int = 1
+    """Stages of each pipeline rank."""
+    schedule: str = "aligned"
+    """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule --help`); a .csv or
+    .json file; or `auto`, which measures and takes the fastest that fits."""
+    memory_limit: float = 0.0
+    """With --schedule auto: GiB of a device for what waits between the parts of the backward; 0 for no limit."""
+    remat: Literal["nothing", "layer"] = "nothing"
+    """What of a pipeline's layer its backward makes again: nothing, or all but its input."""
+    data: str = "python-docs"
+    """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
+    run_dir: str = ""
+    """Where everything is written; runs/PRESET when empty. On a disk that all processes share."""
+    seed: int = 0
+    """Seeds the weights and the order of the data."""
+    resume: bool = True
+    """Go on from the last checkpoint of the run directory; --no-resume starts over and replaces what is there."""
+    graph: Literal["auto", "off", "full"] = "auto"
+    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included."""
+    xla_options: tuple[str, ...] = ()
+    """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when the loss or a gradient is not finite: stop the run, or skip that update and count it."""
+    log_every: int = 10
+    """Steps between progress lines and entries in metrics.jsonl."""
+    eval_every: int = 250
+    """Steps between evaluations on held-out text (and one at the end)."""
+    eval_batches: int = 16
+    """Largest number of batches in an evaluation."""
+    checkpoint_every: int = 250
+    """Steps between checkpoints (and one at the end)."""
+    checkpoint_keep: int = 2
+    """Checkpoints kept."""
+    profile: str = ""
+    """FIRST:STOP, steps to trace, e.g. 10:13: those as they are captured, then as many without capture, where kernels have
+    names; profile/profile.html and profile.json are written in the run directory."""
+    sample_tokens: int = 256
+    """Length of the text generated at the end; 0 for none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    def __post_init__(self):
+        _require_positive(
+            self,
+            "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches checkpoint_every "
+            "checkpoint_keep",
+        )
+        _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+        _require(bool(self.data), "data", repr(self.data), "a corpus name, a text file or a directory of token files")
+        _require(
+            self.batch_size % self.num_microbatches == 0,
+            "num_microbatches",
+            self.num_microbatches,
+            f"a divisor of --batch-size {self.batch_size}",
+        )
+        rows = self.batch_size // self.num_microbatches
+        sequences = (
+            f"the {rows} sequences of a microbatch (--batch-size {self.batch_size}, --num-microbatches {self.num_microbatches})"
+        )
+        _require(rows % self.dp == 0, "dp", self.dp, f"a divisor of {sequences}")
+        _require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that --dp {self.dp} x --fsdp divides {sequences}")
+        if self.fsdp == 1:
+            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where --fsdp is 1")
+            _require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where --fsdp is 1")
+        for rule in self.shard_rules:
+            pattern, _, axis = rule.rpartition("=")
+            _require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
+        if self.is_pipeline:
+            # Before the rule below, whose advice it would refuse.
+            _require(
+                self.main_grads_dtype == "float32",
+                "main_grads_dtype",
+                self.main_grads_dtype,
+                "float32 in a pipeline, whose products add onto float32; parameters may be bfloat16 (--main-params-dtype)",
+            )
+        differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
+        _require(
+            not differ or self.on_dtype_mismatch == "copy",
+            "main_grads_dtype",
+            self.main_grads_dtype,
+            f"--main-params-dtype {self.main_params_dtype}, or take --decoupled-grad (the optimizer reads "
+            f"{self.main_grads_dtype}), or --on-dtype-mismatch copy (one cast more)",
+        )
+        _require(
+            self.model.num_layers >= self.pp * self.chunks,
+            "pp",
+            self.pp,
+            f"such that --pp x --chunks {self.chunks} is at most the {self.model.num_layers} layers (--model.num-layers)",
+        )
+        _require(
+            math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive"
+        )
+        if self.schedule != "auto":
+            _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where --schedule is not auto")
+        if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
+            _require(self.chunks == 1, "chunks", self.chunks, f"1 with --schedule {self.schedule}, which says it itself")
+        _require(
+            self.schedule != "interleaved-1f1b" or self.chunks > 1,
+            "chunks",
+            self.chunks,
+            "at least 2 with --schedule interleaved-1f1b; with 1, take --schedule 1f1b",
+        )
+        if self.is_pipeline:
+            _require(
+                not self.reshard_after_forward,
+                "reshard_after_forward",
+                "set",
+                "unset in a pipeline, where a rank gathers its stages once a step; for less memory, take more ranks (--pp) or "
+                "--remat layer",
+            )
+        for option in self.xla_options:
+            _require("=" in option, "xla_options", option, "name=value")
+        if self.profile:
+            first, stop = self.profile_steps
+            steps = 2 * (stop - first) + 1
+            is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
+            allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to --steps {self.steps}"
+            _require(is_window, "profile", self.profile, allowed)
+        self._check_warmup()
+        if not self.run_dir:
+            object.__setattr__(self, "run_dir", f"runs/{self.preset}")
+
+    def _check_warmup(self) -> None:
+        warmup = self.optimizer.warmup_steps
+        if not isinstance(warmup, Usual):
+            _require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most --steps {self.steps}")
+        elif warmup > self.steps // 10:
+            object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def profile_steps(self) -> tuple[int, int]:
+        """First step of `profile` and the one to stop at; (0, 0) where nothing is to be traced."""
+        first, _, stop = self.profile.partition(":")
+        return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
+
+    @property
+    def read_dtype(self) -> DtypeName:
+        """Of the gradient that the optimizer reads; where it is `main_grads_dtype`, that gradient is the accumulator."""
+        if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
+            return self.main_grads_dtype
+        return self.main_params_dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `jgraph.parallel.fsdp` makes and sums gradients; on one device too, where other dtypes are asked for."""
+        return not self.is_pipeline and (self.fsdp > 1 or (self.main_params_dtype, self.main_grads_dtype) != ("float32",) * 2)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the step plays a schedule; it does on one rank too, where anything about it was asked for."""
+        return (self.pp, self.chunks, self.schedule, self.remat) != (1, 1, "aligned", "nothing")
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
+        fields = dict(fields)
+        try:
+            model = ModelConfig(**fields.pop("model"))
+            optimizer = OptimizerConfig(**fields.pop("optimizer"))
+            if optimizer.warmup_steps > fields["steps"]:  # as versions wrote it that took any
+                optimizer = replace(optimizer, warmup_steps=Usual(optimizer.warmup_steps))
+            distributed = DistributedConfig(**fields.pop("distributed", {}))
+            for name in ("xla_options", "shard_rules", "freeze"):
+                fields[name] = tuple(fields.get(name, ()))
+            return cls(**fields, model=model, optimizer=optimizer, distributed=distributed)
+        except (TypeError, KeyError) as e:
+            raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e

@@ -1,0 +1,152 @@
+"""What a user sees of a run: the configuration, a progress line, warnings, the summary."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jgraph.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run stands when it ends.
+
+    Attributes:
+        outcome: `finished`; `already finished`, where nothing was left to do; or the signal that stopped it.
+        steps: done in all, skipped ones included.
+        skipped: of these, steps whose update was not applied because something was not finite.
+        tokens: that those steps read.
+        seconds: that they took, without compilation, evaluation and checkpoints, over all runs in the directory.
+        train_loss: of the last step logged, nats per token; None if there was none.
+        heldout_loss: of the last evaluation, nats per token; None if there was none.
+        zlib_nats_per_token: what zlib needs for the same text; None where tokens are not bytes.
+        run_dir: where everything is.
+        sample: prompt and continuation; empty where none was asked for.
+        stopped_by: the signal's name, e.g. `SIGTERM`; empty where the run is finished.
+    """
+
+    outcome: str
+    steps: int
+    skipped: int
+    tokens: int
+    seconds: float
+    train_loss: float | None
+    heldout_loss: float | None
+    zlib_nats_per_token: float | None
+    run_dir: Path
+    sample: tuple[str, str] = ("", "")
+    stopped_by: str = ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+
+class Reporter:
+    """Writes to a console: one live line on a terminal, one plain line each time elsewhere. A context manager."""
+
+    def __init__(self, console: Console, config: TrainConfig):
+        self._console = console
+        self._config = config
+        self._live: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=10),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+            )
+            self._live.add_task("", total=self._config.steps, numbers="compiling")
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> Literal[False]:
+        if self._live:
+            self._live.stop()
+            self._live = None
+        return False
+
+    def line(self, text: str) -> None:
+        """A line of its own, above the progress line. What the console cannot show, a sample's U+FFFD say, becomes a `?`."""
+        text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.line(f"warning: {text}")
+
+    def progress(self, entry: dict[str, Any]) -> None:
+        """Shows an entry of metrics.jsonl."""
+        # An evaluation is a line that stays, on a terminal too.
+        if not self._live or "eval_loss" in entry:
+            self.line(f"step {entry['step'] + 1}/{self._config.steps}  {_numbers(entry)}")
+        if self._live:
+            numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
+            self._live.update(self._live.task_ids[0], completed=entry["step"] + 1, numbers=numbers)
+
+    def config(self) -> None:
+        """The resolved configuration, compactly."""
+        fields = dataclasses.asdict(self._config)
+        del fields["distributed"]  # differs from process to process; the trainer says how many there are
+        for title in ("model", "optimizer"):
+            fields[title] = _pairs(fields[title])
+        nested = {title: fields.pop(title) for title in ("model", "optimizer")}
+        for title, text in {"run": _pairs(fields), **nested}.items():
+            self.line(f"{title}: {text}")
+
+    def summary(self, summary: Summary) -> None:
+        """Closing words."""
+        rows = {
+            "outcome": f"{summary.outcome} at step {summary.steps}/{self._config.steps}",
+            "loss": _loss("train", summary.train_loss),
+            "held out": _held_out(summary),
+            "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s"
+            + (f", {summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else ""),
+        }
+        if summary.skipped:
+            rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"
+        rows["written to"] = f"{summary.run_dir}: config.json, metrics.jsonl, checkpoints/"
+        for label, text in rows.items():
+            self.line(f"{label:11}{text}")
+        if any(summary.sample):
+            prompt, continuation = summary.sample
+            self.line(f"sample, from the held-out prompt {prompt!r}:\n{continuation}")
+
+
+def _numbers(entry: dict[str, Any]) -> str:
+    parts = [f"loss {_number(entry['loss'], '.4f')}"]
+    if "eval_loss" in entry:
+        parts.append(f"held-out loss {_number(entry['eval_loss'], '.4f')}")
+    parts.append(f"{_number(entry['tokens_per_second'], ',.0f')} tokens/s")
+    parts.append(f"{_number(entry['step_time_ms'], '.1f')} ms/step")
+    if entry["mfu"] is not None:
+        parts.append(f"MFU {entry['mfu']:.1%}")
+    parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB")
+    if entry["skipped"]:
+        parts.append(f"{entry['skipped']} skipped")
+    return "  ".join(parts)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "?" if value is None else format(value, form)
+
+
+def _loss(name: str, value: float | None) -> str:
+    return f"{name} {_number(value, '.4f')} nats/token"
+
+
+def _held_out(summary: Summary) -> str:
+    text = f"{_number(summary.heldout_loss, '.4f')} nats/token"
+    if summary.zlib_nats_per_token is not None:
+        text += f"; zlib -9 needs {summary.zlib_nats_per_token:.4f} on the same text"
+    return text
+
+
+def _pairs(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())

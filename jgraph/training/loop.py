@@ -1,0 +1,197 @@
+"""The loop: steps handed to the device without waiting for them, and everything that happens between two of them."""
+
+import itertools
+import math
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgraph.checkpoint.store import Checkpoints
+from jgraph.data import Batches
+from jgraph.dispatch import in_turn
+from jgraph.errors import NonFiniteError, ProfileError
+from jgraph.processes import all_gather_scalar, is_process_zero
+from jgraph.profile import report
+from jgraph.training.assembly import Assembly
+from jgraph.training.console import Reporter
+from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes
+from jgraph.training.profiling import Recorder
+from jgraph.training.signals import StopRequest
+from jgraph.training.step import StepMetrics, TrainState
+
+# Steps handed over before the oldest of them is waited for: enough to hide the host, few enough to stop soon.
+_RUN_AHEAD = 4
+
+
+class Loop:
+    """One run of the loop; holds what the host has not looked at yet."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        step: Callable[[TrainState, jax.Array | np.ndarray], tuple[TrainState, StepMetrics]],
+        batches: Batches,
+        evaluate: Callable[[TrainState], float],
+        checkpoints: Checkpoints,
+        log: MetricsLog,
+        reporter: Reporter,
+        clock: StepClock,
+        recorder: Recorder | None,
+    ):
+        self.config = assembly.config
+        self.place = assembly.place
+        self.portable = assembly.portable
+        self.num_devices = assembly.num_devices
+        self.group_names = assembly.group_names()
+        self.trained_groups = assembly.trained_groups()
+        self.told_zero: set[str] = set()
+        self.step = step
+        self.batches = batches
+        self.evaluate = evaluate
+        self.checkpoints = checkpoints
+        self.log = log
+        self.reporter = reporter
+        self.clock = clock
+        self.recorder = recorder
+        self.device = jax.local_devices()[0]
+        self.pending: list[tuple[int, StepMetrics]] = []
+        self.skipped = 0
+
+    def run(self, done: int, state: TrainState, stop: StopRequest) -> tuple[int, TrainState]:
+        """From `done` steps to the end or to a signal; what is reached is saved."""
+        config = self.config
+        self.skipped = int(state.skipped)
+        while done < config.steps and not self._stops(done, stop):
+            if self.recorder is not None and done == self.recorder.first:
+                done, state = self._profile(self.recorder, done, state)
+                continue
+            self.clock.start()
+            state, metrics = in_turn(self.step(state, self.place(self.batches[done])))
+            self.pending.append((done, metrics))
+            if len(self.pending) > _RUN_AHEAD:
+                jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)
+            evaluates = done + 1 == config.steps or (done > 0 and done % config.eval_every == 0)
+            if evaluates or done % config.log_every == 0:
+                self._log(done, state if evaluates else None)
+            done += 1
+            if done % config.checkpoint_every == 0:
+                self._save(done, state)
+        self._save(done, state)
+        return done, state
+
+    def _stops(self, done: int, stop: StopRequest) -> bool:
+        """Whether a signal is to end the run before step `done`: one that any process has had, told to all."""
+        # Only where a step was just logged and no device is at work: to ask takes a word with every process.
+        if jax.process_count() > 1 and (done - 1) % self.config.log_every:
+            return False
+        number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
+        if number:
+            stop.name = signal.Signals(number).name
+        # Not what `stop` says by now, which is this process's alone.
+        return bool(number)
+
+    def _log(self, index: int, evaluated: TrainState | None) -> None:
+        """Writes and shows the entry of step `index`, the last one handed over; evaluates if given the state."""
+        last = self._settle()
+        step_seconds = self.clock.lap()
+        peak = peak_flops(self.device.device_kind)
+        entry: dict[str, Any] = {
+            "step": index,
+            "loss": float(last.loss),
+            "grad_norm": float(last.grad_norm),
+            "tokens_per_second": self.config.tokens_per_step / step_seconds,
+            "step_time_ms": 1e3 * step_seconds,
+            "mfu": flops_per_step(self.config) / step_seconds / (peak * self.num_devices) if peak else None,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "skipped": self.skipped,
+            "seconds": self.clock.seconds,
+            "zero_gradients": len(_zeros(last, self.group_names) & self.trained_groups),
+        }
+        if evaluated is not None:
+            entry["eval_loss"] = self.evaluate(evaluated)
+        self.log.add(entry)
+        # The file says null where the loss is not a number; so does the line.
+        self.reporter.progress({key: value if value is None or math.isfinite(value) else None for key, value in entry.items()})
+
+    def _profile(self, recorder: Recorder, done: int, state: TrainState) -> tuple[int, TrainState]:
+        """Steps that are traced, of which the clock and the log know nothing; and the report."""
+        if self.pending:
+            self._settle()
+        batches = (self.place(self.batches[index]) for index in itertools.count(done))
+        state, metrics = recorder.record(state, batches)
+        self._look(list(enumerate(jax.device_get(metrics), done)))
+        if is_process_zero():
+            try:
+                written = report.write(report.of_run(recorder.directory), recorder.directory)
+                self.reporter.line(f"profile of steps {done} to {done + len(metrics) - 1}: {', '.join(map(str, written))}")
+            except ProfileError as e:
+                self.reporter.warn(f"no profile: {e}")
+        if (done + len(metrics)) // self.config.checkpoint_every > done // self.config.checkpoint_every:
+            self._save(done + len(metrics), state)
+        return done + len(metrics), state
+
+    def _save(self, done: int, state: TrainState) -> None:
+        if self.pending:
+            self._settle()
+        portable = self.portable.of(state)
+        self.checkpoints.save(done, portable)
+        # Orbax keeps hold of it until all is written; the next step needs the room.
+        for leaf in jax.tree.leaves(portable):
+            leaf.delete()
+
+    def _settle(self) -> StepMetrics:
+        """Waits for the steps that were handed over, stops the clock, and looks at each step's numbers; returns the last's."""
+        fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
+        self.pending.clear()
+        self.clock.stop(len(fetched))
+        self._look(fetched)
+        return fetched[-1][1]
+
+    def _look(self, fetched: list[tuple[int, StepMetrics]]) -> None:
+        """Tells of what is not as it should be."""
+        for index, metrics in fetched:
+            if problem := _non_finite(metrics, self.group_names):
+                self._tell_non_finite(index, problem)
+            for name in sorted(_zeros(metrics, self.group_names) & self.trained_groups - self.told_zero):
+                self.told_zero.add(name)
+                self.reporter.warn(
+                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by --freeze"
+                )
+
+    def _tell_non_finite(self, index: int, problem: str) -> None:
+        if self.config.on_nonfinite == "skip":
+            self.skipped += 1
+            self.reporter.warn(f"step {index}: {problem}; its update was skipped ({self.skipped} so far)")
+            return
+        # The update was not applied, so the state is still good; but a run that goes wrong is one to look at, from where it
+        # was last saved.
+        self.checkpoints.wait()
+        saved = self.checkpoints.latest_step
+        kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        # Where there is a checkpoint, it is of the old rate, and the directory refuses another.
+        over = "" if saved is None else " with --no-resume or another --run-dir"
+        raise NonFiniteError(
+            f"step {index}: {problem}; the run stops there and {kept}; "
+            f"try a lower --optimizer.learning-rate{over}, or go on past it with --on-nonfinite skip",
+            step=index,
+        )
+
+
+def _zeros(metrics: StepMetrics, group_names: list[str]) -> set[str]:
+    """Groups whose gradient was zero in every element."""
+    return {name for name, square_sum in zip(group_names, metrics.grad_square_sums, strict=True) if square_sum == 0}
+
+
+def _non_finite(metrics: StepMetrics, group_names: list[str]) -> str:
+    """What of a step's numbers is infinite or NaN; empty if nothing is."""
+    problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
+    sums = np.asarray(metrics.grad_square_sums)
+    groups = [name for name, square_sum in zip(group_names, sums, strict=True) if not np.isfinite(square_sum)]
+    if groups:
+        problems.append(f"the gradient of {', '.join(groups)} is not finite")
+    elif not np.isfinite(metrics.grad_norm):
+        problems.append("the gradient's norm overflows")
+    return " and ".join(problems)

@@ -1,0 +1,143 @@
+"""Numbers about a run: what a step costs, what the device can do, and metrics.jsonl, where they are kept."""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jgraph.training.config import TrainConfig
+
+# Dense bf16 FLOP/s without sparsity, from NVIDIA's datasheets, by the start of the name that the driver gives the device.
+# The longer name comes first: "NVIDIA H100 PCIe" starts with "NVIDIA H100" too.
+_PEAK_FLOPS = {
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+}
+
+
+def flops_per_step(config: TrainConfig) -> float:
+    """FLOPs of one optimizer step, forward and backward: 6·N·tokens + 6·L·d·T·tokens.
+
+    N counts the weights of matrix products (attention, MLP, head; the embedding look-up is none), each used by one
+    multiplication and one addition forward and twice that backward. The second term is causal attention, which needs half of
+    its T x T scores: L layers, d = num_heads * head_size, T = seq_len. Recomputation and elementwise work do not count.
+    """
+    m = config.model
+    attention_width = m.num_heads * m.head_size
+    attention = m.d_model * (attention_width + 2 * m.num_kv_heads * m.head_size) + attention_width * m.d_model
+    mlp = (3 if m.mlp == "swiglu" else 2) * m.d_model * m.d_ff
+    weights = m.num_layers * (attention + mlp) + m.d_model * m.vocab_size
+    return 6.0 * config.tokens_per_step * (weights + m.num_layers * attention_width * config.seq_len)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 FLOP/s of the datasheet for `jax.Device.device_kind`; None for a device that is not in the table."""
+    return next((peak for name, peak in _PEAK_FLOPS.items() if device_kind.startswith(name)), None)
+
+
+def peak_memory_bytes(device: Any) -> int:
+    """Most bytes ever in use on a `jax.Device`; where the device does not count (a CPU), the process's largest resident set."""
+    stats = device.memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest  # bytes there, KiB on Linux
+
+
+class MetricsLog:
+    """metrics.jsonl: one JSON object a line, on disk as soon as it is added.
+
+    Args:
+        path: the file; made when missing.
+        first_step: entries of this step and later ones, left by a run that went further than its last checkpoint, are
+            dropped, as is a line that a kill cut off; the file is replaced in one go.
+    """
+
+    def __init__(self, path: Path, *, first_step: int):
+        kept = [line for line, entry in _entries(path) if entry["step"] < first_step]
+        text = "".join(f"{line}\n" for line in kept)
+        if not path.exists() or path.read_bytes() != text.encode():
+            scratch = path.with_name(path.name + ".tmp")
+            scratch.write_text(text)
+            os.replace(scratch, path)
+        self._file = path.open("a")
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Appends an entry, which has a "step". Numbers that are not finite become null: JSON has no others."""
+        self._file.write(_line(entry))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Entries in the order of the file; none where it is missing. What is not an entry, such as half a line, is left out."""
+    return [entry for _, entry in _entries(path)]
+
+
+class StepClock:
+    """Time spent in steps, without compilation, evaluation and checkpoints.
+
+    Attributes:
+        seconds: in all.
+    """
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds
+        self._lap_seconds = 0.0
+        self._lap_steps = 0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """Before steps are handed to the device; does nothing while running."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def stop(self, steps: int) -> None:
+        """After the device has finished `steps` steps since `start`."""
+        if self._started is not None:
+            elapsed, self._started = time.perf_counter() - self._started, None
+            self.seconds += elapsed
+            self._lap_seconds += elapsed
+        self._lap_steps += steps
+
+    def lap(self) -> float:
+        """Mean seconds of a step since the last lap; not a number before the first step."""
+        mean = self._lap_seconds / self._lap_steps if self._lap_steps else math.nan
+        self._lap_seconds, self._lap_steps = 0.0, 0
+        return mean
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and _has_numbers(entry):
+            yield line, entry
+
+
+def _has_numbers(entry: dict[str, Any]) -> bool:
+    """Whether what a run reads of an entry is a number where it is there; the time of steps is never null."""
+    numbers = [entry.get(name, 0) for name in ("loss", "eval_loss")]
+    return all(value is None or isinstance(value, int | float) for value in numbers) and isinstance(
+        entry.get("seconds", 0), int | float
+    )
+
+
+def _line(entry: dict[str, Any]) -> str:
+    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"

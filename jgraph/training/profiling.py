@@ -1,0 +1,128 @@
+"""Traces of a few training steps: as they are captured, and once more without capture, where every kernel has a name.
+
+The steps are the run's own, on its own state: nothing is computed that the run would not have computed.
+"""
+
+import dataclasses
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jgraph.dispatch import in_turn
+from jgraph.schedule import files
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import TrainConfig, flag
+from jgraph.training.metrics import peak_memory_bytes
+from jgraph.training.presets import preset
+from jgraph.training.rundir import flatten, versions
+from jgraph.training.step import StepMetrics, TrainState
+from jgraph.xla.launches import profiler_options
+
+Step = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
+
+# XLA leaves command buffers aside while a profiler watches, unless it is told not to.
+_PROFILED = "xla_enable_command_buffers_during_profiling=true"
+
+
+def profiled(config: TrainConfig, platform: str) -> TrainConfig:
+    """The configuration whose step keeps its command buffers under a profiler."""
+    if platform != "gpu" or config.graph == "off":
+        return config
+    return dataclasses.replace(config, xla_options=(*config.xla_options, _PROFILED))
+
+
+def uncaptured(config: TrainConfig) -> TrainConfig:
+    """The configuration of the same step without command buffers."""
+    return dataclasses.replace(config, graph="off")
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What is needed to trace steps of a run.
+
+    Attributes:
+        assembly: of the run.
+        captured: the compiled step with command buffers; None where it has none.
+        uncaptured: the compiled step without.
+        first: the step at which recording begins.
+        count: steps of each trace.
+        directory: where traces go; what is there is removed.
+    """
+
+    assembly: Assembly
+    captured: Step | None
+    uncaptured: jax.stages.Compiled
+    first: int
+    count: int
+    directory: Path
+
+    def record(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, list[StepMetrics]]:
+        """Runs 2 x `count` + 1 steps, or `count` where only one kind of trace is taken. `state` is donated, as in any step."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        metrics: list[StepMetrics] = []
+
+        def run(step: Step, state: TrainState, count: int) -> TrainState:
+            for _ in range(count):
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.first + len(metrics)):
+                    state, one = in_turn(step(state, next(batches)))
+                metrics.append(one)
+            jax.block_until_ready((state, metrics))
+            return state
+
+        if self.captured is not None:
+            with _trace(self.directory / "captured"):
+                state = run(self.captured, state, self.count)
+            state = run(self.uncaptured, state, 1)  # its first run loads and records
+        with _trace(self.directory / "uncaptured"):
+            state = run(self.uncaptured, state, self.count)
+        with gzip.open(self.directory / "program.txt.gz", "wt") as file:
+            file.write(self.uncaptured.as_text() or "")
+        about = _about(self.assembly, self.uncaptured) | {"steps": self.count}
+        (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        return state, metrics
+
+
+def _trace(directory: Path):
+    return jax.profiler.trace(str(directory), profiler_options=profiler_options())
+
+
+def _about(assembly: Assembly, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What a report says of the run."""
+    config, devices = assembly.config, jax.local_devices()[: assembly.num_devices]
+    kind = devices[0].device_kind
+    tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
+    about: dict[str, Any] = {
+        "title": f"{config.preset}, {tokens}, {assembly.num_devices} x {kind}",
+        "device": kind,
+        "devices": assembly.num_devices,
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "flags": _flags(config),
+        "memory": assembly.memory(compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
+    }
+    if (pipeline := assembly.pipeline) is not None:
+        ranks = pipeline.mesh.devices[0].reshape(pipeline.schedule.num_ranks, -1)[:, 0]
+        about["pipeline"] = {
+            "runtime": pipeline.runtime,
+            "schedule": files.to_json(pipeline.schedule),
+            "devices": [device.local_hardware_id or 0 if device.platform == "gpu" else device.id for device in ranks],
+        }
+    return about
+
+
+def _flags(config: TrainConfig) -> str:
+    """Those that differ from the preset's."""
+    base, own = (flatten(dataclasses.asdict(of)) for of in (preset(config.preset), config))
+    words = [f"--preset {config.preset}"]
+    for name, value in own.items():
+        if value != base[name] and name not in ("run_dir", "preset"):
+            words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return " ".join(words)

@@ -1,0 +1,248 @@
+"""The run directory: which run it belongs to, and whether this one may go on there."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from jgraph.errors import ConfigError
+from jgraph.training.config import TrainConfig, flag
+
+# A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
+FREE_FIELDS = frozenset(
+    {
+        "run_dir",
+        "resume",
+        "log_every",
+        "checkpoint_every",
+        "checkpoint_keep",
+        "on_nonfinite",
+        "dp",
+        "fsdp",
+        "reshard_after_forward",
+        "shard_rules",
+        "pp",
+        "chunks",
+        "schedule",
+        "memory_limit",
+        "remat",
+        "distributed",
+        "graph",
+        "xla_options",
+        "profile",
+        "sample_tokens",
+        "eval_every",
+        "eval_batches",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    def has_checkpoint(self) -> bool:
+        """Whether any checkpoint was written to its end, damaged or not."""
+        return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
+
+    @contextlib.contextmanager
+    def locked(self, warn: Callable[[str], object]) -> Iterator[None]:
+        """Makes the directory and keeps other processes from writing in it. `check` comes first: this makes a file there.
+
+        The operating system's lock on the file ends with the process, however it ends; the file's text says whose it is. Where
+        the disk knows no locks, the text alone decides.
+
+        Args:
+            warn: is told, in one line, of a process on another machine that left its lock without ending it.
+
+        Raises:
+            ConfigError: another process has the lock.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._open_locked() as file:
+            if (left := _holder(file)) and left["host"] != socket.gethostname():
+                warn(
+                    f"--run-dir is {self.path}: process {left['pid']} on {left['host']} wrote there and did not end well; "
+                    "if it still runs there, stop one of the two"
+                )
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                # While it is locked: who opens it from now on makes a new one.
+                self.lock_file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # nothing was written, if it is empty
+                    self.path.rmdir()
+
+    def _open_locked(self) -> TextIO:
+        while True:
+            file = self.lock_file.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), self.lock_file.stat()):
+                    return file
+            except BlockingIOError:
+                raise self._held(file, "wait until it ends") from None
+            except OSError as e:
+                if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+                holder = _holder(file)
+                if not holder or (holder["host"] == socket.gethostname() and not _is_alive(holder["pid"])):
+                    return file
+                raise self._held(file, f"if it is there no more, remove {self.lock_file}") from e
+            # Its owner removed it in between.
+            file.close()
+
+    def _held(self, file: TextIO, advice: str) -> ConfigError:
+        holder = _holder(file)
+        who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+        file.close()
+        return _error(f"--run-dir is {self.path}: {who} is writing there; {advice}, or name another --run-dir")
+
+    def check(self, config: TrainConfig, corpus: dict[str, Any]) -> None:
+        """Changes nothing.
+
+        Args:
+            config: of this run.
+            corpus: its name, fingerprint and sizes, as `write` stores them.
+
+        Raises:
+            ConfigError: the path is a file or holds something else than a run, or, with `config.resume`, checkpoints of
+                another run.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise _error(f"--run-dir is {self.path}: a file; name a directory")
+        if not self.config.exists():
+            if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
+                raise _error(
+                    f"--run-dir is {self.path}: not empty, and not a run directory (no config.json); name a new or empty one"
+                )
+            return
+        if config.resume and not self._is_free() and (differences := self._differences(config, corpus)):
+            raise _error(
+                f"--run-dir is {self.path}: holds a run of another configuration: {'; '.join(differences)}; "
+                "use another --run-dir, or --no-resume to start over and replace that run"
+            )
+
+    def reset(self) -> None:
+        """Removes checkpoints and metrics, so that the run starts over. The config stays until `write` replaces it."""
+        # Renamed first: half-removed checkpoints must not look like damaged ones.
+        removed = self.path / "checkpoints.removed"
+        shutil.rmtree(removed, ignore_errors=True)
+        if self.checkpoints.exists():
+            self.checkpoints.rename(removed)
+            shutil.rmtree(removed)
+        self.metrics.unlink(missing_ok=True)
+
+    def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
+        """Makes the directory and writes config.json in one go: the fields of the config, then "corpus" and "versions"."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dataclasses.asdict(config) | {"corpus": corpus, "versions": versions}, indent=2)
+        scratch = self.path / "config.json.tmp"
+        scratch.write_text(text + "\n")
+        os.replace(scratch, self.config)
+
+    def read(self) -> tuple[TrainConfig, dict[str, Any], dict[str, str]]:
+        """Inverse of `write`. Raises ConfigError where config.json is not one that this version writes."""
+        fields = self._read_fields()
+        corpus, versions = fields.pop("corpus", {}), fields.pop("versions", {})
+        return TrainConfig.from_dict(fields), corpus, versions
+
+    def _is_free(self) -> bool:
+        """Whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
+        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self._read_fields().keys()
+
+    def _read_fields(self) -> dict[str, Any]:
+        try:
+            fields = json.loads(self.config.read_text())
+            if not isinstance(fields, dict):
+                raise ValueError("it is not an object")
+            flatten(fields)  # which ends as json does where it is nested too deeply
+        except (ValueError, RecursionError) as e:
+            raise _error(f"--run-dir is {self.path}: its config.json is damaged ({e}); name another --run-dir") from e
+        return fields
+
+    def _differences(self, config: TrainConfig, corpus: dict[str, Any]) -> list[str]:
+        there = flatten(self._read_fields())
+        # Through JSON, so that a tuple there and a list here are the same.
+        here = flatten(json.loads(json.dumps(dataclasses.asdict(config) | {"corpus": {"fingerprint": corpus["fingerprint"]}})))
+        names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
+        differences = [
+            f"{flag(name)} is {_show(here, name)} and was {_show(there, name)}"
+            for name in names
+            if here.get(name) != there.get(name)
+        ]
+        now, before = (str(fields.get("corpus.fingerprint"))[:12] for fields in (here, there))
+        if now != before:
+            differences.append(f"the text of --data {config.data} has fingerprint {now} and had {before}")
+        return differences
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a step computes."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def _holder(file: TextIO) -> dict[str, Any] | None:
+    """Pid and host in a lock file; None where it says nothing, because its owner ended well or has not written yet."""
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return {"pid": int(holder["pid"]), "host": str(holder["host"])}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _show(fields: dict[str, Any], name: str) -> str:
+    return str(fields[name]) if name in fields else "absent"
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError(message, field="run_dir")

@@ -1,0 +1,294 @@
+"""A run: text, directory, compiled step, checkpoints and the loop, put together; what is wrong is said before anything slow."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jgraph.checkpoint.store import Checkpoints, check_space
+from jgraph.data import Batches, Corpus, heldout_batches, load, verify_in_background
+from jgraph.dispatch import check_devices, in_turn
+from jgraph.errors import ConfigError
+from jgraph.inference.generate import generate
+from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
+from jgraph.training import profiling
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import TrainConfig
+from jgraph.training.console import Reporter, Summary
+from jgraph.training.loop import Loop
+from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
+from jgraph.training.rundir import RunDir, versions
+from jgraph.training.signals import StopRequest
+from jgraph.training.step import TrainState
+from jgraph.xla import compiler_options
+
+_PROMPT_TOKENS = 64
+
+
+def train(config: TrainConfig, *, console: Console) -> Summary:
+    """Trains until `config.steps` or a signal, going on from the last checkpoint of the run directory.
+
+    Of several processes, which all call this, the first writes and talks; they stop and fail together.
+
+    Args:
+        config: the whole run.
+        console: where to tell of it.
+
+    Returns:
+        The summary that was printed.
+
+    Raises:
+        JgraphError: anything that a user can put right, in one line. NonFiniteError for a loss or gradient that is not finite,
+            unless `config.on_nonfinite` is `skip`.
+        KeyboardInterrupt: a second SIGINT.
+    """
+    # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
+    compiler_options(config.graph, config.xla_options, platform="gpu")
+    connect(**dataclasses.asdict(config.distributed))
+    check_devices()
+    run_dir = RunDir(Path(config.run_dir))
+    reporter = Reporter(console if is_process_zero() else Console(quiet=True), config)
+    with contextlib.ExitStack() as held:
+        with all_or_raise():
+            corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+            run_dir.check(config, _corpus_entry(corpus))
+            if is_process_zero():
+                held.enter_context(run_dir.locked(reporter.warn))
+                # Again: until now another process may have been there.
+                run_dir.check(config, _corpus_entry(corpus))
+            _check_attention(config)
+            assembly = Assembly.of(config)
+            no_sample = _check_model(assembly)
+        _check_alike(config, corpus)
+        reporter.config()
+        if jax.process_count() > 1:
+            reporter.line(f"devices: {assembly.num_devices}, of {jax.process_count()} processes")
+        if no_sample:
+            reporter.warn(f"no sample at the end: {no_sample}; --sample-tokens 0 asks for none")
+        stop = held.enter_context(StopRequest())
+        held.enter_context(_memory_errors(config, run_dir))
+        return _train(assembly, corpus, run_dir, reporter, stop, samples=bool(config.sample_tokens) and not no_sample)
+
+
+def _check_model(assembly: Assembly) -> str:
+    """Traces what is first called long after the start. Returns why there can be no sample; empty if there can or need not be.
+
+    Raises:
+        ConfigError: the model's loss cannot be evaluated.
+    """
+    assembly.check_loss()
+    return assembly.sampling_problem() if assembly.config.sample_tokens else ""
+
+
+@contextlib.contextmanager
+def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
+    """A device that is too small is a matter of flags."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        over = ", with --no-resume or another --run-dir" if config.resume and run_dir.has_checkpoint() else ""
+        raise ConfigError(
+            f"--batch-size is {config.batch_size} in --num-microbatches {config.num_microbatches}: must fit the memory of a "
+            f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches{over} ({str(e).splitlines()[0]})",
+            field="batch_size",
+        ) from e
+
+
+def _train(
+    assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest, *, samples: bool
+) -> Summary:
+    config, shapes = assembly.config, assembly.portable.shapes()
+    if config.profile:
+        assembly = dataclasses.replace(assembly, config=profiling.profiled(config, jax.default_backend()))
+    check_files = verify_in_background(corpus.files if is_process_zero() else ())
+    batches = _batches(assembly, corpus, check_files)
+    step = None
+    # The first process's word, because it may already be writing where another looks.
+    if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
+        with all_or_raise():
+            check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
+        # Before the directory changes: what does not compile must not replace a run that did.
+        step = _compile(assembly, reporter)
+    with all_or_raise():
+        if is_process_zero():
+            if not config.resume:
+                run_dir.reset()
+            run_dir.write(config, _corpus_entry(corpus), _versions())
+    checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn)
+    try:
+        with all_or_raise():
+            checkpoints.check_space(shapes)
+        done, state = _start(assembly, checkpoints, shapes)
+        if done >= config.steps:
+            reporter.line(f"this run is finished: {done} of --steps {config.steps} are done")
+            outcome = "already finished"
+        else:
+            if done:
+                reporter.line(f"resumed from step {done}")
+            step = step or _compile(assembly, reporter)
+            recorder = None
+            if config.profile and done > config.profile_steps[0]:
+                reporter.warn(f"no profile: --profile is {config.profile}, and {done} steps are done already")
+            elif config.profile:
+                recorder = _recorder(assembly, step, run_dir)
+            metrics = run_dir.metrics if is_process_zero() else Path(os.devnull)
+            with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
+                entries = reversed(read_metrics(run_dir.metrics))
+                clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
+                loop = Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock, recorder)
+                done, state = loop.run(done, state, stop)
+            check_files()
+            outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
+    finally:
+        checkpoints.close()
+    if done < config.steps:
+        reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to go on")
+    sample = _sample(assembly, state, corpus) if done >= config.steps and samples else ("", "")
+    stopped_by = stop.name if done < config.steps else ""
+    summary = dataclasses.replace(_summary(config, corpus, run_dir, outcome, state, sample), stopped_by=stopped_by)
+    if done >= config.steps:
+        reporter.summary(summary)
+    return summary
+
+
+def _start(assembly: Assembly, checkpoints: Checkpoints, shapes: TrainState) -> tuple[int, TrainState]:
+    """Steps done, and the state after them: the last that was saved, or the first. A function, so that it is held once."""
+    saved = checkpoints.restore_latest(shapes)
+    return (0, assembly.init()) if saved is None else (saved[0], assembly.portable.back(saved[1]))
+
+
+def _check_attention(config: TrainConfig) -> None:
+    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ConfigError(
+            f"--model.attention is cudnn: must be auto or xla on this device, a {jax.devices()[0].device_kind}",
+            field="model.attention",
+        )
+
+
+def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
+    """Refuses processes that would not compute the same step, or not write to the same place."""
+    fields = dataclasses.asdict(config) | {"distributed": None, "corpus": corpus.fingerprint}
+    sums = all_gather_scalar(zlib.crc32(json.dumps(fields).encode()) >> 1)  # into an int32
+    differing = [process for process, total in enumerate(sums) if total != sums[0]]
+    if differing:
+        raise ConfigError(
+            f"process {differing[0]} was started with other flags or another text of --data than process 0: "
+            "only --distributed.process-id may differ",
+            field="distributed.process_id",
+        )
+
+
+def _compile(assembly: Assembly, reporter: Reporter):
+    step, capture = assembly.compile_step(assembly.config.batch_size)
+    if chosen := assembly.chosen_options(jax.default_backend()):
+        reporter.line(f"XLA options, as --xla-options would give them: {' '.join(chosen)}")
+    if capture is not None:
+        reporter.line(str(capture))
+    if about := assembly.about_pipeline(step):
+        reporter.line(about)
+    return step
+
+
+def _recorder(assembly: Assembly, step: jax.stages.Compiled, run_dir: RunDir) -> profiling.Recorder:
+    """Compiled before the loop, so that no pause cools the devices that are to be traced."""
+    first, stop = assembly.config.profile_steps
+    plain = dataclasses.replace(assembly, config=profiling.uncaptured(assembly.config))
+    is_captured = jax.default_backend() == "gpu" and assembly.config.graph != "off"
+    return profiling.Recorder(
+        assembly,
+        step if is_captured else None,
+        plain.compile_step(plain.config.batch_size)[0] if is_captured else step,
+        first,
+        stop - first,
+        # Every process runs the steps; the first one's trace is reported.
+        run_dir.path / "profile" if is_process_zero() else Path(tempfile.mkdtemp(prefix="jgraph-profile-")),
+    )
+
+
+def _batches(assembly: Assembly, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
+    config = assembly.config
+    process_index, process_count = assembly.batch_part()
+    return Batches(
+        corpus.train,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        process_index=process_index,
+        process_count=process_count,
+        check=check_files,
+    )
+
+
+def _evaluator(assembly: Assembly, corpus: Corpus) -> Callable[[TrainState], float]:
+    """Mean held-out loss. In microbatches, whose activations are known to fit, over `eval_batches` whole batches' windows."""
+    config = assembly.config
+    batches = heldout_batches(
+        corpus.heldout,
+        batch_size=config.batch_size // config.num_microbatches,
+        seq_len=config.seq_len,
+        limit=config.eval_batches * config.num_microbatches,
+    )
+    loss = jax.jit(assembly.loss)
+
+    def evaluate(state: TrainState) -> float:
+        losses = [in_turn(loss(state.params, assembly.place_whole(tokens_BS))) for tokens_BS in batches]
+        # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
+        return float(np.mean(jax.device_get(losses)))
+
+    return evaluate
+
+
+def _sample(assembly: Assembly, state: TrainState, corpus: Corpus) -> tuple[str, str]:
+    config = assembly.config
+    prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, config.seq_len)]).astype(np.int32)
+    tokens = generate(
+        assembly.logits,
+        state.params,
+        prompt,
+        jax.random.key(config.seed),
+        num_tokens=config.sample_tokens,
+        window=config.seq_len,
+    )
+    return corpus.decode(prompt), corpus.decode(np.asarray(tokens))
+
+
+def _summary(config: TrainConfig, corpus: Corpus, run_dir: RunDir, outcome: str, state: TrainState, sample) -> Summary:
+    entries = read_metrics(run_dir.metrics)
+    last = entries[-1] if entries else {}
+    return Summary(
+        outcome=outcome,
+        steps=int(state.step),
+        skipped=int(state.skipped),
+        tokens=int(state.step) * config.tokens_per_step,
+        seconds=last.get("seconds", 0.0),
+        train_loss=last.get("loss"),
+        heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
+        zlib_nats_per_token=corpus.zlib_nats_per_token,
+        run_dir=run_dir.path,
+        sample=sample,
+    )
+
+
+def _corpus_entry(corpus: Corpus) -> dict[str, Any]:
+    return {
+        "name": corpus.name,
+        "fingerprint": corpus.fingerprint,
+        "train_tokens": len(corpus.train),
+        "heldout_tokens": len(corpus.heldout),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return versions() | {"python": platform.python_version(), "device": jax.devices()[0].device_kind}

@@ -1,0 +1,17 @@
+"""Command buffers and donation: asked for through checked options, and proven from what XLA compiled.
+
+`jgraph.xla.aot` (compile for a GPU that is not here) is a program as well and is imported by its full name; so is
+`jgraph.xla.explain`, which needs it and whose function is `jgraph.explain`.
+"""
+
+from jgraph.xla.capture import CaptureReport as CaptureReport
+from jgraph.xla.capture import Outside as Outside
+from jgraph.xla.capture import compile_and_report as compile_and_report
+from jgraph.xla.donation import Donation as Donation
+from jgraph.xla.donation import alias_map as alias_map
+from jgraph.xla.donation import check_identity as check_identity
+from jgraph.xla.launches import Launches as Launches
+from jgraph.xla.launches import count_launches as count_launches
+from jgraph.xla.options import compiler_options as compiler_options
+from jgraph.xla.options import option_errors as option_errors
+from jgraph.xla.source import Op as Op

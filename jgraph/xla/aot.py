@@ -1,0 +1,268 @@
+"""Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
+
+    python -m jgraph.xla.aot install     # 125 MB, once for each jax version
+    python -m jgraph.xla.aot show --gpu b200
+
+NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
+cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
+Programs that call cuDNN attention, Triton kernels, cuSOLVER or Python cannot be compiled this way, and matrix products come out
+untuned: nothing compiled here says anything about time.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+
+from jgraph.errors import JgraphError, TargetError
+from jgraph.xla.capture import CaptureReport, compile_and_report
+from jgraph.xla.options import option_errors
+
+Device: TypeAlias = Any  # jax.Device, which a type checker takes for a variable
+PyTree: TypeAlias = Any
+
+_LIBRARY = "xla_cuda_plugin.so"
+# Each has its description beside this file.
+GPUS = ("h200", "h100", "b200")
+
+
+def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:
+    """GPUs of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
+
+    Args:
+        count: how many.
+        gpu: which, one of `GPUS`.
+        directory: where the plugin was installed; the default cache if None.
+
+    Returns:
+        Devices for a `jax.sharding.Mesh` or a `SingleDeviceSharding`, the same ones at every call.
+
+    Raises:
+        TargetError: no such GPU is described, the plugin is not installed, or it does not fit this jax.
+    """
+    if gpu not in GPUS:
+        raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}")
+    library = find_library(directory)
+    if library is None:
+        raise TargetError(
+            f"no CUDA plugin for jaxlib {_version()} in the environment or in {directory or cache_directory()}; "
+            "run python -m jgraph.xla.aot install"
+        )
+    return list(_compile_only_devices(str(library), gpu, count))
+
+
+def compile_for(
+    jitted: object,
+    *args: object,
+    gpu: str = "h200",
+    compiler_options: Mapping[str, str | bool | int | float] | None = None,
+    directory: Path | None = None,
+) -> tuple[jax.stages.Compiled, CaptureReport]:
+    """Compiles a jitted function for a GPU that is not here.
+
+    Args:
+        jitted: from `jax.jit`.
+        args: its arguments, as `placed` takes them.
+        gpu: which, one of `GPUS`.
+        compiler_options: as `jgraph.xla.compiler_options` returns them.
+        directory: where the plugin was installed; the default cache if None.
+
+    Returns:
+        The compiled program, and what of it XLA captures.
+
+    Raises:
+        CompilerOptionError: XLA refuses an option.
+        TargetError: no such GPU, no plugin, or the program needs a GPU to be compiled.
+    """
+    assert isinstance(jitted, jax.stages.Wrapped), "compile_for takes what jax.jit returns"
+    avals = placed(args, gpu=gpu, directory=directory)
+    with needs_no_gpu():
+        lowered = jitted.lower(*avals)
+    return compile_lowered(lowered, compiler_options or {})
+
+
+def placed(args: PyTree, *, gpu: str = "h200", directory: Path | None = None) -> PyTree:
+    """Arguments as shapes on a GPU that is not here.
+
+    Args:
+        args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
+            has a sharding keeps it, everything else is placed on the first device.
+        gpu: which, one of `GPUS`.
+        directory: where the plugin was installed; the default cache if None.
+
+    Raises:
+        TargetError: as `devices`.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu, directory=directory)[0])
+    return jax.tree.map(lambda leaf: _placed(leaf, sharding), args)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, str | bool | int | float]
+) -> tuple[jax.stages.Compiled, CaptureReport]:
+    """The second half of `compile_for`: compiles what was lowered for `placed` arguments. Raises as it does."""
+    with needs_no_gpu(), option_errors():
+        compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
+    if report is None:
+        raise TargetError("XLA wrote down no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
+    return compiled, report
+
+
+@contextlib.contextmanager
+def needs_no_gpu() -> Iterator[None]:
+    """Around lowering and compiling for a GPU that is not here: what only a GPU's own software can supply is a TargetError."""
+    try:
+        yield
+    except RuntimeError as e:  # of jax and of XLA
+        raise TargetError(f"this program cannot be compiled without a GPU: {str(e).partition(chr(10))[0]}") from e
+
+
+def _placed(leaf: object, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+        return leaf
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def cache_directory() -> Path:
+    """Where `install` puts the plugin unless told otherwise: one directory for each jaxlib version, under the user's cache."""
+    return user_cache() / "target" / f"jax-{_version()}"
+
+
+def user_cache() -> Path:
+    """The project's part of the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
+
+
+def find_library(directory: Path | None = None) -> Path | None:
+    """The plugin's shared library: in `directory` if given, else of the environment (on a GPU machine), else of the cache."""
+    if directory is None:
+        for package in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
+            # Raised when there is no jax_plugins package at all, which is usual on a CPU.
+            with contextlib.suppress(ModuleNotFoundError):
+                spec = importlib.util.find_spec(package)
+                for location in (spec and spec.submodule_search_locations) or ():
+                    if (library := Path(location) / _LIBRARY).is_file():
+                        return library
+    library = (directory or cache_directory()) / "jax_plugins" / "xla_cuda13" / _LIBRARY
+    return library if library.is_file() else None
+
+
+def install(directory: Path | None = None) -> Path:
+    """Downloads the plugin for the installed jax, with pip, unless it is there. Safe to call from several processes at once.
+
+    Args:
+        directory: where to, absent or empty; the default cache if None.
+
+    Returns:
+        The shared library.
+
+    Raises:
+        TargetError: there is no plugin for this machine, pip failed, or the directory holds something else.
+    """
+    if library := find_library(directory):
+        return library
+    if (sys.platform, platform.machine()) not in (("linux", "x86_64"), ("linux", "aarch64")):
+        raise TargetError(f"NVIDIA's plugin exists for Linux only, not for {sys.platform} {platform.machine()}")
+    final = directory or cache_directory()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # A sibling, so that the rename is atomic: others see the whole plugin or none of it.
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as scratch:
+        new = Path(scratch) / "plugin"
+        # The PJRT half is enough: the other package registers kernels that only a running program calls.
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        pip = subprocess.run(
+            [*command, "--target", str(new), f"jax-cuda13-pjrt=={_version()}"], capture_output=True, text=True, check=False
+        )
+        if pip.returncode:
+            raise TargetError(f"pip could not install jax-cuda13-pjrt=={_version()}: {(pip.stderr or pip.stdout).strip()}")
+        try:
+            new.rename(final)
+        except OSError as e:  # not empty: another process was faster, or the directory is someone's
+            if find_library(directory) is None:
+                raise TargetError(f"{final} holds something else than the plugin; name another --directory or empty it") from e
+    library = find_library(directory)
+    assert library is not None, f"jax-cuda13-pjrt {_version()} holds no {_LIBRARY}"
+    return library
+
+
+@functools.cache
+def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[Device, ...]:
+    """Devices of the description in GPU.textproto, through the plugin in `library`.
+
+    `jax.experimental.topologies.get_topology_desc` is the public way. It asks jax's own registry for the plugin "cuda", and
+    what is registered there becomes a backend that the next `jax.devices()` tries to start. So the plugin is loaded by the
+    functions underneath, which are not public: everything that relies on them is this function and the next.
+    """
+    from jaxlib import xla_client
+
+    description = importlib.resources.files("jgraph.xla").joinpath(f"{gpu}.textproto").read_text()
+    try:
+        api = _load_plugin(library)
+        topology = xla_client.make_c_api_device_topology(api, "", target_config=description, topology=f"1x1x{count}")
+        return tuple(topology._make_compile_only_devices())
+    except (jax.errors.JaxRuntimeError, AttributeError, TypeError) as e:
+        raise TargetError(f"the CUDA plugin {library} does not fit jaxlib {_version()}: {e}") from e
+
+
+@functools.cache
+def _load_plugin(library: str) -> object:
+    from jaxlib import xla_client
+
+    # Not "cuda": jax gives that name to the plugin of a GPU that is really there, and a name can be taken once in a process.
+    name = f"jgraph_target:{library}"
+    api = xla_client.load_pjrt_plugin_dynamically(name, library)
+    xla_client.initialize_pjrt_plugin(name)
+    return api
+
+
+def _version() -> str:
+    return importlib.metadata.version("jaxlib")
+
+
+def _install_command(directory: Path | None = None) -> None:
+    """Download the compiler for NVIDIA's GPUs, once for each jax version.
+
+    Args:
+        directory: Where to; a cache under ~/.cache/jgraph by default.
+    """
+    print(install(directory))
+
+
+def _show_command(gpu: str = "h200", directory: Path | None = None) -> None:
+    """Say where the compiler is and which GPU it compiles for.
+
+    Args:
+        gpu: h200, h100 or b200.
+        directory: Where it was installed; by default the environment and then the cache are searched.
+    """
+    device = devices(gpu=gpu, directory=directory)[0]
+    print(f"{device.device_kind}, compile only; jaxlib {_version()}; {find_library(directory)}")
+
+
+def main() -> None:
+    """The command line."""
+    import tyro
+
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"install": _install_command, "show": _show_command}, prog="python -m jgraph.xla.aot"
+        )
+    except JgraphError as e:
+        print(f"jgraph.xla.aot: error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""One report of a compiled program: what of it is captured, what became of the donated buffers, how much memory it takes.
+
+Everything is read off the compiled program, for the device at hand or for a GPU that is not here.
+"""
+
+import contextlib
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jgraph.errors import ConfigError
+from jgraph.xla import aot as targets
+from jgraph.xla.capture import CaptureReport, compile_and_report
+from jgraph.xla.donation import Donation, donations
+from jgraph.xla.options import option_errors
+
+_SHOWN = 8
+_FULL = (
+    "--graph full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
+    "--xla-options name=value are further entries of it"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of device memory by XLA's own account.
+
+    Attributes:
+        arguments: what goes in.
+        outputs: what comes out, those in donated buffers included.
+        aliased: of the outputs, those in donated buffers.
+        temporaries: what the program needs while it runs, besides.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
+        """Of a program; None where XLA does not tell."""
+        found = compiled.memory_analysis()
+        if found is None:
+            return None
+        return cls(
+            arguments=found.argument_size_in_bytes,
+            outputs=found.output_size_in_bytes,
+            aliased=found.alias_size_in_bytes,
+            temporaries=found.temp_size_in_bytes,
+        )
+
+    @property
+    def total(self) -> int:
+        """All of it at once, each buffer counted once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    def __str__(self) -> str:
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"together": self.total}
+        return ", ".join(f"{name} {_bytes(number)}" for name, number in parts.items())
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a compiled program does to command buffers and memory; `str` of it is the report.
+
+    Attributes:
+        name: of the function.
+        device: XLA's name of the GPU or CPU it was compiled for.
+        capture: command buffers, thunks in and outside of them; None where XLA at hand does not tell, and `notes` say why.
+        donations: every donated leaf and the output in its buffer.
+        memory: None where XLA does not tell.
+        notes: what the report could not say, and why.
+    """
+
+    name: str
+    device: str
+    capture: CaptureReport | None
+    donations: tuple[Donation, ...]
+    memory: Memory | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dropped(self) -> tuple[Donation, ...]:
+        """Donated for nothing: no output lies in the buffer."""
+        return tuple(donation for donation in self.donations if donation.dropped)
+
+    @property
+    def crosswise(self) -> tuple[Donation, ...]:
+        """Given to another output than the one in the leaf's place."""
+        return tuple(donation for donation in self.donations if donation.crosswise)
+
+    def to_json(self) -> str:
+        """The fields as a JSON object, nested as they are, with `total` in memory, `dropped` and `crosswise` in donations."""
+        fields = dataclasses.asdict(self)
+        fields["donations"] = [
+            dataclasses.asdict(donation) | {"dropped": donation.dropped, "crosswise": donation.crosswise}
+            for donation in self.donations
+        ]
+        if self.memory is not None:
+            fields["memory"]["total"] = self.memory.total
+        return json.dumps(fields)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} on {self.device}"]
+        if self.capture is not None:
+            lines.append(str(self.capture))
+        lines += _donation_lines(self.donations)
+        if self.memory is not None:
+            lines.append(f"memory: {self.memory}")
+        if self.capture is not None and any("--graph full" in o.remedy for o in self.capture.outside):
+            lines.append(f"note: {_FULL}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    target: str | None = None,
+    compiler_options: Mapping[str, str | bool | int | float] | None = None,
+) -> Explanation:
+    """Compiles a function, runs nothing, and says what the compiled program is.
+
+    Args:
+        fn: a function, or what `jax.jit` returns. Static arguments are closed over (`functools.partial`) for a target.
+        args: its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shapes and dtypes are read.
+        donate_argnums: of a plain function, as `jax.jit` takes them; a jitted one has its own.
+        target: `h200`, `h100` or `b200` to compile for that GPU without having one; None for the default device of jax.
+        compiler_options: as `jgraph.xla.compiler_options` returns them.
+
+    Returns:
+        The report. Warnings of jax about donations are left out, since the report has them.
+
+    Raises:
+        ConfigError: `fn` is no function, or is jitted and `donate_argnums` are given besides.
+        CompilerOptionError: XLA refuses an option.
+        TargetError: no such target, its compiler is not installed, or the program cannot be compiled without a GPU.
+    """
+    if not callable(fn):
+        raise ConfigError(f"explain takes a function, not {type(fn).__name__}", field="fn")
+    jitted: Any = fn
+    if not isinstance(fn, jax.stages.Wrapped):
+        jitted = jax.jit(fn, donate_argnums=donate_argnums)
+    elif donate_argnums not in ((), []):
+        raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
+    options = compiler_options or {}
+    if target is not None:
+        device = targets.devices(gpu=target)[0].device_kind + ", which is not here"
+        avals = targets.placed(args, gpu=target)
+        with _donations_unwarned(), targets.needs_no_gpu():
+            traced = jitted.trace(*avals)
+            lowered = traced.lower()
+        compiled, capture = targets.compile_lowered(lowered, options)
+    else:
+        device = jax.devices()[0].device_kind
+        with _donations_unwarned():
+            traced = jitted.trace(*args)
+            lowered = traced.lower()
+        with option_errors():
+            compiled, capture = compile_and_report(lowered, options)
+    return Explanation(
+        name=getattr(fn, "__name__", type(fn).__name__),
+        device=device,
+        capture=capture,
+        donations=donations(lowered, compiled, _argument_names(traced, lowered)),
+        memory=Memory.of(compiled),
+        notes=tuple(_notes(capture, target)),
+    )
+
+
+def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
+    if target is not None:
+        yield "compiled without the GPU: matrix products are not tuned, so kernels may differ from those on one"
+    if capture is None:
+        platform = jax.default_backend()
+        if platform in ("gpu", "cuda"):
+            yield "XLA wrote down no thunks: dumps are off in XLA_FLAGS, or jax's persistent compilation cache had the program"
+        else:
+            yield f"there are no command buffers on a {platform}: target='h200' says what a GPU would capture"
+    elif capture.outside:
+        ops = [op for outside in capture.outside for op in outside.ops]
+        if not ops:
+            yield "the XLA at hand does not say which operations its thunks run: those outside are only counted"
+        elif not any(op.source for op in ops):
+            yield "the program holds no source lines for the operations outside: jax left them out, or XLA made the operations"
+
+
+def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
+    """Paths of the arguments' leaves, with the function's own names (`state['w']`) or, without names, `args[0]['w']`."""
+    infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
+    names = traced.jaxpr.jaxpr.debug_info.arg_names
+    if names is not None and len(names) == len(infos) and all(names):
+        return list(names)
+    roots = ("args", "kwargs")
+    return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in infos]
+
+
+def _donation_lines(found: Sequence[Donation]) -> Iterator[str]:
+    if not found:
+        yield "donated: nothing"
+        return
+    wrong = [donation for donation in found if donation.dropped or donation.crosswise]
+    right = [donation for donation in found if not (donation.dropped or donation.crosswise)]
+    dropped = sum(donation.dropped for donation in found)
+    yield (
+        f"donated: {_leaves(len(found))} of {_bytes(sum(d.nbytes for d in found))}: {len(right)} reused, "
+        f"{dropped} dropped, {len(wrong) - dropped} crosswise"
+    )
+    yield from (f"  {donation}" for donation in (*wrong, *right[:_SHOWN]))
+    if len(right) > _SHOWN:
+        yield f"  and {len(right) - _SHOWN} more"
+
+
+def _leaves(count: int) -> str:
+    return "1 leaf" if count == 1 else f"{count} leaves"
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
+
+
+@contextlib.contextmanager
+def _donations_unwarned() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield

@@ -1,0 +1,70 @@
+"""What the executables are on an H200, compiled without one: captured whole, main_grad in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph.training.config import ModelConfig
+from jgraph.xla import alias_map
+from models.gpt import Block, rotary
+from tests.graphed import chain
+
+pytestmark = pytest.mark.target
+
+
+def blocks(count, device, **kwargs):
+    config = ModelConfig(vocab_size=256, num_layers=count, d_model=64, num_heads=2, num_kv_heads=2, d_ff=256)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+    table = rotary(32, config.head_size, config.rope_theta)
+
+    def stage(params, x):
+        return nnx.merge(graphdef, params)(x, table)
+
+    x = jax.ShapeDtypeStruct((2, 32, 64), jnp.bfloat16)
+    return jgraph.make_graphed_callables((stage,) * count, (params,) * count, ((x,),) * count, devices=[device], **kwargs)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
+    graphed = blocks(1, h200[0], delay_wgrad=delay)
+    reports = dict(graphed.reports())
+    assert set(reports) == ({"forward_0", "dgrad_0", "wgrad_0"} if delay else {"forward_0", "backward_0"})
+    for report in reports.values():
+        assert report.command_buffers == 1
+        assert report.captured == report.total
+        assert report.outside == ()
+
+
+def test_main_grad_is_updated_in_place_on_the_target(h200):
+    graphed = blocks(1, h200[0], param_grads="aliased")
+    part = graphed[0].entry.parts["backward"]
+    assert len(part.updates) == 6
+    assert alias_map(part.program.compiled) == {i: i for i in range(6)}
+
+
+def test_a_joined_order_is_one_command_buffer(h200):
+    graphed = blocks(2, h200[0], order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
+    plan = graphed._plan(graphed.schedule, half_square, (), "drop", "segments", "given")
+    (instruction,) = plan.instructions
+    assert instruction.program.report.command_buffers == 1
+    assert instruction.program.report.captured == instruction.program.report.total
+    count = len(instruction.program.sums)
+    assert count == 8  # four products a block; the norms' gradients are owned
+    aliases = alias_map(instruction.program.compiled)
+    assert {out: aliases[out] for out in range(count)} == {i: i for i in range(count)}
+
+
+def test_every_instruction_has_an_executable_of_its_own(h200):
+    params = jax.eval_shape(functools.partial(chain.make_params, 0))
+    graphed = jgraph.make_graphed_callables(chain.stage, params, (chain.sample(1)[0][0],), order=[1, -1] * 2, devices=[h200[0]])
+    args = (jax.ShapeDtypeStruct((chain.B, chain.D), jnp.float32),)
+    plan = graphed._plan(graphed.schedule, chain.loss_fn, args, "drop", "nothing", "given")
+    assert len({id(i.program.compiled.runtime_executable()) for i in plan.instructions}) == 4
+
+
+def half_square(y):
+    return 0.5 * jnp.sum(jnp.square(y.astype(jnp.float32)))

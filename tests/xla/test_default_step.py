@@ -1,0 +1,85 @@
+"""The step of a training run, compiled for an H200 that is not here: what of it is one command buffer, updated in place.
+
+With XLA's attention, since cuDNN's cannot be compiled without a GPU.
+"""
+
+import dataclasses
+
+import pytest
+
+import jgraph
+from jgraph.training.assembly import Assembly
+from jgraph.xla import aot, check_identity, compiler_options
+
+pytestmark = pytest.mark.target
+
+
+def config_of(preset, **changes):
+    """The preset with XLA's attention, as the GPU would run it otherwise; changes are of the model."""
+    config = jgraph.preset(preset)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla", **changes))
+
+
+def compile_step(config, graph="auto", num_microbatches=1):
+    """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
+    assembly = Assembly.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
+    options = compiler_options(graph, config.xla_options, platform="gpu")
+    state, tokens_BS = assembly.step_shapes(config.batch_size)
+    compiled, report = aot.compile_for(assembly.step(), state, tokens_BS, compiler_options=options)
+    return compiled, report, state
+
+
+CASES = {
+    "cpu-tiny": config_of("cpu-tiny"),
+    "launch-bound": config_of("launch-bound"),
+    "two layers of gpt-124m": config_of("gpt-124m", num_layers=2),
+    "swiglu, untied, grouped queries": config_of("cpu-tiny", mlp="swiglu", head="untied", num_kv_heads=2, num_layers=2),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.once) if name != "cpu-tiny" else name for name in CASES])
+def test_the_default_step_is_a_single_command_buffer_that_updates_its_state_in_place(h200, case):
+    compiled, report, state = compile_step(CASES[case])
+    assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
+    assert report.total > 20
+    check_identity(compiled, state)
+
+
+SMALL = dataclasses.replace(config_of("cpu-tiny", num_layers=1, compute_dtype="bfloat16"), batch_size=16)
+
+
+@pytest.mark.once
+def test_with_graphs_off_nothing_is_captured(h200):
+    _, report, _ = compile_step(SMALL, graph="off")
+    assert (report.command_buffers, report.captured) == (0, 0)
+    assert {(outside.reason, outside.remedy) for outside in report.outside} == {
+        ("command buffers are off", "--graph auto or full")
+    }
+
+
+@pytest.mark.once
+def test_four_microbatches_are_unrolled_into_the_same_command_buffer(h200):
+    compiled, report, state = compile_step(SMALL, num_microbatches=4)
+    assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
+    check_identity(compiled, state)
+
+
+def test_sixteen_microbatches_are_a_loop_around_a_command_buffer_and_the_report_says_what_captures_it(h200):
+    # One command buffer before the loop, one that is its body, one after it.
+    compiled, report, state = compile_step(SMALL, num_microbatches=16)
+    assert (report.command_buffers, report.captured) == (3, report.total - 1)
+    (outside,) = report.outside
+    assert (outside.kind, outside.count, outside.reason, outside.remedy) == (
+        "While",
+        1,
+        "WHILE is off by default",
+        "--graph full",
+    )
+    check_identity(compiled, state)
+
+
+def test_a_full_graph_captures_the_loop_of_sixteen_microbatches(h200):
+    # Its slice by the counter is part of a fusion; as a thunk of its own it would keep the loop outside.
+    compiled, report, state = compile_step(SMALL, graph="full", num_microbatches=16)
+    assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
+    check_identity(compiled, state)

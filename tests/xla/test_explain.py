@@ -1,0 +1,282 @@
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jgraph.errors import CompilerOptionError, ConfigError, TargetError
+from jgraph.xla import CaptureReport, Outside, compiler_options
+from jgraph.xla.explain import Explanation, explain
+from jgraph.xla.source import Op
+
+HERE = Path(__file__)
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+STATE = {"m": array(9), "v": array(9), "w": array(64, 64)}
+X = array(32, 64)
+
+
+def update(state, x):
+    return {name: leaf + 1 for name, leaf in state.items()}, jnp.tanh(x @ state["w"]).sum()
+
+
+def by_leaf(report):
+    return {donation.leaf: donation for donation in report.donations}
+
+
+def line_of(marker):
+    (line,) = (i for i, code in enumerate(HERE.read_text().splitlines(), 1) if code.endswith(f"# {marker}"))
+    return f"tests/xla/test_explain.py:{line}"
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch):
+    monkeypatch.chdir(HERE.parents[2])
+
+
+# --- Donations, which are the same on every platform. ---
+
+
+def test_every_donated_leaf_is_named_with_the_output_that_takes_its_buffer():
+    report = explain(update, STATE, X, donate_argnums=0)
+    assert {d.leaf: d.output for d in report.donations} == {f"state['{k}']": f"result[0]['{k}']" for k in STATE}
+    assert (report.dropped, report.crosswise) == ((), ())
+    assert [(d.array, d.nbytes) for d in report.donations if "w" in d.leaf] == [("float32[64,64]", 16384)]
+
+
+def test_a_jitted_function_keeps_its_own_donations():
+    assert len(explain(jax.jit(update, donate_argnums=0), STATE, X).donations) == 3
+    assert explain(jax.jit(update), STATE, X).donations == ()
+    with pytest.raises(ConfigError, match=r"give them to jax\.jit"):
+        explain(jax.jit(update), STATE, X, donate_argnums=0)
+
+
+def test_a_leaf_that_stopped_fitting_is_dropped_or_crosses_with_the_next_and_jax_does_not_warn_besides():
+    def step(state, x):
+        new, loss = update(state, x)
+        return {**new, "m": new["m"].astype(jnp.bfloat16)}, loss
+
+    report = explain(step, STATE, X, donate_argnums=0)
+    (crossed,), (dropped,) = report.crosswise, report.dropped
+    assert (crossed.leaf, crossed.output, crossed.counterpart) == ("state['m']", "result[0]['v']", "result[0]['m']")
+    assert dropped.leaf == "state['v']"
+    assert "every output that is float32[9] lies in another donated buffer" in str(dropped)
+    assert "state['m'] float32[9] -> result[0]['v'], crosswise: its place is result[0]['m']" in str(report)
+
+
+def test_why_a_donation_was_dropped_is_said_for_each():
+    def step(state, scratch, unused):
+        return {"a": state["a"].astype(jnp.bfloat16)}, scratch.sum()
+
+    found = by_leaf(explain(step, {"a": array(8)}, array(7), array(3), donate_argnums=(0, 1, 2)))
+    assert {leaf: d.reason for leaf, d in found.items()} == {
+        "state['a']": "result[0]['a'] in its place is bfloat16[8]",
+        "scratch": "no output is float32[7]",
+        "unused": "the program does not use it",
+    }
+
+
+def test_an_unused_argument_does_not_shift_the_others():
+    found = by_leaf(explain(lambda unused, a, b: (a * 2, b + 1), array(3), array(4), array(5), donate_argnums=(1, 2)))
+    assert {leaf: d.output for leaf, d in found.items()} == {"a": "result[0]", "b": "result[1]"}
+
+
+def test_tokens_of_ordered_effects_do_not_shift_arguments_or_outputs():
+    def step(state, x):
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return update(state, x)
+
+    assert {d.leaf: d.output for d in explain(step, STATE, X, donate_argnums=0).donations} == {
+        f"state['{k}']": f"result[0]['{k}']" for k in STATE
+    }
+
+
+def test_states_that_change_places_as_wholes_are_crosswise():
+    report = explain(lambda a, b: (b["x"] * 2, {"x": a["x"] + 1}), {"x": array(8)}, {"x": array(4)}, donate_argnums=(0, 1))
+    # a comes back as result[1], in b's buffer's stead: shapes decide, and the only part of this structure is result[1].
+    assert {d.leaf: d.output for d in report.donations} == {"a['x']": "result[1]['x']", "b['x']": "result[0]"}
+    swap = explain(lambda s: (s[1] + 1, s[0] + 1), (array(8), array(4)), donate_argnums=0)
+    assert [(d.output, d.counterpart) for d in swap.crosswise] == [("result[1]", "result[0]"), ("result[0]", "result[1]")]
+
+
+def test_parameters_and_moments_of_one_structure_each_find_their_own_place():
+    def step(params, moments, x):
+        params = jax.tree.map(lambda p, m: (p - m).astype(jnp.bfloat16), params, moments)
+        return params, jax.tree.map(lambda m: m * x, moments)
+
+    report = explain(step, {"a": array(3), "b": array(4)}, {"a": array(3), "b": array(4)}, 0.5, donate_argnums=(0, 1))
+    assert by_leaf(report)["params['a']"].counterpart == "result[0]['a']"
+    assert by_leaf(report)["moments['b']"].counterpart == "result[1]['b']"
+
+
+# --- The report. ---
+
+
+def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
+    report = explain(update, STATE, X, donate_argnums=0)
+    assert report.capture is None
+    assert report.memory.arguments == 4 * (9 + 9 + 64 * 64 + 32 * 64)
+    assert report.memory.aliased == 4 * (9 + 9 + 64 * 64)
+    assert report.memory.total == report.memory.arguments + report.memory.temporaries + (
+        report.memory.outputs - report.memory.aliased
+    )
+    assert str(report).splitlines()[0] == "update on cpu"
+    assert report.notes == ("there are no command buffers on a cpu: target='h200' says what a GPU would capture",)
+    assert "note: there are no command buffers on a cpu" in str(report)
+
+
+def test_the_report_is_json_with_the_fields_of_the_report():
+    report = explain(update, STATE, X, donate_argnums=0)
+    fields = json.loads(report.to_json())
+    assert set(fields) == {"name", "device", "capture", "donations", "memory", "notes"}
+    assert fields["donations"][0] == {
+        "leaf": "state['m']",
+        "array": "float32[9]",
+        "nbytes": 36,
+        "output": "result[0]['m']",
+        "counterpart": "result[0]['m']",
+        "reason": "",
+        "dropped": False,
+        "crosswise": False,
+    }
+    assert fields["memory"]["total"] == report.memory.total
+
+
+def test_of_many_leaves_in_place_the_first_are_printed_and_the_rest_counted():
+    report = explain(lambda s: [leaf + 1 for leaf in s], [array(3)] * 20, donate_argnums=0)
+    assert "donated: 20 leaves of 240 B: 20 reused, 0 dropped, 0 crosswise" in str(report)
+    assert "  and 12 more" in str(report)
+    assert len(report.donations) == 20
+
+
+def test_flags_in_a_remedy_are_translated_for_callers_of_the_function():
+    def printed(remedy):
+        return str(Explanation("f", "gpu", CaptureReport(0, 0, 1, (Outside("While", 1, "off", remedy),)), (), None))
+
+    assert "compiler_options=jgraph.xla.compiler_options('full', platform='gpu')" in printed("--graph full")
+    assert "compiler_options=" not in printed("rewrite it")
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ConfigError, match="takes a function, not int"):
+        explain(3)
+
+
+def test_a_wrong_option_and_a_wrong_target_are_errors_of_the_family():
+    with pytest.raises(CompilerOptionError, match="xla_nope"):
+        explain(jnp.sin, 1.0, compiler_options={"xla_nope": 1})
+    with pytest.raises(TargetError, match="take one of h200, h100, b200"):
+        explain(jnp.sin, 1.0, target="tpu")
+
+
+def test_names_are_a_convenience_of_the_report_and_partial_functions_have_none():
+    report = explain(functools.partial(lambda k, s: s * k, 2), array(3), donate_argnums=0)
+    assert [d.output for d in report.donations] == ["result"]
+    assert report.name == "partial"
+
+
+# --- On the target. ---
+
+
+def mlp(w, x):
+    for _ in range(6):
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def spectrum(x):
+    return jnp.fft.fft(x).real  # the line of the fft
+
+
+W = array(64, 64)
+
+
+@pytest.mark.target
+def test_what_stays_outside_is_told_with_its_operation_and_line(h200):
+    report = explain(lambda w, x: mlp(w, spectrum(mlp(w, x))), W, X, target="h200")
+    assert (report.capture.command_buffers, report.capture.captured) == (2, report.capture.total - 1)
+    (fft,) = report.capture.outside
+    (op,) = fft.ops
+    assert (fft.kind, op.source) == ("Fft", line_of("the line of the fft"))
+    assert op.name.endswith("/fft")
+    assert f"{op.name} at {op.source}" in str(report)
+    assert "matrix product" in fft.remedy
+    assert json.loads(report.to_json())["capture"]["outside"][0]["ops"][0]["source"] == op.source
+
+
+@pytest.mark.target
+def test_a_loop_outside_is_told_by_its_own_line_and_the_remedy_brings_it_in(h200):
+    def decay(w, x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(x @ w), x)  # the line of the loop
+
+    report = explain(decay, W, X, target="h200")
+    loops = [outside for outside in report.capture.outside if outside.kind == "While"]
+    assert {op.source for outside in loops for op in outside.ops} == {line_of("the line of the loop")}
+    assert {outside.remedy for outside in loops} == {"--graph full"}
+    full = explain(decay, W, X, target="h200", compiler_options=compiler_options("full", platform="gpu"))
+    assert full.capture.captured == full.capture.total
+    assert "compiler_options=" in str(report)
+    assert "compiler_options=" not in str(full)
+
+
+@pytest.mark.target
+def test_two_remedies_of_a_slicing_loop_are_both_needed(h200):
+    def scan(stacked, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+
+    def held_back(graph, extra=()):
+        options = compiler_options(graph, extra, platform="gpu")
+        report = explain(scan, array(4, 64, 64), X, target="h200", compiler_options=options)
+        return {o.remedy for o in report.capture.outside if o.kind == "While"}
+
+    unroll = "xla_gpu_command_buffer_unroll_loops=true"
+    assert any("--graph full" in remedy and unroll in remedy for remedy in held_back("auto"))
+    assert any(unroll in remedy for remedy in held_back("full"))
+    assert held_back("full", [unroll]) == set()
+
+
+@pytest.mark.target
+def test_too_short_a_row_comes_in_with_the_option_that_is_named(h200):
+    report = explain(jnp.sin, X, target="h200")
+    assert [o.reason for o in report.capture.outside] == ["fewer than 5 in a row"]
+    assert "xla_gpu_graph_min_graph_size=1" in report.capture.outside[0].remedy
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    assert explain(jnp.sin, X, target="h200", compiler_options=options).capture.outside == ()
+
+
+@pytest.mark.target
+def test_donations_and_memory_are_those_of_the_target(h200):
+    report = explain(update, STATE, X, donate_argnums=0, target="h200")
+    assert "H200" in report.device
+    assert [d.output for d in report.donations] == [f"result[0]['{k}']" for k in STATE]
+    assert report.memory.aliased == 4 * (9 + 9 + 64 * 64)
+    assert "compiled without the GPU" in str(report)
+
+
+@pytest.mark.target
+def test_without_names_of_thunks_the_report_says_that_it_only_counts(h200, monkeypatch):
+    monkeypatch.setattr("jgraph.xla.capture.thunk_instructions", lambda data: {})
+    report = explain(spectrum, X, target="h200")
+    assert sum(outside.count for outside in report.capture.outside) > 0
+    assert any("does not say which operations" in note for note in report.notes)
+
+
+@pytest.mark.target
+def test_without_source_lines_the_report_says_so(h200, monkeypatch):
+    monkeypatch.setattr("jgraph.xla.capture.operations", lambda text, names: {name: Op(name) for name in names})
+    assert any("no source lines" in note for note in explain(spectrum, X, target="h200").notes)
+    monkeypatch.undo()
+    assert not any("no source lines" in note for note in explain(spectrum, X, target="h200").notes)
+
+
+@pytest.mark.target
+def test_a_program_that_needs_a_gpu_to_compile_is_refused_in_a_line(h200):
+    with pytest.raises(TargetError, match="cannot be compiled without a GPU") as error:
+        explain(lambda x: jnp.linalg.qr(x)[0], array(8, 8), target="h200")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,115 @@
+"""Events are those that jax 0.10 to 0.12 were seen to write on an H200, or that stand in their libraries."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jgraph.errors import JgraphError
+from jgraph.xla import Launches, compiler_options, count_launches
+from jgraph.xla.launches import launches_of
+
+HOST = "/host:CPU"
+
+
+def host(**events):
+    """Made-up counts; `__` stands for `::`."""
+    return {(HOST, name.replace("__", "::")): number for name, number in events.items()}
+
+
+def test_a_program_without_graphs_has_none():
+    assert launches_of({}) == Launches(0, 0, 0)
+    assert launches_of(host(PjRtCApiLoadedExecutable__Execute=3, cudaLaunchKernel=7, cuLaunchKernel=7)) == Launches(0, 0, 0)
+
+
+def test_a_steady_loop_only_launches():
+    events = {(HOST, "cuGraphLaunch (CudaGraph:496)"): 2, (HOST, "cuGraphLaunch (CudaGraph:7)"): 3} | host(
+        command_buffer__execute=5
+    )
+    assert launches_of(events) == Launches(launches=5, updates=0, records=0)
+
+
+def test_a_graph_made_anew_is_a_record():
+    events = host(command_buffer__initialize=1, cuGraphInstantiateWithFlags=1, cuGraphLaunch=1, command_buffer__execute=1)
+    assert launches_of(events) == Launches(launches=1, updates=0, records=1)
+
+
+def test_a_graph_whose_arrays_moved_is_an_update():
+    events = host(command_buffer__update=4, cuGraphExecKernelNodeSetParams=400, cuGraphLaunch=4, command_buffer__execute=4)
+    assert launches_of(events) == Launches(launches=4, updates=4, records=0)
+
+
+def test_recording_into_a_graph_that_was_there_before_the_launch_is_an_update():
+    assert launches_of(host(command_buffer__initialize=2, cuGraphInstantiate=1, cuGraphLaunch=2)) == Launches(2, 1, 1)
+
+
+@pytest.mark.parametrize("record", ["initialize", "record", "record_for_va_remapping"])
+def test_where_the_drivers_calls_are_not_seen_those_of_xla_count(record):
+    events = host(command_buffer__execute=6, command_buffer__update=2, **{f"command_buffer__{record}": 1})
+    assert launches_of(events) == Launches(launches=6, updates=2, records=1)
+
+
+def test_arguments_of_an_event_are_not_part_of_its_name():
+    assert launches_of({(HOST, "command_buffer::update#device=0,num_commands=9#"): 2}).updates == 2
+
+
+def test_events_of_the_device_itself_are_not_counted_twice():
+    assert launches_of({("/device:GPU:0", "cuGraphLaunch"): 5}) == Launches(0, 0, 0)
+
+
+@pytest.fixture
+def step():
+    step = jax.jit(lambda x: x @ x)
+    step(jnp.ones((8, 8)))
+    return step
+
+
+def test_on_a_cpu_all_counts_are_zero_and_nothing_is_left_behind(step, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with count_launches() as count:
+        step(jnp.ones((8, 8)))
+    assert (count.launches, count.updates, count.records) == (0, 0, 0)
+    assert count.counts == Launches(0, 0, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_counts_are_read_after_the_block():
+    with count_launches() as count:
+        assert repr(count) == "LaunchCount(still counting)"
+        with pytest.raises(JgraphError, match="read them after it"):
+            count.updates  # noqa: B018
+    assert count.updates == 0
+
+
+def test_a_second_profile_is_refused_and_leaves_the_first_alone():
+    with count_launches() as count, pytest.raises(JgraphError, match="end the other profile first"), count_launches():
+        pass
+    assert count.launches == 0
+
+
+def test_an_error_in_the_block_passes_and_ends_the_profile(step):
+    with pytest.raises(KeyError), count_launches():
+        raise KeyError
+    with count_launches() as count:
+        step(jnp.ones((8, 8)))
+    assert count.launches == 0
+
+
+@pytest.mark.gpu
+def test_steps_in_place_launch_one_graph_each_and_a_moved_array_is_an_update():
+    options = compiler_options("full", ["xla_enable_command_buffers_during_profiling=true"], platform="gpu")
+    state = jnp.ones((256, 256)) / 256
+    step = jax.jit(lambda s: jnp.tanh(s @ s), donate_argnums=0).lower(state).compile(compiler_options=options)
+    with count_launches() as first:
+        state = step(state)
+    assert (first.launches, first.records) == (1, 1)
+    for _ in range(3):
+        state = step(state)
+    with count_launches() as steady:
+        for _ in range(5):
+            state = step(state)
+    assert (steady.launches, steady.updates, steady.records) == (5, 0, 0)
+    kept = [jnp.ones((256, 256)) for _ in range(5)]
+    with count_launches() as moved:
+        kept = [step(array) for array in kept]
+    assert moved.launches == 5
+    assert moved.updates > 0

@@ -1,0 +1,162 @@
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jgraph.errors import CompilerOptionError
+from jgraph.xla import aot, compile_and_report, compiler_options, option_errors, options
+from jgraph.xla.options import installed_options
+
+SIZE = "xla_gpu_graph_min_graph_size"
+COMMANDS = "xla_gpu_enable_command_buffer"
+
+
+@pytest.fixture
+def lowered():
+    return jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+
+
+@pytest.mark.parametrize("graph", ["auto", "off", "full"])
+def test_a_cpu_gets_no_graph_options(graph, lowered):
+    assert compiler_options(graph, platform="cpu") == {}
+
+
+def test_auto_leaves_the_default_of_xla():
+    assert compiler_options("auto", platform="gpu") == {}
+
+
+def test_full_captures_loops_and_single_kernels_but_no_collectives():
+    found = compiler_options("full", platform="cuda")
+    commands = str(found[COMMANDS]).split(",")
+    assert {"FUSION", "WHILE", "CONDITIONAL", "CONVOLUTION", "DYNAMIC_SLICE_FUSION"} <= set(commands)
+    assert not {"COLLECTIVES", "INVALID"} & set(commands)
+    assert found[SIZE] == 1
+
+
+def test_full_on_several_devices_captures_collectives_and_no_branches():
+    found = compiler_options("full", platform="gpu", num_devices=4)
+    commands = set(str(found[COMMANDS]).split(","))
+    assert {"FUSION", "COLLECTIVES", "CUBLASLT"} <= commands
+    assert not {"WHILE", "CONDITIONAL", "INVALID"} & commands
+    small = "xla_gpu_experimental_use_collective_kernels"
+    assert not found.get(small)
+    assert (small in found) == (small in (installed_options() or {}))
+
+
+def test_a_wrong_graph_is_refused_with_the_flag_and_the_choices():
+    with pytest.raises(CompilerOptionError, match="--graph is on: must be one of auto, off, full"):
+        compiler_options("on", platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (f"{SIZE}=7", 7),
+        ("xla_gpu_command_buffer_unroll_loops=true", True),
+        ("xla_gpu_command_buffer_unroll_loops=False", False),
+        ("xla_gpu_command_buffer_scheduling_mode=LHS", "LHS"),
+        (f"{COMMANDS}=FUSION,WHILE", "FUSION,WHILE"),
+        (f"{COMMANDS}=", ""),
+        ("xla_dump_hlo_pass_re=a=b", "a=b"),
+    ],
+)
+def test_an_extra_option_takes_the_type_that_xla_wants(text, value):
+    found = compiler_options("auto", [text], platform="cpu")
+    assert found == {text.partition("=")[0]: value}
+    assert type(*found.values()) is type(value)
+
+
+def test_an_extra_option_wins_over_the_graph():
+    assert compiler_options("full", [f"{SIZE}=9"], platform="gpu")[SIZE] == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("xla_gpu_graph_min_graph_sizes=1", f"xla_gpu_graph_min_graph_sizes, which .* does not have; did you mean {SIZE}"),
+        ("nothing_like_it=1", "nothing_like_it, which the installed XLA does not have$"),
+        (f"{SIZE}=many", f"{SIZE} to 'many': must be of type int32"),
+        (f"{SIZE}=4294967296", "must be of type int32"),
+        ("xla_gpu_command_buffer_unroll_loops=yes", "must be true or false"),
+        (f"{COMMANDS}=FUSION,while", f"{COMMANDS} to 'while': must be one of .*FUSION.*WHILE"),
+        ("xla_backend_extra_options=a", "holds a structure"),
+        ("xla_dump_to", "'xla_dump_to': must be name=value"),
+    ],
+)
+def test_an_extra_option_that_xla_would_refuse_is_refused_by_name(text, message):
+    with pytest.raises(CompilerOptionError, match=message):
+        compiler_options("auto", [text], platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "repeated"),
+    [
+        (SIZE, "int32", False),
+        (COMMANDS, "enum", True),
+        ("xla_cpu_enable_fast_math", "bool", False),
+        ("xla_dump_to", "string", False),
+        ("xla_disable_hlo_passes", "string", True),
+    ],
+)
+def test_the_installed_xla_tells_its_options_with_their_types(name, kind, repeated):
+    option = options.installed_options()[name]
+    assert (option.kind, option.repeated) == (kind, repeated)
+
+
+def test_the_last_option_of_the_descriptor_is_read_as_well():
+    # Added to the end of DebugOptions long ago and kept there; a walk that stops early would miss it.
+    assert "xla_backend_extra_options" in options.installed_options()
+    assert len(options.installed_options()) > 250
+
+
+def test_the_descriptor_is_needed_as_long_as_jax_publishes_no_list():
+    """When this fails, jaxlib shows every option as an attribute: read the names there and drop the descriptor."""
+    from jaxlib import _jax
+
+    assert not hasattr(_jax.DebugOptions, COMMANDS)
+    assert not hasattr(jax, "compiler_options")
+
+
+def test_the_check_starts_no_backend():
+    code = "from jgraph.xla import options; options.compiler_options('full', ['xla_nope=1'], platform='gpu')"
+    # A platform that cannot start: touching a backend would be another error.
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"JAX_PLATFORMS": "no_such_platform"}, check=False
+    )
+    assert run.stderr.splitlines()[-1].startswith("jgraph.errors.CompilerOptionError: --xla-options names xla_nope")
+
+
+def test_without_a_descriptor_xla_itself_is_the_judge(lowered, monkeypatch):
+    monkeypatch.setattr(options, "installed_options", lambda: None)
+    found = compiler_options("auto", ["xla_nope=1"], platform="cpu")
+    with pytest.raises(CompilerOptionError, match="No such compile option: 'xla_nope'"), option_errors():
+        lowered.compile(compiler_options=found)
+    assert "WHILE" in str(compiler_options("full", platform="gpu")[COMMANDS])
+
+
+def test_other_compile_errors_pass_unchanged():
+    with pytest.raises(RuntimeError, match="out of memory"), option_errors():
+        raise RuntimeError("out of memory")
+
+
+def test_a_library_without_a_descriptor_gives_no_list(monkeypatch):
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    assert options._descriptor_of_installed_xla() is None
+
+
+@pytest.mark.target
+@pytest.mark.parametrize("graph", ["auto", "off", "full"])
+def test_xla_takes_what_a_graph_choice_says(graph, h200):
+    found = compiler_options(graph, platform="gpu")
+    _, report = aot.compile_for(jax.jit(lambda x: x + 1), jnp.ones(3), compiler_options=found)
+    # One kernel: recorded only where single kernels are.
+    assert (report.captured, report.total) == (1 if graph == "full" else 0, 1)
+
+
+def test_on_a_cpu_extra_options_reach_the_compiler(lowered):
+    found = compiler_options("auto", ["xla_cpu_enable_fast_math=true"], platform="cpu")
+    compiled, report = compile_and_report(lowered, found, platform="cpu")
+    assert report is None
+    assert compiled(jnp.ones(3)).tolist() == [2, 2, 2]

@@ -1,0 +1,213 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from jgraph.errors import CompilerOptionError, TargetError
+from jgraph.xla import aot, check_identity
+
+
+def train_step(state, x):
+    def loss(params):
+        h = jnp.tanh(x @ params["in"]) @ params["out"]
+        return (h**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum)
+    return {"step": state["step"] + 1, "params": params, "momentum": momentum}, value
+
+
+@pytest.fixture
+def state():
+    params = {"in": jnp.ones((64, 128)), "out": jnp.ones((128, 64))}
+    return {"step": jnp.zeros((), jnp.int32), "params": params, "momentum": jax.tree.map(jnp.zeros_like, params)}
+
+
+@pytest.mark.target
+def test_a_train_step_is_one_command_buffer_that_updates_its_state_in_place(h200, state):
+    step = jax.jit(train_step, donate_argnums=0, keep_unused=True)
+    compiled, report = aot.compile_for(step, state, jnp.ones((32, 64)))
+    assert report.command_buffers == 1
+    assert report.captured == report.total
+    assert check_identity(compiled, state) is None
+
+
+@pytest.mark.target
+def test_attention_without_cudnn_is_one_command_buffer(h200):
+    def step(w, x_BTHK):
+        def loss(w):
+            q = x_BTHK @ w
+            return jax.nn.dot_product_attention(q, x_BTHK, x_BTHK, is_causal=True, implementation="xla").sum()
+
+        return w - jax.grad(loss)(w)
+
+    w, x = jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
+    compiled, report = aot.compile_for(jax.jit(step, donate_argnums=0), w, x)
+    assert report.command_buffers == 1
+    assert report.captured == report.total
+    assert check_identity(compiled, w) is None
+
+
+@pytest.mark.target
+def test_the_device_is_an_h200_that_is_not_among_the_devices_of_jax(h200):
+    assert "H200" in h200[0].device_kind
+    assert {d.platform for d in jax.devices()} == {"cpu"}
+    assert jax.jit(jnp.sin)(0.0) == 0
+
+
+@pytest.mark.target
+@pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
+@pytest.mark.parametrize("platforms", ["", "cpu"])
+def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first, platforms):
+    code = f"import jax; from jgraph.xla import target; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": platforms}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert run.stdout.strip() == "[CpuDevice(id=0)] [2. 2.]"
+    assert run.stderr == ""
+
+
+@pytest.mark.target
+@pytest.mark.parametrize(("gpu", "capability"), [("h200", "9.0"), ("h100", "9.0"), ("b200", "10.0")])
+def test_every_gpu_that_is_described_compiles_a_train_step_whole(h200, gpu, capability, state):
+    (device,) = aot.devices(gpu=gpu)
+    assert gpu.upper() in device.device_kind
+    assert str(device.compute_capability).startswith(capability)
+    step = jax.jit(train_step, donate_argnums=0, keep_unused=True)
+    compiled, report = aot.compile_for(step, state, jnp.ones((32, 64)), gpu=gpu)
+    assert (report.command_buffers, report.captured) == (1, report.total)
+    assert check_identity(compiled, state) is None
+
+
+def test_every_description_is_offered_and_others_are_refused_by_name():
+    files = Path(aot.__file__).parent.glob("*.textproto")
+    assert {file.stem for file in files} == set(aot.GPUS)
+    with pytest.raises(TargetError, match="no GPU is described as 'a100': take one of h200, h100, b200"):
+        aot.devices(gpu="a100")
+
+
+@pytest.mark.target
+def test_a_mesh_of_several_devices_can_be_compiled_for(h200):
+    mesh = jax.sharding.Mesh(aot.devices(2), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    compiled, _ = aot.compile_for(jax.jit(lambda x: x.sum()), jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+    assert "all-reduce" in compiled.as_text()
+
+
+@pytest.mark.target
+def test_arguments_may_be_python_numbers_and_keys(h200):
+    def noise(key, scale):
+        return jax.random.normal(key, (8,)) * scale
+
+    compiled, _ = aot.compile_for(jax.jit(noise), jax.random.key(0), 2.0)
+    assert compiled.in_avals[0][1].weak_type
+
+
+@pytest.mark.target
+def test_a_program_that_needs_a_gpu_to_compile_says_so_in_a_line(h200):
+    with pytest.raises(TargetError, match=r"cannot be compiled without a GPU: .*cusolver.*") as error:
+        aot.compile_for(jax.jit(lambda x: jnp.linalg.qr(x)[0]), jnp.ones((8, 8)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.target
+def test_an_option_that_xla_refuses_is_an_option_error(h200):
+    with pytest.raises(CompilerOptionError, match="xla_nope"):
+        aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_nope": 1})
+
+
+@pytest.mark.target
+def test_a_program_without_a_dump_is_refused(h200):
+    with pytest.raises(TargetError, match="wrote down no thunks"):
+        aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_enable_dumping": False})
+
+
+def test_without_the_plugin_the_command_that_installs_it_is_named(tmp_path):
+    with pytest.raises(TargetError, match=r"in .*nothing; run python -m jgraph.xla.aot install"):
+        aot.devices(directory=tmp_path / "nothing")
+
+
+def test_a_library_that_is_no_plugin_is_refused(tmp_path):
+    library = tmp_path / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+    library.parent.mkdir(parents=True)
+    library.write_text("no library")
+    with pytest.raises(TargetError, match="does not fit jaxlib"):
+        aot.devices(directory=tmp_path)
+
+
+def test_the_cache_follows_the_convention_and_is_apart_for_each_version(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert aot.cache_directory() == tmp_path / "jgraph" / "target" / f"jax-{jax.__version__}"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(aot.cache_directory()).startswith("/home/someone/.cache/jgraph/")
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Stands for pip: writes a library where the real one would, or fails."""
+
+    def fake(command, **kwargs):
+        fake.runs += 1
+        if fake.error:
+            return subprocess.CompletedProcess(command, 1, "", fake.error)
+        library = aot.Path(command[command.index("--target") + 1]) / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+        library.parent.mkdir(parents=True)
+        library.write_text("library")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    fake.error, fake.runs = "", 0
+    monkeypatch.setattr(aot.subprocess, "run", fake)
+    return fake
+
+
+def test_installing_twice_downloads_once(pip, tmp_path):
+    directory = tmp_path / "plugin"
+    assert aot.install(directory) == aot.install(directory) == aot.find_library(directory)
+    assert pip.runs == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
+
+
+def test_installing_at_the_same_time_leaves_one_whole_plugin(pip, tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: aot.install(tmp_path / "plugin"), range(8)))
+    assert found == {aot.find_library(tmp_path / "plugin")}
+    assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
+
+
+def test_a_failed_download_leaves_nothing_behind_and_says_what_pip_said(pip, tmp_path):
+    pip.error = "no network"
+    with pytest.raises(TargetError, match="no network"):
+        aot.install(tmp_path / "plugin")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_something_else_is_not_touched(pip, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(TargetError, match="holds something else"):
+        aot.install(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_command_line_answers_in_one_line(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "jgraph.xla.aot", "show", "--directory", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("jgraph.xla.aot: error: no CUDA plugin")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(bool(aot.importlib.util.find_spec("jax_plugins")), reason="the environment has a plugin of its own")
+def test_private_functions_are_needed_while_the_public_one_wants_a_registered_plugin():
+    """When this fails, jax describes a GPU from a library alone: use that in `_compile_only_devices`."""
+    with pytest.raises(NotImplementedError, match="topology not implemented for cuda"):
+        topologies.get_topology_desc("", "cuda", target_config="", topology="1x1x1")
