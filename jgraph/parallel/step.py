@@ -257,8 +257,8 @@ class TrainStep:
                 lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state.params, params
             )
             opt_state = spread(self.mesh, placed, state.opt_state)
-        counters: Any = (replicated, replicated)
-        return TrainState(*counters, params, opt_state, jax.tree.map(lambda _: replicated, state.carried))
+        counter: Any = replicated
+        return TrainState(counter, counter, params, opt_state, jax.tree.map(lambda _: replicated, state.carried))
 
     @property
     def canonical(self) -> CanonicalLayout:

@@ -1,0 +1,96 @@
+"""A pipeline in a user's own loop gives what a plain loop gives, with a model in three functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.errors import ConfigError
+from jgraph.parallel import Pipelined, PipelineModel, Replicated, elementwise, train_step
+from jgraph.schedule import generate
+
+LAYERS, WIDTH, MICROBATCHES = 5, 8, 4
+
+
+def new_params():
+    rng = np.random.default_rng(0)
+    layers = [{"kernel": 0.3 * rng.standard_normal((WIDTH, WIDTH), np.float32)} for _ in range(LAYERS)]
+    return {"embed": rng.standard_normal((2, WIDTH), np.float32), "layers": layers, "head": np.ones((WIDTH, 4), np.float32)}
+
+
+def embed(ends, batch):
+    return batch["x"] @ ends["embed"]
+
+
+def layer(params, x):
+    return x + jnp.tanh(x @ params["kernel"])
+
+
+def head(ends, x, batch):
+    return jnp.mean((x @ ends["head"] - batch["y"]) ** 2)
+
+
+MODEL = PipelineModel(
+    embed,
+    layer,
+    head,
+    split=lambda params: ({"embed": params["embed"], "head": params["head"]}, params["layers"]),
+    join=lambda ends, layers: ends | {"layers": layers},
+)
+
+
+def whole(params, batch, key):
+    x = embed(params, batch)
+    for own in params["layers"]:
+        x = layer(own, x)
+    return head(params, x, batch)
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(1)
+    return {"x": rng.standard_normal((16, 2), np.float32), "y": rng.standard_normal((16, 4), np.float32)}
+
+
+def shapes():
+    return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, new_params()))
+
+
+def trained(step, batch):
+    """The parameters after three steps, in the model's own tree."""
+    run, state = step.compile(batch), step.init(new_params)
+    for _ in range(3):
+        state, metrics = run(state, step.place(batch))
+    return step.canonical.of(state).params, metrics
+
+
+# Muon sees the model's own tree, though the layers lie stacked by rank.
+@pytest.mark.parametrize("transform", [elementwise(optax.adam(1e-2)), optax.contrib.muon(1e-2)], ids=["adam", "muon"])
+@pytest.mark.parametrize(
+    ("sizes", "axes", "schedule"),
+    [((4,), ("pipe",), "zb-h1"), ((2, 2), ("data", "pipe"), "aligned"), ((2, 2), ("pipe", "fsdp"), "1f1b")],
+    ids=["pipe 4", "data 2 x pipe 2", "pipe 2 x fsdp 2"],
+)
+def test_a_pipeline_takes_the_steps_of_one_device(sizes, axes, schedule, transform, batch):
+    mesh = jax.make_mesh(sizes, axes)
+    strategy = Pipelined(mesh, shapes(), generate(schedule, pp=mesh.shape["pipe"], microbatches=MICROBATCHES))
+    params, metrics = trained(train_step(MODEL, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=1.0), batch)
+    expected, wanted = trained(train_step(whole, transform, Replicated(None, shapes()), clip_norm=1.0), batch)
+    assert metrics.loss == pytest.approx(float(wanted.loss), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_go_with_a_pipeline_is_refused_by_its_name():
+    schedule = generate("1f1b", pp=2, microbatches=MICROBATCHES)
+    strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), schedule)
+    refused = {
+        "loss": {"loss": whole, "num_microbatches": MICROBATCHES},
+        "num_microbatches": {"loss": MODEL, "num_microbatches": 2},
+        "carried": {"loss": MODEL, "num_microbatches": MICROBATCHES, "carried": {"a": jnp.zeros(())}},
+    }
+    for field, arguments in refused.items():
+        with pytest.raises(ConfigError) as error:
+            train_step(transform=optax.sgd(0.1), strategy=strategy, **arguments)
+        assert error.value.field == field
