@@ -37,7 +37,7 @@ one)
   on 1 360 single_gpu --presets gpt-1b3 --together 2 --name single_gpu_1b3 &
   on 0 110 single_gpu --presets launch-bound $short
   on 0 130 single_gpu --presets gpt-124m
-  on 0 130 callables --parts blocks $short --name callables1
+  on 0 220 callables --parts blocks $short --name callables1
   on 0 40 callables --parts replays --name callables1
   wait
   ;;

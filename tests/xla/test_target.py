@@ -65,7 +65,7 @@ def test_the_device_is_an_h200_that_is_not_among_the_devices_of_jax(h200):
 @pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
 @pytest.mark.parametrize("platforms", ["", "cpu"])
 def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first, platforms):
-    code = f"import jax; from jgraph.xla import target; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
+    code = f"import jax; from jgraph.xla import aot; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": platforms}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.strip() == "[CpuDevice(id=0)] [2. 2.]"
