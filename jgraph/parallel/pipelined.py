@@ -48,7 +48,7 @@ class Pipelined:
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
 
     def bind(self, loss: PipelineModel, binding: Binding) -> "BoundPipeline":
-        """Raises ConfigError where the loss is no PipelineModel, or the schedule has another number of microbatches."""
+        """Raises ConfigError where the loss is no PipelineModel, or the step asks for what a pipeline does not have."""
         if not isinstance(loss, PipelineModel):
             raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
         if binding.num_microbatches != self.schedule.num_microbatches:
@@ -56,6 +56,8 @@ class Pipelined:
                 f"`num_microbatches` is {binding.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
                 field="num_microbatches",
             )
+        if binding.grads_dtype != jnp.float32:
+            raise ConfigError(f"`grads_dtype` is {binding.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         if jax.tree.leaves(binding.carried):
             raise ConfigError("`carried` has state: must be empty with the strategy Pipelined", field="carried")
         return BoundPipeline.of(self.pipeline(loss), self.shapes)

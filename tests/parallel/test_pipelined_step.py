@@ -88,6 +88,7 @@ def test_what_does_not_go_with_a_pipeline_is_refused_by_its_name():
     refused = {
         "loss": {"loss": whole, "num_microbatches": MICROBATCHES},
         "num_microbatches": {"loss": MODEL, "num_microbatches": 2},
+        "grads_dtype": {"loss": MODEL, "num_microbatches": MICROBATCHES, "grads_dtype": jnp.bfloat16},
         "carried": {"loss": MODEL, "num_microbatches": MICROBATCHES, "carried": {"a": jnp.zeros(())}},
     }
     for field, arguments in refused.items():
