@@ -184,10 +184,10 @@ def test_the_axis_that_is_cut_is_the_one_asked_for_else_the_first_divisible_else
 
 def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
     named = config(fsdp=2, module=f"{__name__}:Named")
-    assert dict(Assembly.of(named).form.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(1, 64, 64)
+    assert dict(Assembly.of(named).form.cuts)["blocks.0.mlp.up.kernel"] == ShardSpec(1, 64, 64)
     ruled = dataclasses.replace(named, shard_rules=("blocks.0.*.kernel=0",))
-    assert dict(Assembly.of(ruled).form.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(0, 32, 32)
-    assert dict(Assembly.of(ruled).form.shards)["blocks.1.mlp.up.kernel"] == ShardSpec(1, 64, 64)
+    assert dict(Assembly.of(ruled).form.cuts)["blocks.0.mlp.up.kernel"] == ShardSpec(0, 32, 32)
+    assert dict(Assembly.of(ruled).form.cuts)["blocks.1.mlp.up.kernel"] == ShardSpec(1, 64, 64)
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
@@ -340,12 +340,12 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize("backward", ["kept", "again"])
-def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, backward):
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward):
     def local(parts, tokens_BS):
-        dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "backward": backward}
+        dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
         return fsdp.value_and_grads(
-            lambda whole: product(whole, tokens_BS), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, **choices
+            lambda whole: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, **choices
         )[1]
 
     mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")
