@@ -16,6 +16,7 @@ ELSEWHERE = {"own_model.py", "explain_for_h200.py"}
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_is_short(name):
     text = (ROOT / "examples" / name).read_text()
