@@ -90,12 +90,12 @@ class CanonicalLayout:
         return spread(self.mesh, self.own.params, leaves)
 
 
-def spread(mesh: Mesh, params: Tree, leaves: Tree) -> Tree:
-    """Returns NamedShardings of leaves over the axes of a mesh that shard some of `params`.
+def spread(mesh: Mesh, sharded: Tree, leaves: Tree) -> Tree:
+    """Returns NamedShardings of leaves over the axes of a mesh that shard some leaf of `sharded`.
 
     So no device holds more than its share of a large model, whatever the shapes of the leaves.
     """
-    used = jax.tree.leaves([list(leaf.sharding.spec) for leaf in jax.tree.leaves(params)])
+    used = jax.tree.leaves([list(leaf.sharding.spec) for leaf in jax.tree.leaves(sharded)])
     axes = {name: size for name, size in mesh.shape.items() if name in used}
     return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(axes, leaf.shape)), leaves)
 

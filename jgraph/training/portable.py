@@ -1,15 +1,14 @@
 """A run's state in the model's own tree: what checkpoints hold, so that a run can go on over other devices than it began on."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from jgraph.checkpoint.canonical import spread
 from jgraph.dispatch import in_turn
 from jgraph.training.forms import Form
 from jgraph.training.step import TrainState
@@ -74,20 +73,5 @@ class Portable:
         return jax.tree.structure(tree) == jax.tree.structure(self.own.params)
 
     def _shardings(self, leaves: PyTree) -> PyTree:
-        """Over the axes of the mesh that split the state, so that no device holds more than its share of a large model."""
-        mesh = self.mesh
-        assert mesh is not None
-        splits = jax.tree.leaves([list(leaf.sharding.spec) for leaf in jax.tree.leaves(self.own)])
-        axes = {name: size for name, size in mesh.shape.items() if name in splits}
-        return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(axes, leaf.shape)), leaves)
-
-
-def _spread(axes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
-    """One axis of an array over as many ranks as can share it evenly; where none can, nothing."""
-    choices = [names for count in range(len(axes), 0, -1) for names in combinations(axes, count)]
-    ranks = {names: math.prod(axes[name] for name in names) for names in choices}
-    for names in sorted(choices, key=ranks.__getitem__, reverse=True):
-        for axis, size in enumerate(shape):
-            if size % ranks[names] == 0:
-                return PartitionSpec(*[None] * axis, names)
-    return PartitionSpec()
+        assert self.mesh is not None
+        return spread(self.mesh, self.own, leaves)

@@ -5,7 +5,6 @@ good however late the host looks at the metrics.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.mesh import batch_axes
+from jgraph.parallel.step import StepMetrics as StepMetrics
+from jgraph.parallel.step import TrainState as TrainState
 from jgraph.scopes import scope
 from jgraph.training.config import OptimizerConfig
 
@@ -22,40 +23,6 @@ PyTree = Any
 
 # At most so many microbatches are unrolled. Beyond, they are a loop, which XLA does not capture unless asked (--graph full).
 _UNROLLED_MICROBATCHES = 8
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """What a step donates and gives back, leaf for leaf in the same buffers.
-
-    Attributes:
-        step: int32 scalar, steps done, skipped ones included.
-        skipped: int32 scalar, steps whose update was not applied.
-        params: arrays.
-        opt_state: optax's.
-    """
-
-    step: Array
-    skipped: Array
-    params: PyTree
-    opt_state: PyTree
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepMetrics:
-    """Small results of a step.
-
-    Attributes:
-        loss: float32 scalar, mean over microbatches, nats.
-        grad_norm: float32 scalar, global norm before clipping.
-        grad_square_sums: float32, one per parameter leaf in tree order; not finite where that leaf's gradient is not.
-    """
-
-    loss: Array
-    grad_norm: Array
-    grad_square_sums: Array
 
 
 def optimizer(config: OptimizerConfig, steps: int, *, decay_mask: PyTree) -> optax.GradientTransformation:
