@@ -23,10 +23,10 @@ from benchmarks import harness
 from benchmarks.harness import PARAMETERS, Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
-from jgraph.training.assembly import Assembly
 from jgraph.training.config import ModelConfig, TrainConfig
 from jgraph.training.metrics import flops_per_step, peak_flops, peak_memory_bytes
 from jgraph.training.presets import preset
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import count_launches
 
 Row = dict[str, Any]
@@ -200,11 +200,12 @@ class Program:
         if jax.default_backend() == "gpu":  # or command buffers are left aside while launches are counted
             profiled = "xla_enable_command_buffers_during_profiling=true"
             config = replace(config, xla_options=(*config.xla_options, profiled))
-        assembly = Assembly.of(config)
-        devices = jax.devices()[: assembly.num_devices]
+        setup = TrainSetup.of(config)
+        devices = jax.devices()[: setup.num_devices]
         answer(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
         start = time.perf_counter()
-        compiled, report = assembly.compile_step(config.batch_size)
+        step = setup.compile_step()
+        compiled, report = step.executable, step.capture
         answer(compile_s=time.perf_counter() - start, capture=str(report) if report else None)
         memory = compiled.memory_analysis()
         if memory is not None:
@@ -212,7 +213,7 @@ class Program:
             answer(**{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names})
         shape = config.batch_size, config.seq_len + 1
         rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
-        program = cls(devices, compiled, assembly.init(), jax.device_put(assembly.place(rows_BS)))
+        program = cls(devices, compiled, setup.init(), jax.device_put(setup.step.place(rows_BS)))
         jax.block_until_ready(program.state)
         # The state is made in a program that may take more than the step does, and a device's peak cannot be set back.
         answer(init_peak_bytes=program.peak_bytes())

@@ -96,15 +96,16 @@ def jgraph_step(config: TrainConfig, variant: str) -> tuple[Run, Run, Run]:
     """The step of `python -m jgraph.train`, on one batch of random tokens."""
     import jax
 
-    from jgraph.training.assembly import Assembly
     from jgraph.training.metrics import peak_memory_bytes
+    from jgraph.training.setup import TrainSetup
 
     begin()
-    assembly = Assembly.of(replace(config, graph="off" if variant.endswith("graph=off") else "auto"))
-    compiled, report = assembly.compile_step(config.batch_size)
+    setup = TrainSetup.of(replace(config, graph="off" if variant.endswith("graph=off") else "auto"))
+    step = setup.compile_step()
+    compiled, report = step.executable, step.capture
     shape = (config.batch_size, config.seq_len + 1)
     tokens_BS = jax.random.randint(jax.random.key(1), shape, 0, config.model.vocab_size)
-    latest: dict[str, Any] = {"state": assembly.init()}
+    latest: dict[str, Any] = {"state": setup.init()}
 
     def run():
         latest["state"], latest["metrics"] = compiled(latest["state"], tokens_BS)

@@ -14,8 +14,8 @@ import pytest
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
 from jgraph.processes import connect, launcher
-from jgraph.training.assembly import Assembly
 from jgraph.training.config import DistributedConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.setup import TrainSetup
 from tests import tiny
 
 FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
@@ -142,7 +142,7 @@ def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
-        Assembly.of(TrainConfig(dp=32))
+        TrainSetup.of(TrainConfig(dp=32))
     assert str(error.value) == f"--dp 32 needs 32 devices: must be at most the {jax.device_count()} that there are"
 
 
@@ -160,13 +160,13 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
         # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
     )
-    assembly = Assembly.of(config)
+    setup = TrainSetup.of(config)
     tokens = np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint8)
     batches = Batches(tokens, batch_size=16, seq_len=16, seed=0)
-    step, _ = assembly.compile_step(config.batch_size)
-    state, losses = assembly.init(), []
+    step = setup.compile_step()
+    state, losses = setup.init(), []
     for i in range(config.steps):
-        state, metrics = step(state, assembly.place(batches[i]))
+        state, metrics = step(state, setup.step.place(batches[i]))
         losses.append(float(metrics.loss))
     assert all(leaf.sharding.device_set == set(jax.devices()[:dp]) for leaf in jax.tree.leaves(state))
     return jax.device_get(jax.tree.leaves(state.params)), losses

@@ -89,11 +89,11 @@ def _explain(options: CaptureOptions) -> "Explanation":
         fn, args, donated = _example(options.name)
         report = explain(fn, *args, donate_argnums=donated, target=options.target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{options.name}, {report.name}")
-    from jgraph.training.assembly import Assembly
+    from jgraph.training.setup import TrainSetup
 
-    assembly = Assembly.of(config)
-    shapes = assembly.step_shapes(config.batch_size)
-    report = explain(assembly.step(), *shapes, target=options.target, compiler_options=chosen)
+    setup = TrainSetup.of(config)
+    shapes = (setup.step.state, setup.tokens())
+    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=chosen)
     name = f"training step of {config.preset} ({config.model.module}), {config.batch_size} x {config.seq_len} tokens,"
     notes = report.notes
     if options.target is not None and config.model.attention == "xla":

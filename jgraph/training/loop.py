@@ -11,16 +11,15 @@ import numpy as np
 
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
-from jgraph.dispatch import in_turn
 from jgraph.errors import NonFiniteError, ProfileError
+from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
-from jgraph.training.assembly import Assembly
 from jgraph.training.console import Reporter
 from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes
 from jgraph.training.profiling import Recorder
+from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
-from jgraph.training.step import StepMetrics, TrainState
 
 # Steps handed over before the oldest of them is waited for: enough to hide the host, few enough to stop soon.
 _RUN_AHEAD = 4
@@ -31,8 +30,8 @@ class Loop:
 
     def __init__(
         self,
-        assembly: Assembly,
-        step: Callable[[TrainState, jax.Array | np.ndarray], tuple[TrainState, StepMetrics]],
+        setup: TrainSetup,
+        step: CompiledStep,
         batches: Batches,
         evaluate: Callable[[TrainState], float],
         checkpoints: Checkpoints,
@@ -41,12 +40,12 @@ class Loop:
         clock: StepClock,
         recorder: Recorder | None,
     ):
-        self.config = assembly.config
-        self.place = assembly.place
-        self.portable = assembly.portable
-        self.num_devices = assembly.num_devices
-        self.group_names = assembly.group_names()
-        self.trained_groups = assembly.trained_groups()
+        self.config = setup.config
+        self.place = setup.step.place
+        self.canonical = setup.step.canonical
+        self.num_devices = setup.num_devices
+        self.group_names = setup.group_names()
+        self.trained_groups = setup.trained_groups()
         self.told_zero: set[str] = set()
         self.step = step
         self.batches = batches
@@ -69,7 +68,7 @@ class Loop:
                 done, state = self._profile(self.recorder, done, state)
                 continue
             self.clock.start()
-            state, metrics = in_turn(self.step(state, self.place(self.batches[done])))
+            state, metrics = self.step(state, self.place(self.batches[done]))
             self.pending.append((done, metrics))
             if len(self.pending) > _RUN_AHEAD:
                 jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)
@@ -136,10 +135,10 @@ class Loop:
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
-        portable = self.portable.of(state)
-        self.checkpoints.save(done, portable)
+        canonical = self.canonical.of(state)
+        self.checkpoints.save(done, canonical)
         # Orbax keeps hold of it until all is written; the next step needs the room.
-        for leaf in jax.tree.leaves(portable):
+        for leaf in jax.tree.leaves(canonical):
             leaf.delete()
 
     def _settle(self) -> StepMetrics:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.training.assembly import Assembly
 from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.setup import TrainSetup
 
 pytestmark = pytest.mark.gpu
 
@@ -30,16 +30,16 @@ CONFIG = TrainConfig(
 @functools.cache
 def losses(config):
     """Of so many steps, and what of a step is captured."""
-    assembly = Assembly.of(config)
+    setup = TrainSetup.of(config)
     with jax.default_matmul_precision("highest"):
-        step, report = assembly.compile_step(config.batch_size)
-    state, values = assembly.init(), []
+        step = setup.compile_step()
+    state, values = setup.init(), []
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         tokens_BS = rng.geometric(0.05, (config.batch_size, config.seq_len + 1)).astype(np.int32) % MODEL.vocab_size
-        state, metrics = step(state, assembly.place(tokens_BS))
+        state, metrics = step(state, setup.step.place(tokens_BS))
         values.append(float(metrics.loss))
-    return values, report
+    return values, step.capture
 
 
 @pytest.mark.parametrize("graph", ["off", "auto", "full"])
