@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from benchmarks.harness import environment, line, write_results
 from jgraph.errors import ConfigError
 from jgraph.parallel.objective import Sums
-from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compile_and_report
+from jgraph_models.gpt import GPTConfig
 
 RANKS = 4
-MODEL = ModelConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
+MODEL = GPTConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
 CONFIG = TrainConfig(steps=10, batch_size=16, num_microbatches=2, seq_len=512, fsdp=RANKS, model=MODEL)
 DTYPES = "float32", "bfloat16"
 

@@ -20,14 +20,28 @@ import numpy as np
 import tyro
 
 from benchmarks import harness
-from benchmarks.harness import PARAMETERS, Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
+from benchmarks.harness import (
+    PARAMETERS,
+    Common,
+    Table,
+    count_gpus,
+    fastest,
+    line,
+    named,
+    parameters,
+    ratio,
+    save_soak,
+    spread,
+    step_flops,
+)
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.metrics import flops_per_step, peak_flops, peak_memory_bytes
+from jgraph.training.config import TrainConfig
+from jgraph.training.metrics import peak_flops, peak_memory_bytes
 from jgraph.training.presets import preset
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import count_launches
+from jgraph_models.gpt import GPTConfig
 
 Row = dict[str, Any]
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
@@ -36,7 +50,7 @@ WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
 
 SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}
 ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
-_TINY = ModelConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
+_TINY = GPTConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
 
 # To reach: tokens/s over the fastest torch's, over those of as many single GPUs, and MFU; and no more memory than torch.
 LEAST_GAIN = 1.10
@@ -279,7 +293,7 @@ def scaling(row: Row, result: Row) -> float | None:
 def mfu(row: Row, result: Row) -> float | None:
     """Of the datasheet's bfloat16 rate."""
     peak = peak_flops((row.get("device") or "").partition(" x ")[2])
-    flops = flops_per_step(TrainConfig.from_dict(result["config"])) / result["ranks"]  # a GPU's, the same with one
+    flops = step_flops(result["config"]) / result["ranks"]  # a GPU's, the same with one
     return flops / row["ms"] * 1e3 / peak if peak else None
 
 

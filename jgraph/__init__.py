@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from jgraph.schedule import Order as Order
     from jgraph.schedule import Schedule as Schedule
     from jgraph.scopes import scope as scope
-    from jgraph.training.config import ModelConfig as ModelConfig
     from jgraph.training.config import OptimizerConfig as OptimizerConfig
     from jgraph.training.config import TrainConfig as TrainConfig
     from jgraph.training.presets import preset as preset
@@ -52,7 +51,7 @@ _MODULES = {
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
     "schedule": "Order Schedule",
     "scopes": "scope",
-    "training.config": "ModelConfig OptimizerConfig TrainConfig",
+    "training.config": "OptimizerConfig TrainConfig",
     "training.presets": "preset",
     "xla.explain": "explain",
 }

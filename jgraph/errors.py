@@ -1,5 +1,8 @@
 """Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
 
+import typing
+from typing import Any, Literal
+
 
 class JgraphError(ValueError):
     """Base of the family. The message names the thing, its value, what is allowed and what to change."""
@@ -15,6 +18,28 @@ class ConfigError(JgraphError):
     def __init__(self, message: str, *, field: str):
         super().__init__(message)
         self.field = field
+
+
+def check_types(config: Any, *, prefix: str = "") -> None:
+    """Raises ConfigError where a field of a dataclass has a value of another type than its annotation, or no choice of its.
+
+    Args:
+        config: the dataclass; numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
+        prefix: of the fields' names in the error.
+    """
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if typing.get_origin(kind) is Literal:
+            fits, allowed = value in typing.get_args(kind), f"one of {', '.join(map(str, typing.get_args(kind)))}"
+        elif kind == tuple[str, ...]:
+            fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"
+        elif kind in (int, float, str, bool):
+            fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+            allowed = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}[kind]
+        else:
+            continue
+        if not fits:
+            raise ConfigError(f"`{prefix}{name}` is {value!r}: must be {allowed}", field=prefix + name)
 
 
 class ShapeError(JgraphError):

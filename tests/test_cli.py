@@ -132,7 +132,7 @@ def test_an_unknown_xla_option_is_refused_with_the_closest_one(refused):
     assert_names(line, "--xla-options", "xla_gpu_graph_min_graph_sise", "did you mean xla_gpu_graph_min_graph_size?")
 
 
-@pytest.mark.parametrize("module", ["no.such.module:GPT", "models.gpt:NoSuchClass", "models.gpt"])
+@pytest.mark.parametrize("module", ["no.such.module:GPT", "jgraph_models.gpt:NoSuchClass", "models.gpt"])
 def test_a_model_that_cannot_be_imported_is_refused(refused, module):
     assert_names(refused("--model.module", module), "--model.module", module, "package.module:Class")
 

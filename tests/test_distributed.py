@@ -14,8 +14,9 @@ import pytest
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
 from jgraph.processes import connect, launcher
-from jgraph.training.config import DistributedConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
 from tests import tiny
 
 FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
@@ -154,9 +155,7 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
         num_microbatches=4,
         seq_len=16,
         dp=dp,
-        model=ModelConfig(
-            num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64, compute_dtype="float32"
-        ),
+        model=GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64, compute_dtype="float32"),
         # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
     )

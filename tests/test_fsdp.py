@@ -19,11 +19,10 @@ from jgraph.parallel.fsdp import ShardSpec
 from jgraph.parallel.objective import Sums
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.strategy import Binding
-from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compile_and_report
-from models.gpt import GPT
-from models.gpt import pipeline_parts as pipeline_parts
+from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
 from tests.test_pipeline_training import Trained, assert_evaluated_as, assert_same, config_of, trained
 
@@ -34,7 +33,7 @@ NORMS = "blocks.*_norm.scale"
 class Named(GPT):
     """A GPT that says along which axis one of its matrices is cut."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         for block in self.blocks:
             kernel = block.mlp.up.kernel
@@ -44,7 +43,7 @@ class Named(GPT):
 class Unused(GPT):
     """A GPT with a matrix that its loss does not read."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.unused_DD = nnx.Param(jnp.ones((1024, 1024), jnp.float32))
 
@@ -382,7 +381,7 @@ def on_target(made: TrainConfig) -> TrainSetup:
 
 
 def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any):
-    model = ModelConfig(
+    model = GPTConfig(
         num_layers=num_layers, d_model=512, num_heads=4, num_kv_heads=4, d_ff=2048, vocab_size=512, attention="xla"
     )
     fields = {"steps": 4, "batch_size": 4, "seq_len": 64} | fields

@@ -15,9 +15,9 @@ from jgraph.parallel.pipeline import autotune, choose
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import TrainState
 from jgraph.schedule import NAMES, generate, write
-from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup
-from models.gpt import GPT
+from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
 
 VOCAB = 61  # of no number of ranks a multiple
@@ -26,15 +26,17 @@ FAST_COMPILE = "xla_backend_optimization_level=0"
 
 
 class Unsplit(GPT):
-    """A model in a module without `pipeline_parts`."""
+    """A model that says nothing of pipelines."""
+
+    pipeline_model = None
 
 
-def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "models.gpt:GPT", **fields: Any) -> TrainConfig:
+def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
     return TrainConfig(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
         xla_options=(FAST_COMPILE,),
-        model=ModelConfig(
-            module=module,
+        module=module,
+        model=GPTConfig(
             num_layers=num_layers,
             d_model=32,
             num_heads=2,
@@ -234,8 +236,7 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
         ("dp", r"--dp 4 --pp 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
         (
             "pp",
-            r"--pp is 2: must be 1 for tests\.test_pipeline_training:Unsplit, because tests\.test_pipeline_training has no "
-            r"pipeline_parts\(config, ranks\)",
+            r"`pp` is 2: must be 1 for tests\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
             {"module": "tests.test_pipeline_training:Unsplit"},
         ),
     ],

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from jgraph.profile.program import Program
-from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot
+from jgraph_models.gpt import GPTConfig
 
 FLOAT, LOW = "f32", "bf16"
 # 61 divides no number of parameters, so a collective of activations is known by its size.
@@ -21,7 +22,7 @@ LOW_SUMS = {"main_grads_dtype": "bfloat16", "decoupled_grad": True}
 def setup_of(**fields: Any) -> TrainSetup:
     """One of few layers, over H200s."""
     sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
-    model = ModelConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
+    model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
     fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
     setup = TrainSetup.of(TrainConfig(**fields, model=model))
     return setup.on(aot.devices(8)[: setup.num_devices])

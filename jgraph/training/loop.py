@@ -16,7 +16,7 @@ from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training.console import Reporter
-from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes
+from jgraph.training.metrics import MetricsLog, StepClock, peak_flops, peak_memory_bytes
 from jgraph.training.profiling import Recorder
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
@@ -44,6 +44,7 @@ class Loop:
         self.place = setup.step.place
         self.canonical = setup.step.canonical
         self.num_devices = setup.num_devices
+        self.flops_per_step = setup.flops_per_step
         self.group_names = setup.group_names()
         self.trained_groups = setup.trained_groups()
         self.told_zero: set[str] = set()
@@ -103,7 +104,7 @@ class Loop:
             "grad_norm": float(last.grad_norm),
             "tokens_per_second": self.config.tokens_per_step / step_seconds,
             "step_time_ms": 1e3 * step_seconds,
-            "mfu": flops_per_step(self.config) / step_seconds / (peak * self.num_devices) if peak else None,
+            "mfu": self.flops_per_step / step_seconds / (peak * self.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
             "seconds": self.clock.seconds,
@@ -157,7 +158,7 @@ class Loop:
             for name in sorted(_zeros(metrics, self.group_names) & self.trained_groups - self.told_zero):
                 self.told_zero.add(name)
                 self.reporter.warn(
-                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by --freeze"
+                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by `freeze`"
                 )
 
     def _tell_non_finite(self, index: int, problem: str) -> None:
@@ -171,10 +172,10 @@ class Loop:
         saved = self.checkpoints.latest_step
         kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
         # Where there is a checkpoint, it is of the old rate, and the directory refuses another.
-        over = "" if saved is None else " with --no-resume or another --run-dir"
+        over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
             f"step {index}: {problem}; the run stops there and {kept}; "
-            f"try a lower --optimizer.learning-rate{over}, or go on past it with --on-nonfinite skip",
+            f"try a lower `optimizer.learning_rate`{over}, or go on past it with `on_nonfinite` skip",
             step=index,
         )
 

@@ -17,9 +17,9 @@ import jax
 
 from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.schedule import files
-from jgraph.training.config import TrainConfig, flag
+from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
-from jgraph.training.presets import preset
+from jgraph.training.presets import PRESETS
 from jgraph.training.rundir import flatten, versions
 from jgraph.training.setup import TrainSetup
 from jgraph.xla.launches import profiler_options
@@ -117,9 +117,9 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
 
 def _flags(config: TrainConfig) -> str:
     """Those that differ from the preset's."""
-    base, own = (flatten(dataclasses.asdict(of)) for of in (preset(config.preset), config))
-    words = [f"--preset {config.preset}"]
+    base, own = (flatten(dataclasses.asdict(of)) for of in (PRESETS.get(config.preset, config), config))
+    words = [f"preset {config.preset}"]
     for name, value in own.items():
         if value != base[name] and name not in ("run_dir", "preset"):
-            words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
+            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return " ".join(words)

@@ -1,27 +1,27 @@
 """From a configuration to the functions of a run: the model found by name, its optimizer, its strategy and its step."""
 
-import contextlib
-import importlib
+import inspect
 import math
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.mesh import Axis
+from jgraph.modules import PureModel, pure
 from jgraph.packing import leaf_names
 from jgraph.parallel import (
     FullySharded,
+    Loss,
     Pipelined,
     PipelineModel,
     Replicated,
@@ -36,7 +36,9 @@ from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Costs, Schedule, generate, simulate
+from jgraph.trace.flops import product_flops
 from jgraph.training.config import TrainConfig
+from jgraph.training.model import find_model, model_errors
 from jgraph.training.optimizer import adamw
 from jgraph.xla import compiler_options
 from jgraph.xla.options import OptionValue, installed_options
@@ -51,13 +53,12 @@ class TrainSetup:
 
     Attributes:
         config: the whole run.
-        graphdef: of the model, as `nnx.split` gives it.
+        model: as pure functions.
         step: the training step.
     """
 
     config: TrainConfig
-    model_class: Any
-    graphdef: Any
+    model: PureModel
     step: TrainStep
 
     @classmethod
@@ -69,36 +70,33 @@ class TrainSetup:
                 is for another one.
             OrderError: there is no such schedule.
         """
-        model_class = find_model(config.model.module)
-        with _model_errors(config.model.module, "be called as Class(config.model, rngs=nnx.Rngs(seed))"):
-            model = nnx.eval_shape(lambda: model_class(config.model, rngs=nnx.Rngs(config.seed)))
-            graphdef, params = nnx.split(model, nnx.Param)
-        mesh, shapes = _mesh(config), nnx.to_pure_dict(params)
+        model, mesh = _model(config), _mesh(config)
 
-        def mean_loss(tree: Tree, tokens_BS: Array, key: Array) -> Array:
-            return nnx.merge(graphdef, tree).loss(tokens_BS)
+        def mean_loss(params: Tree, tokens_BS: Array, key: Array, carried: Tree = None) -> Array | Loss:
+            found, after = model.loss(params, tokens_BS, key, carried)
+            return Loss(found, carried=after) if after else found
 
         loss: Any
         strategy: Strategy
         if config.is_pipeline:
             assert mesh is not None
-            model = _pipeline_model(config)
-            loss, strategy = model, _pipelined(config, mesh, params, model)
+            loss = _pipeline_model(config)
+            strategy = _pipelined(config, mesh, model, loss)
         elif config.is_sharded:
             assert mesh is not None
             loss, strategy = (
                 mean_loss,
                 FullySharded(
                     mesh,
-                    shapes,
+                    model.shapes,
                     rules=config.shard_rules,
-                    annotations=_annotations(params),
-                    compute_dtype=jnp.dtype(config.model.compute_dtype),
+                    annotations=model.annotations,
+                    compute_dtype=_compute_dtype(config),
                     reshard_after_forward=config.reshard_after_forward,
                 ),
             )
         else:
-            loss, strategy = mean_loss, Replicated(mesh, shapes)
+            loss, strategy = mean_loss, Replicated(mesh, model.shapes)
         step = train_step(
             loss,
             elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
@@ -110,8 +108,9 @@ class TrainSetup:
             grads_dtype=config.main_grads_dtype,
             read_dtype=config.read_dtype,
             freeze=config.freeze,
+            carried=model.carried,
         )
-        return cls(config, model_class, graphdef, step)
+        return cls(config, model, step)
 
     @property
     def num_devices(self) -> int:
@@ -128,13 +127,22 @@ class TrainSetup:
             return tokens_BS
         return jax.make_array_from_callback(tokens_BS.shape, sharding, lambda index: tokens_BS[index])
 
-    def loss(self, params: Tree, tokens_BS: Array) -> Array:
-        """Returns the mean next-token loss of a state's parameters, in nats."""
-        return self._model(params).loss(tokens_BS)
+    def loss(self, state: TrainState, tokens_BS: Array) -> Array:
+        """Returns the mean next-token loss of a state in evaluation, in nats."""
+        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.carried, tokens_BS)
 
-    def logits(self, params: Tree, tokens_BT: Array) -> Array:
-        """Returns the logits (B, T, V) of a state's parameters."""
-        return self._model(params).logits(tokens_BT)
+    def logits(self, state: TrainState, tokens_BT: Array) -> Array:
+        """Returns the logits (B, T, V) of a state in evaluation."""
+        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.carried, tokens_BT)
+
+    @cached_property
+    def flops_per_step(self) -> float:
+        """FLOPs of a step by the model's own count, or those of its loss's products and twice as many for their gradients."""
+        shape = jax.ShapeDtypeStruct((self.config.batch_size, self.config.seq_len + 1), jnp.int32)
+        count = getattr(self.config.model, "flops", None)
+        if count is not None:
+            return count(self.config.batch_size, self.config.seq_len)
+        return 3 * product_flops(self.loss, self.step.state, shape)
 
     def check_loss(self) -> None:
         """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
@@ -150,24 +158,22 @@ class TrainSetup:
             return str(e)
         return ""
 
-    def _traced(self, function: Callable[[Tree, Array], Array], must: str, tokens: tuple[int, ...], shape: tuple) -> None:
+    def _traced(self, function: Callable[[TrainState, Array], Array], must: str, tokens: tuple[int, ...], shape: tuple) -> None:
         """Raises ConfigError where a function of the parameters and tokens fails or gives another shape; `...` is any size."""
-        name = self.config.model.module
-        with _model_errors(name, must):
-            out = jax.eval_shape(function, self.step.state.params, jax.ShapeDtypeStruct(tokens, jnp.int32))
+        name = self.config.module
+        with model_errors(name, must):
+            out = jax.eval_shape(function, self.step.state, jax.ShapeDtypeStruct(tokens, jnp.int32))
             given, dtype = tuple(out.shape), out.dtype  # of one array; of anything else this fails
         fits = len(given) == len(shape) and all(size in (..., own) for size, own in zip(shape, given, strict=True))
         if not (fits and jnp.issubdtype(dtype, jnp.floating)):
-            raise ConfigError(f"--model.module is {name}: must {must}; it gives {dtype}{list(given)}", field="model.module")
+            raise ConfigError(f"`module` is {name}: must {must}; it gives {dtype}{list(given)}", field="module")
 
     def init(self) -> TrainState:
         """Returns the state before the first step, made in one program where it belongs."""
-
-        def params() -> Tree:
-            _, params = nnx.split(self.model_class(self.config.model, rngs=nnx.Rngs(self.config.seed)), nnx.Param)
-            return nnx.to_pure_dict(params)
-
-        return self.step.init(params)
+        if not jax.tree.leaves(self.model.carried):
+            return self.step.init(lambda: self.model.init()[0])
+        carried = jax.jit(lambda: self.model.init()[1])()
+        return self.step.init(lambda: self.model.init()[0], carried)
 
     def group_names(self) -> list[str]:
         """Returns the names of the arrays of parameters, in the order of `StepMetrics.grad_square_sums`."""
@@ -252,14 +258,25 @@ class TrainSetup:
         assert isinstance(self.step.bound, BoundPipeline)
         return self.step.bound.pipeline.bytes_per_rank(self.step.bound.shapes, _tokens_by_microbatch(self.config))
 
-    def _model(self, params: Tree) -> Any:
-        return nnx.merge(self.graphdef, self.step.bound.unpack(params))
+
+def _model(config: TrainConfig) -> PureModel:
+    """Returns the model that the configuration names, as pure functions."""
+    found: Any = find_model(config.module)
+    settings = [] if config.model is None else [config.model]
+    tokens_BS = jax.ShapeDtypeStruct((1, config.seq_len + 1), jnp.int32)
+    is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
+
+    def make() -> Any:
+        return found(*settings) if is_linen else found(*settings, rngs=nnx.Rngs(config.seed))
+
+    with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
+        return pure(make, tokens_BS, key=config.seed)
 
 
-def _annotations(params: nnx.State) -> dict[str, PartitionSpec | None]:
-    """Returns Flax's partition names, by the name of a parameter."""
-    specs = jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return dict(zip(leaf_names(nnx.to_pure_dict(params)), specs, strict=True))
+def _compute_dtype(config: TrainConfig) -> Any:
+    """Returns the dtype of the matrices' copies that a step computes with; None where the model does not say."""
+    dtype = getattr(config.model, "compute_dtype", None)
+    return None if dtype is None else jnp.dtype(dtype)
 
 
 def _mesh(config: TrainConfig) -> Mesh | None:
@@ -268,7 +285,7 @@ def _mesh(config: TrainConfig) -> Mesh | None:
     # Asked in this order: alone and on one device, nothing here starts a backend, which may be for a target that is not here.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None
-    fields = " ".join(f"--{name} {count}" for name, count in counts.items() if count > 1)
+    fields = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
     devices = devices_of_ranks(ranks, flags=fields or "a pipeline")
     if len(devices) == 1 and not needs_mesh:
         return None
@@ -283,22 +300,25 @@ def _mesh(config: TrainConfig) -> Mesh | None:
 
 def _pipeline_model(config: TrainConfig) -> PipelineModel:
     """Returns the model in the pieces of a pipeline. Raises ConfigError where its module has none."""
-    module = config.model.module.partition(":")[0]
-    make = getattr(importlib.import_module(module), "pipeline_parts", None)
+    make = getattr(find_model(config.module), "pipeline_model", None)
     if make is None:
         raise ConfigError(
-            f"--pp is {config.pp}: must be 1 for {config.model.module}, because {module} has no pipeline_parts(config, ranks)",
-            field="pp",
+            f"`pp` is {config.pp}: must be 1 for {config.module}, which has no pipeline_model(config, ranks)", field="pp"
         )
     return make(config.model, config.pp)
 
 
-def _pipelined(config: TrainConfig, mesh: Mesh, params: nnx.State, model: PipelineModel) -> Pipelined:
+def _pipelined(config: TrainConfig, mesh: Mesh, found: PureModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
-    shapes = nnx.to_pure_dict(params)
-    choices: dict[str, Any] = {"compute_dtype": jnp.dtype(config.model.compute_dtype), "remat": config.remat}
+    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
     if config.fsdp > 1:
-        choices |= {"rules": config.shard_rules, "annotations": _annotations(params)}
+        choices |= {"rules": config.shard_rules, "annotations": found.annotations}
+    num_layers = len(jax.eval_shape(model.split, shapes)[1])
+    if num_layers < config.pp * config.chunks:
+        raise ConfigError(
+            f"`pp` is {config.pp}: must be such that `pp` x `chunks` {config.chunks} is at most the {num_layers} layers",
+            field="pp",
+        )
 
     def under(schedule: Schedule) -> Pipelined:
         return Pipelined(mesh, shapes, schedule, **choices)
@@ -321,38 +341,3 @@ def _pipelined(config: TrainConfig, mesh: Mesh, params: nnx.State, model: Pipeli
 def _tokens_by_microbatch(config: TrainConfig) -> jax.ShapeDtypeStruct:
     rows = config.batch_size // config.num_microbatches
     return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), jnp.int32)
-
-
-def find_model(name: str) -> Any:
-    """The class that `package.module:Class` names. Raises ConfigError where there is none."""
-    module_name, _, class_name = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except Exception as e:  # whatever the module does when it is imported
-        raise ConfigError(
-            f"--model.module is {name}: must be package.module:Class of something that can be imported from here ({_told(e)})",
-            field="model.module",
-        ) from e
-
-
-@contextlib.contextmanager
-def _model_errors(name: str, must: str) -> Iterator[None]:
-    """What a user's model raises is told in one line, with its place in the user's code."""
-    try:
-        yield
-    except JgraphError:
-        raise
-    except Exception as e:
-        raise ConfigError(f"--model.module is {name}: must {must} ({_told(e)})", field="model.module") from e
-
-
-def _told(error: Exception) -> str:
-    """The error in one line; of its traceback, the last place that is neither ours nor an installed package's."""
-    ours = str(Path(__file__).parent)
-    places = [
-        f" at {frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((ours, "<")) and not {"site-packages", "importlib"} & set(Path(frame.filename).parts)
-    ]
-    line = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {line}{places[-1] if places else ''}"

@@ -60,13 +60,12 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config)
     with contextlib.ExitStack() as held:
         with all_or_raise():
-            corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+            corpus = load(config.data, seq_len=config.seq_len, vocab_size=getattr(config.model, "vocab_size", None))
             run_dir.check(config, _corpus_entry(corpus))
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
                 # Again: until now another process may have been there.
                 run_dir.check(config, _corpus_entry(corpus))
-            _check_attention(config)
             setup = TrainSetup.of(config)
             no_sample = _check_model(setup)
         _check_alike(config, corpus)
@@ -74,7 +73,7 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
         if jax.process_count() > 1:
             reporter.line(f"devices: {setup.num_devices}, of {jax.process_count()} processes")
         if no_sample:
-            reporter.warn(f"no sample at the end: {no_sample}; --sample-tokens 0 asks for none")
+            reporter.warn(f"no sample at the end: {no_sample}; `sample_tokens` 0 asks for none")
         stop = held.enter_context(StopRequest())
         held.enter_context(_memory_errors(config, run_dir))
         return _train(setup, corpus, run_dir, reporter, stop, samples=bool(config.sample_tokens) and not no_sample)
@@ -98,9 +97,9 @@ def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        over = ", with --no-resume or another --run-dir" if config.resume and run_dir.has_checkpoint() else ""
+        over = ", with `resume` off or another `run_dir`" if config.resume and run_dir.has_checkpoint() else ""
         raise ConfigError(
-            f"--batch-size is {config.batch_size} in --num-microbatches {config.num_microbatches}: must fit the memory of a "
+            f"`batch_size` is {config.batch_size} in `num_microbatches` {config.num_microbatches}: must fit the memory of a "
             f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches{over} ({str(e).splitlines()[0]})",
             field="batch_size",
         ) from e
@@ -132,7 +131,7 @@ def _train(
             checkpoints.check_space(shapes)
         done, state = _start(setup, checkpoints, shapes)
         if done >= config.steps:
-            reporter.line(f"this run is finished: {done} of --steps {config.steps} are done")
+            reporter.line(f"this run is finished: {done} of `steps` {config.steps} are done")
             outcome = "already finished"
         else:
             if done:
@@ -140,7 +139,7 @@ def _train(
             step = step or _compile(setup, reporter)
             recorder = None
             if config.profile and done > config.profile_steps[0]:
-                reporter.warn(f"no profile: --profile is {config.profile}, and {done} steps are done already")
+                reporter.warn(f"no profile: `profile` is {config.profile}, and {done} steps are done already")
             elif config.profile:
                 recorder = _recorder(setup, step, run_dir)
             metrics = run_dir.metrics if is_process_zero() else Path(os.devnull)
@@ -169,14 +168,6 @@ def _start(setup: TrainSetup, checkpoints: Checkpoints, shapes: TrainState) -> t
     return (0, setup.init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
-def _check_attention(config: TrainConfig) -> None:
-    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ConfigError(
-            f"--model.attention is cudnn: must be auto or xla on this device, a {jax.devices()[0].device_kind}",
-            field="model.attention",
-        )
-
-
 def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
     """Refuses processes that would not compute the same step, or not write to the same place."""
     fields = dataclasses.asdict(config) | {"distributed": None, "corpus": corpus.fingerprint}
@@ -184,8 +175,8 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
     differing = [process for process, total in enumerate(sums) if total != sums[0]]
     if differing:
         raise ConfigError(
-            f"process {differing[0]} was started with other flags or another text of --data than process 0: "
-            "only --distributed.process-id may differ",
+            f"process {differing[0]} was started with other flags or another text of `data` than process 0: "
+            "only `distributed.process_id` may differ",
             field="distributed.process_id",
         )
 
@@ -193,7 +184,7 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
 def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
     step = setup.compile_step()
     if chosen := setup.chosen_options(jax.default_backend()):
-        reporter.line(f"XLA options, as --xla-options would give them: {' '.join(chosen)}")
+        reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
     if step.capture is not None:
         reporter.line(str(step.capture))
     if about := setup.about_pipeline(step):
@@ -243,7 +234,7 @@ def _evaluator(setup: TrainSetup, corpus: Corpus) -> Callable[[TrainState], floa
     loss = jax.jit(setup.loss)
 
     def evaluate(state: TrainState) -> float:
-        losses = [in_turn(loss(state.params, setup.place_whole(tokens_BS))) for tokens_BS in batches]
+        losses = [in_turn(loss(state, setup.place_whole(tokens_BS))) for tokens_BS in batches]
         # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
         return float(np.mean(jax.device_get(losses)))
 
@@ -255,7 +246,7 @@ def _sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, 
     prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, config.seq_len)]).astype(np.int32)
     tokens = generate(
         setup.logits,
-        state.params,
+        state,
         prompt,
         jax.random.key(config.seed),
         num_tokens=config.sample_tokens,

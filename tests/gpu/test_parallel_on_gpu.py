@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 20
-MODEL = ModelConfig(
+MODEL = GPTConfig(
     num_layers=4, d_model=128, num_heads=2, num_kv_heads=2, d_ff=256, vocab_size=256, attention="xla", compute_dtype="float32"
 )
 CONFIG = TrainConfig(

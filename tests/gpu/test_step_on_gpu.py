@@ -8,7 +8,7 @@ import pytest
 
 from jgraph.training.presets import preset
 from jgraph.training.setup import TrainSetup
-from models.gpt import attention_kernel
+from jgraph_models.gpt import attention_kernel
 
 pytestmark = pytest.mark.gpu
 

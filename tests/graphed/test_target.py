@@ -8,16 +8,15 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.training.config import ModelConfig
 from jgraph.xla import alias_map
-from models.gpt import Block, rotary
+from jgraph_models.gpt import Block, GPTConfig, rotary
 from tests.graphed import chain
 
 pytestmark = pytest.mark.target
 
 
 def blocks(count, device, **kwargs):
-    config = ModelConfig(vocab_size=256, num_layers=count, d_model=64, num_heads=2, num_kv_heads=2, d_ff=256)
+    config = GPTConfig(vocab_size=256, num_layers=count, d_model=64, num_heads=2, num_kv_heads=2, d_ff=256)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     table = rotary(32, config.head_size, config.rope_theta)
 

@@ -17,9 +17,10 @@ from jax.sharding import Mesh  # noqa: E402
 
 from jgraph.parallel import Pipelined, Replicated, elementwise, train_step  # noqa: E402
 from jgraph.schedule import generate  # noqa: E402
-from jgraph.training.config import ModelConfig, OptimizerConfig  # noqa: E402
+from jgraph.training.config import OptimizerConfig  # noqa: E402
 from jgraph.training.optimizer import adamw  # noqa: E402
-from models import gpt  # noqa: E402
+from jgraph_models import gpt  # noqa: E402
+from jgraph_models.gpt import GPTConfig  # noqa: E402
 from tests.parity import weights  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.parity
 Arrays = dict[str, np.ndarray]
 
 # Neither the epsilon nor the rotary base is the default, and both are large enough that the default in their place would show.
-_MODEL = ModelConfig(
+_MODEL = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=61, norm_eps=1e-3, rope_theta=100.0,
     compute_dtype="float32", loss_chunk=16,
 )  # fmt: skip
@@ -143,7 +144,7 @@ def references(compute, case: str, *args: int) -> tuple[Arrays, Arrays]:
 # --- Our side ---
 
 
-def new_pass(config: ModelConfig):
+def new_pass(config: GPTConfig):
     """Jitted params -> (logits, loss, gradients); traced anew for each call, so that what is patched in the meantime counts."""
     graphdef = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
@@ -158,15 +159,13 @@ def new_pass(config: ModelConfig):
 unpatched_pass = functools.cache(new_pass)
 
 
-def our_pass(config: ModelConfig, arrays: Arrays, run=None) -> Arrays:
+def our_pass(config: GPTConfig, arrays: Arrays, run=None) -> Arrays:
     logits, loss, grads = (run or unpatched_pass(config))(weights.tree(config, arrays), tokens()[0])
     gradients = {f"gradient of {name}": g for name, g in weights.named(grads).items()}
     return {"logits": np.asarray(logits), "loss": np.asarray(loss)} | gradients
 
 
-def our_training(
-    config: ModelConfig, *, settings=OPTIMIZER, decay_vectors=False, before=lambda state: state, scale=1
-) -> Arrays:
+def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, before=lambda state: state, scale=1) -> Arrays:
     """As the trainer does it: packed parameters, our optimizer, our step.
 
     Args:
@@ -201,11 +200,11 @@ def played(step, state, steps: int):
     return {"losses": np.stack(losses), "gradient norms": np.stack(norms)}, state
 
 
-def our_pipeline(config: ModelConfig, steps: int, schedule: str) -> Arrays:
+def our_pipeline(config: GPTConfig, steps: int, schedule: str) -> Arrays:
     """The same over two ranks, each with a layer and half of the vocabulary, which is padded."""
     params = weights.tree(config, weights.draw(config))
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "pipe"))
-    parts = gpt.pipeline_parts(config, 2)
+    parts = gpt.pipeline_model(config, 2)
     strategy = Pipelined(mesh, params, generate(schedule, pp=2, microbatches=MICROBATCHES))
     transform = elementwise(lambda is_matrix: adamw(OPTIMIZER, steps, decay_mask=is_matrix))
     step = train_step(parts, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=OPTIMIZER.clip_norm)
@@ -247,7 +246,7 @@ def edit(arrays: Arrays, name: str, change) -> Arrays:
 def with_heads(change):
     """Changes the query and key heads of every block."""
 
-    def mutate(arrays: Arrays, config: ModelConfig) -> Arrays:
+    def mutate(arrays: Arrays, config: GPTConfig) -> Arrays:
         def one(matrix):
             by_head = matrix.copy().reshape(-1, config.head_size, config.d_model)
             turned = config.num_heads + config.num_kv_heads

@@ -67,7 +67,7 @@ class Pipeline:
         """
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
-            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but --pp is {ranks}: must be equal", field="pp")
+            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but `pp` is {ranks}: must be equal", field="pp")
         # With the explicit axes of jax.make_mesh, arguments would have to lie where they belong before the call.
         mesh = Mesh(mesh.devices, mesh.axis_names)
         pipeline = cls(parts, schedule, StageAssignment.of(schedule, num_layers), mesh, **choices)
@@ -286,7 +286,7 @@ class Pipeline:
         axis, ranks = self._axis(path), self.mesh.shape[AXIS]
         if axis is not None and leaf.shape[axis] % ranks:
             raise ConfigError(
-                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp",
+                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see `pp`",
                 field="pp",
             )
 
