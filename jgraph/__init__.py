@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jgraph.graphed import fold_key as fold_key
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
     from jgraph.loss import cross_entropy as cross_entropy
+    from jgraph.modules import functional as functional
     from jgraph.parallel import FullySharded as FullySharded
     from jgraph.parallel import Loss as Loss
     from jgraph.parallel import Pipelined as Pipelined
@@ -48,6 +49,7 @@ _MODULES = {
     "NonFiniteError OrderError OwnershipError ShapeError SplitError",
     "graphed": "Borrowed fold_key make_graphed_callables",
     "loss": "cross_entropy",
+    "modules": "functional",
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
     "schedule": "Order Schedule",
     "scopes": "scope",

@@ -23,7 +23,7 @@ Mode = Literal["train", "evaluate"]
 
 
 @dataclass(frozen=True, eq=False)
-class PureModel:
+class FunctionalModel:
     """A Flax model as pure functions.
 
     Attributes:
@@ -50,7 +50,7 @@ class PureModel:
         return self.call(name, "evaluate", params, carried, jax.random.key(0), *args)[0]
 
 
-def pure(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> PureModel:
+def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
     """Makes pure functions of a Flax model; computes nothing.
 
     Args:
@@ -61,13 +61,13 @@ def pure(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> PureMod
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
-        >>> from jgraph.modules import pure
+        >>> import jgraph
         >>> class Line(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
         ...     def loss(self, batch):
         ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
-        >>> model = pure(lambda: Line(nnx.Rngs(0)))
+        >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
         >>> sorted(model.shapes["linear"])
         ['bias', 'kernel']
     """
@@ -78,7 +78,7 @@ def pure(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> PureMod
     return _nnx(make, shapes)
 
 
-def _nnx(make: Callable[[], nnx.Module], model: Any) -> PureModel:
+def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
     def split(model: Any) -> tuple[Any, Tree, Tree, Tree]:
         graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return graphdef, *map(nnx.to_pure_dict, states)
@@ -99,7 +99,7 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> PureModel:
         found = getattr(model, name)(*args)
         return found, split(model)[3]
 
-    return PureModel(shapes, carried, init, call, dict(zip(leaf_names(shapes), specs, strict=True)))
+    return FunctionalModel(shapes, carried, init, call, dict(zip(leaf_names(shapes), specs, strict=True)))
 
 
 def _seeded(streams: Tree, key: Array) -> Tree:
@@ -115,7 +115,7 @@ def _seeded(streams: Tree, key: Array) -> Tree:
     return structure.unflatten([seed(index, leaf) for index, leaf in enumerate(leaves)])
 
 
-def _linen(module: nn.Module, batch: Any, seed: int) -> PureModel:
+def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
     def variables(key: Array, batch: Any) -> tuple[Tree, Tree]:
         params, carried = {}, nn.meta.unbox(module.init(key, batch, method="loss", **_mode(module, "loss", "train")))
         params = carried.pop("params")
@@ -132,7 +132,7 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> PureModel:
         return module.apply({"params": params, **carried}, *args, **how), carried
 
     shapes, carried = jax.eval_shape(init)
-    return PureModel(shapes, carried, init, call)
+    return FunctionalModel(shapes, carried, init, call)
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:

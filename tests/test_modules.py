@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.modules import pure
+from jgraph.modules import functional
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
 
@@ -39,7 +39,7 @@ class LinenNormed(nn.Module):
         return jnp.mean(self(x, train) ** 2)
 
 
-MODELS = {"nnx": lambda: pure(lambda: Normed(nnx.Rngs(0))), "linen": lambda: pure(LinenNormed, X)}
+MODELS = {"nnx": lambda: functional(lambda: Normed(nnx.Rngs(0))), "linen": lambda: functional(LinenNormed, X)}
 
 
 @pytest.fixture(params=MODELS)

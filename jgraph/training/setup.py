@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.mesh import Axis
-from jgraph.modules import PureModel, pure
+from jgraph.modules import FunctionalModel, functional
 from jgraph.packing import leaf_names
 from jgraph.parallel import (
     FullySharded,
@@ -58,7 +58,7 @@ class TrainSetup:
     """
 
     config: TrainConfig
-    model: PureModel
+    model: FunctionalModel
     step: TrainStep
 
     @classmethod
@@ -259,18 +259,19 @@ class TrainSetup:
         return self.step.bound.pipeline.bytes_per_rank(self.step.bound.shapes, _tokens_by_microbatch(self.config))
 
 
-def _model(config: TrainConfig) -> PureModel:
+def _model(config: TrainConfig) -> FunctionalModel:
     """Returns the model that the configuration names, as pure functions."""
-    found: Any = find_model(config.module)
+    found = find_model(config.module)
+    call: Callable[..., Any] = found
     settings = [] if config.model is None else [config.model]
     tokens_BS = jax.ShapeDtypeStruct((1, config.seq_len + 1), jnp.int32)
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
 
     def make() -> Any:
-        return found(*settings) if is_linen else found(*settings, rngs=nnx.Rngs(config.seed))
+        return call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
-        return pure(make, tokens_BS, key=config.seed)
+        return functional(make, tokens_BS, key=config.seed)
 
 
 def _compute_dtype(config: TrainConfig) -> Any:
@@ -308,7 +309,7 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
     return make(config.model, config.pp)
 
 
-def _pipelined(config: TrainConfig, mesh: Mesh, found: PureModel, model: PipelineModel) -> Pipelined:
+def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
     shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
     if config.fsdp > 1:
