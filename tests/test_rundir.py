@@ -73,7 +73,7 @@ def test_a_field_that_leaves_the_numbers_as_they_are_may_change(run_dir, name):
 
 @pytest.mark.parametrize("name", sorted(FIXED))
 def test_a_field_that_the_numbers_depend_on_may_not_change(run_dir, name):
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is ") as error:
+    with pytest.raises(ConfigError, match=f"`{name}` is ") as error:
         run_dir.check(config_with(name, TrainConfig()), CORPUS)
     assert error.value.field == "run_dir"
 
