@@ -11,8 +11,9 @@ import numpy as np
 from jgraph.errors import ProfileError
 from jgraph.profile.causes import CAUSES, COLLECTIVES, OTHER, Purpose, purpose_of, purpose_of_hidden, purpose_of_scopes
 from jgraph.profile.ceilings import Ceilings
-from jgraph.profile.program import Instruction, Program
+from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
+from jgraph.xla.hlo import Instruction
 from jgraph.xla.launches import launches_of
 
 _MOST_OTHERS = 5
@@ -247,10 +248,10 @@ def _of_step(events: Events, program: Program | None) -> Events:
         )
     if program is None:
         return events
-    own = np.array([module == program.module for module in events.module], bool)
+    own = np.array([module == program.name for module in events.module], bool)
     if not own.any():
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))
-        raise ProfileError(f"the trace has nothing of the program {program.module}, but {ran}: give the program that ran")
+        raise ProfileError(f"the trace has nothing of the program {program.name}, but {ran}: give the program that ran")
     return events.where(own)
 
 
@@ -260,5 +261,5 @@ def _purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
     rows = zip(events.module, events.op, events.scopes, strict=True)
     return tuple(
-        OTHER if module != program.module else known.get(op) or purpose_of_hidden(op, scopes) for module, op, scopes in rows
+        OTHER if module != program.name else known.get(op) or purpose_of_hidden(op, scopes) for module, op, scopes in rows
     )

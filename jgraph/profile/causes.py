@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jgraph.profile.program import Instruction, Program
+from jgraph.profile.program import Program
 from jgraph.scopes import PREFIX
+from jgraph.xla.hlo import Instruction
 
 COLLECTIVES: dict[str, str] = {
     "all-gather": "all-gather",
@@ -80,7 +81,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     # Of a fusion the last operation is what it was made for; what comes before it was drawn in.
     meant = next(filter(_by_scopes, (*named[:1], *named[:0:-1])), "")
     if product is not None:
-        meant = product.scopes or meant
+        meant = product.op_name or meant
     action = next((action for action in map(_action, (meant, *named)) if action), "")
     cause = _by_scopes(meant)
     if not cause and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
@@ -109,7 +110,7 @@ def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
 
 
 def _names(parts: Iterable[Instruction]) -> list[str]:
-    return [part.scopes for part in parts if part.scopes and part.opcode not in ("parameter", "constant")]
+    return [part.op_name for part in parts if part.op_name and part.opcode not in ("parameter", "constant")]
 
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jgraph.xla.hlo import HloModule
 from jgraph.xla.source import Op, operations, thunk_instructions
 
 # Which command of `xla_gpu_enable_command_buffer` lets XLA record which kinds of thunk; other kinds cannot be recorded.
@@ -149,7 +150,7 @@ def _read_dump(directory: Path, module: str, text: str) -> CaptureReport | None:
     # XLA writes the thunks as they are before its passes, and again only if those changed something.
     metadata = Path(program + "thunk_metadata.pb")
     instructions = thunk_instructions(metadata.read_bytes()) if metadata.exists() else {}
-    known = operations(text, set(instructions.values()))
+    known = operations(HloModule(text), set(instructions.values()))
     ops = {thunk: known[instruction] for thunk, instruction in instructions.items() if instruction in known}
     return report_of(read("thunk_sequence_after_thunk_passes.txt") or read(before), read("config.pbtxt"), ops)
 
