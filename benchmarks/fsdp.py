@@ -23,9 +23,10 @@ from benchmarks import harness
 from benchmarks.harness import PARAMETERS, Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
+from jgraph.device import peak_flops
 from jgraph.training.assembly import Assembly
 from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.metrics import flops_per_step, peak_flops, peak_memory_bytes
+from jgraph.training.metrics import flops_per_step, peak_memory_bytes
 from jgraph.training.presets import preset
 from jgraph.xla import count_launches
 

@@ -20,8 +20,9 @@ import tyro
 from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, spread
 from benchmarks.peers.protocol import Clock, answer, begin, take_turns, told
 from benchmarks.turns import Entrant, race
+from jgraph.device import peak_flops
 from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.metrics import flops_per_step, peak_flops
+from jgraph.training.metrics import flops_per_step
 from jgraph.training.presets import preset
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Where the time of a traced step went: each kernel to the cause of its instruction, by rank and by groups of like kernels."""
+"""Where the time of a traced step went: by category and rank, and by groups of like kernels."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,9 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from jgraph.device import Device
 from jgraph.errors import ProfileError
-from jgraph.profile.causes import CAUSES, COLLECTIVES, OTHER, Purpose, purpose_of, purpose_of_hidden, purpose_of_scopes
-from jgraph.profile.ceilings import Ceilings
+from jgraph.profile.categories import (
+    CATEGORIES,
+    COLLECTIVES,
+    OTHER,
+    Purpose,
+    purpose_of,
+    purpose_of_hidden,
+    purpose_of_scopes,
+)
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
 from jgraph.xla.hlo import Instruction
@@ -39,7 +47,7 @@ class Step:
     @cached_property
     def own_ms(self) -> np.ndarray:
         """Milliseconds of the device's time that count as each event's own."""
-        return shares(self.events, np.array([purpose.cause in _COMMUNICATION for purpose in self.purposes], bool))
+        return shares(self.events, np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool))
 
 
 def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
@@ -68,19 +76,19 @@ def choose_step(trace: Trace, program: Program | None, count: int | None) -> dic
     return chosen
 
 
-def by_cause(rank: int, step: Step) -> dict[str, Any]:
+def by_category(rank: int, step: Step) -> dict[str, Any]:
     """An entry of `uncaptured.ranks` of profile.json."""
     events, own = step.events, step.own_ms
-    causes: dict[str, dict[str, float]] = {}
-    for cause in CAUSES:
-        chosen = np.array([purpose.cause == cause for purpose in step.purposes], bool)
+    categories: dict[str, dict[str, float]] = {}
+    for category in CATEGORIES:
+        chosen = np.array([purpose.category == category for purpose in step.purposes], bool)
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
-            causes[cause] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
+            categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
     busy_ms = busy(events.start, events.end)
     others: dict[str, float] = defaultdict(float)
     for name, purpose, ms in zip(events.name, step.purposes, own, strict=True):
-        if purpose.cause == "other":
+        if purpose.category == "other":
             others[name] += float(ms)
     top = sorted(others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
     return {
@@ -89,15 +97,15 @@ def by_cause(rank: int, step: Step) -> dict[str, Any]:
         "idle_ms": max(step.ms - busy_ms, 0.0),
         "attributed": 1 - sum(others.values()) / busy_ms if busy_ms else 1.0,
         "other": [{"name": name, "ms": ms} for name, ms in top],
-        "causes": causes,
+        "categories": categories,
     }
 
 
-def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> list[dict[str, Any]]:
-    """Kernels that do the same with the same shapes, together: `groups` of profile.json, the furthest above its floor first.
+def groups(step: Step, program: Program | None, device: Device | None) -> list[dict[str, Any]]:
+    """Returns `groups` of profile.json: kernels that do the same with the same shapes, the furthest above its roofline first.
 
-    A floor is the longer of two times: the FLOPs at the ceiling of products, and the bytes at that of copies (Williams et al.,
-    "Roofline", doi:10.1145/1498765.1498785); of a collective, the bytes at that of the links.
+    The roofline is the longer of two times: FLOPs at the rate of products, and bytes at that of copies (Williams et al.,
+    "Roofline", doi:10.1145/1498765.1498785); of a collective, bytes at the rate of the links.
     """
     events, own, known = step.events, step.own_ms, program.instructions if program else {}
     labels = {op: program.label(known[op]) for op in set(events.op) if op in known} if program else {}
@@ -105,23 +113,23 @@ def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> li
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
         # A kernel's arguments in C++ say nothing.
-        members[purpose.cause, labels.get(op) or name.partition("(")[0] or name].append(i)
+        members[purpose.category, labels.get(op) or name.partition("(")[0] or name].append(i)
         kernels[op][name] += 1
     # An instruction may have several kernels, and be run several times; its rarest kernel tells how often.
     runs = {op: min(names.values()) for op, names in kernels.items()}
     sources = program.sources(list(kernels)) if program else {}
     rows = []
-    for (cause, label), found in members.items():
+    for (category, label), found in members.items():
         ops = dict.fromkeys(events.op[i] for i in found)
         work = Work(0, 0, "")
         for op in ops:
             if program and op in known:
-                work = work.plus(_work(program, known[op], cause), runs[op])
+                work = work.plus(_work(program, known[op], category), runs[op])
         ms = float(own[found].sum())
-        floor, bound = work.floor(ceilings)
-        row = {"label": label, "cause": cause, "source": next((sources[op] for op in ops if op in sources), "")}
+        least, bound = work.roofline(device)
+        row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": work.flops, "bytes": work.nbytes}
-        row |= {"floor_ms": floor, "bound": bound, "over_ms": None if floor is None else ms - floor}
+        row |= {"roofline_ms": least, "bound": bound, "over_ms": None if least is None else ms - least}
         rows.append(row)
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
 
@@ -143,20 +151,20 @@ class Work:
     def plus(self, other: "Work", times: int) -> "Work":
         return Work(self.flops + other.flops * times, self.nbytes + other.nbytes * times, other.way)
 
-    def floor(self, ceilings: Ceilings | None) -> tuple[float | None, str]:
-        """The least time in ms, and the ceiling that sets it; (None, "") where no ceiling is known or nothing of the work."""
-        if ceilings is None or not self.nbytes:
+    def roofline(self, device: Device | None) -> tuple[float | None, str]:
+        """Returns the least time in ms, and the rate that bounds it; (None, "") where the rate or the work is not known."""
+        if device is None or not self.nbytes:
             return None, ""
         if self.way == "link":
-            links = ceilings.link_bytes_per_second
+            links = device.link_bytes_per_second
             return (self.nbytes / links * 1e3, "link") if links else (None, "")
-        compute = self.flops / ceilings.product_flops_per_second * 1e3
-        memory = self.nbytes / ceilings.copy_bytes_per_second * 1e3
-        return max((compute, "compute"), (memory, "memory"), key=lambda floor: floor[0])
+        compute = self.flops / device.product_flops_per_second * 1e3
+        memory = self.nbytes / device.copy_bytes_per_second * 1e3
+        return max((compute, "compute"), (memory, "memory"))
 
 
-def _work(program: Program, instruction: Instruction, cause: str) -> Work:
-    if cause in _COMMUNICATION:
+def _work(program: Program, instruction: Instruction, category: str) -> Work:
+    if category in _COMMUNICATION:
         return Work(0, program.sent_bytes(instruction), "link")
     return Work(program.flops(instruction), program.nbytes(instruction), "")
 
@@ -202,10 +210,10 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
                     "start_ms": [round(float(events.start[i]), 4) for i in found],
                     "ms": [round(float(events.end[i] - events.start[i]), 4) for i in found],
                     "name": [names.setdefault(events.op[i] or events.name[i], len(names)) for i in found],
-                    "cause": [CAUSES.index(step.purposes[i].cause) for i in found],
+                    "category": [CATEGORIES.index(step.purposes[i].category) for i in found],
                 }
             )
-    return {"names": list(names), "causes": list(CAUSES), "tracks": tracks}
+    return {"names": list(names), "categories": list(CATEGORIES), "tracks": tracks}
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
@@ -227,15 +235,17 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
     return {action: np.array(times) for action, times in found.items()}
 
 
-def causes_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
-    """Milliseconds by cause of what a device began within each of these intervals, the largest first."""
+def categories_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
+    """Milliseconds by category of what a device began within each of these intervals, the largest first."""
     found = []
     firsts, lasts = (np.searchsorted(step.events.start, times) for times in (starts, ends))
     for first, last in zip(firsts, lasts, strict=True):
-        causes: dict[str, float] = defaultdict(float)
+        categories: dict[str, float] = defaultdict(float)
         for purpose, ms in zip(step.purposes[first:last], step.own_ms[first:last], strict=True):
-            causes[purpose.cause] += float(ms)
-        found.append({cause: round(ms, 4) for cause, ms in sorted(causes.items(), key=lambda item: -item[1]) if ms > 0})
+            categories[purpose.category] += float(ms)
+        found.append(
+            {category: round(ms, 4) for category, ms in sorted(categories.items(), key=lambda item: -item[1]) if ms > 0}
+        )
     return found
 
 

@@ -11,13 +11,14 @@ import numpy as np
 
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
+from jgraph.device import peak_flops
 from jgraph.dispatch import in_turn
 from jgraph.errors import NonFiniteError, ProfileError
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training.assembly import Assembly
 from jgraph.training.console import Reporter
-from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_flops, peak_memory_bytes
+from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_memory_bytes
 from jgraph.training.profiling import Recorder
 from jgraph.training.signals import StopRequest
 from jgraph.training.step import StepMetrics, TrainState

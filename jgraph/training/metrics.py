@@ -12,19 +12,6 @@ from typing import Any
 
 from jgraph.training.config import TrainConfig
 
-# Dense bf16 FLOP/s without sparsity, from NVIDIA's datasheets, by the start of the name that the driver gives the device.
-# The longer name comes first: "NVIDIA H100 PCIe" starts with "NVIDIA H100" too.
-_PEAK_FLOPS = {
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362e12,
-}
-
 
 def flops_per_step(config: TrainConfig) -> float:
     """FLOPs of one optimizer step, forward and backward: 6·N·tokens + 6·L·d·T·tokens.
@@ -39,11 +26,6 @@ def flops_per_step(config: TrainConfig) -> float:
     mlp = (3 if m.mlp == "swiglu" else 2) * m.d_model * m.d_ff
     weights = m.num_layers * (attention + mlp) + m.d_model * m.vocab_size
     return 6.0 * config.tokens_per_step * (weights + m.num_layers * attention_width * config.seq_len)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of the datasheet for `jax.Device.device_kind`; None for a device that is not in the table."""
-    return next((peak for name, peak in _PEAK_FLOPS.items() if device_kind.startswith(name)), None)
 
 
 def peak_memory_bytes(device: Any) -> int:

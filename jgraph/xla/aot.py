@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jgraph.device import DEVICES
 from jgraph.errors import JgraphError, TargetError
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.options import option_errors
@@ -33,8 +34,8 @@ Device: TypeAlias = Any  # jax.Device, which a type checker takes for a variable
 PyTree: TypeAlias = Any
 
 _LIBRARY = "xla_cuda_plugin.so"
-# Each has its description beside this file.
-GPUS = ("h200", "h100", "b200")
+GPUS = tuple(device.aot for device in DEVICES if device.aot)
+"""GPUs that can be compiled for. Each has its description beside this file."""
 
 
 def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:

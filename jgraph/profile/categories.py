@@ -24,7 +24,7 @@ COLLECTIVES: dict[str, str] = {
     "send": "transfer",
     "recv": "transfer",
 }
-"""Causes by opcode, without `-start` and `-done`."""
+"""Categories by opcode, without `-start` and `-done`."""
 
 # jax's primitives that have another name than XLA's opcode.
 _PRIMITIVES = {
@@ -36,12 +36,12 @@ _PRIMITIVES = {
     "all-gather-invariant": "all-gather",
 }
 
-CAUSES = (
+CATEGORIES = (
     *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
     *dict.fromkeys(COLLECTIVES.values()),
     *("copies", "control", "other"),
 )
-"""All causes, in the order in which they are shown."""
+"""All categories, in the order in which they are shown."""
 
 _ACTIONS = ("forward", "dgrad", "wgrad")
 # Counters of loops, conditions, places in pools: nothing that a model computes.
@@ -55,12 +55,12 @@ class Purpose:
     """Of an instruction.
 
     Attributes:
-        cause: one of `CAUSES`.
+        category: one of `CATEGORIES`.
         action: the action of a pipeline that it is part of, `forward`, `dgrad` or `wgrad`; empty outside of one.
         works: whether it is a matrix product or attention, which make up an action's time.
     """
 
-    cause: str
+    category: str
     action: str = ""
     works: bool = False
 
@@ -83,15 +83,15 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     if product is not None:
         meant = product.op_name or meant
     action = next((action for action in map(_action, (meant, *named)) if action), "")
-    cause = _by_scopes(meant)
-    if not cause and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
+    category = _by_scopes(meant)
+    if not category and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
         return Purpose("control", action)
-    if not computes and cause not in ("attention", "loss", "optimizer"):
+    if not computes and category not in ("attention", "loss", "optimizer"):
         return Purpose("copies", action)
-    if product is not None and cause == "dgrad" and not action:
+    if product is not None and category == "dgrad" and not action:
         factors = product.operands[:2]
-        cause = "wgrad" if all(name in program.of_batch for name in factors) else cause
-    return Purpose(cause or "other", action, works)
+        category = "wgrad" if all(name in program.of_batch for name in factors) else category
+    return Purpose(category or "other", action, works)
 
 
 def purpose_of_scopes(scopes: str) -> Purpose:
@@ -105,8 +105,8 @@ def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
     XLA names instructions after jax's primitives, so that a collective's name begins with its primitive's or its opcode.
     """
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
-    cause = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
-    return Purpose(cause) if cause else purpose_of_scopes(scopes)
+    category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
+    return Purpose(category) if category else purpose_of_scopes(scopes)
 
 
 def _names(parts: Iterable[Instruction]) -> list[str]:
@@ -127,14 +127,14 @@ def _inherited(program: Program, instruction: Instruction) -> list[str]:
 
 
 def _by_scopes(scopes: str) -> str:
-    """The cause that a name tells, the innermost first; empty where it tells none."""
+    """The category that a name tells, the innermost first; empty where it tells none."""
     scopes = scopes.split(";")[-1]
     if "rematted_computation" in scopes:
         return "recompute"
     if "dot_product_attention" in scopes:
         return "attention"
     if found := _SCOPE.findall(scopes):
-        return found[-1] if found[-1] in CAUSES else "other"
+        return found[-1] if found[-1] in CATEGORIES else "other"
     if "transpose(" in scopes:
         return "dgrad"
     return "forward" if "jvp(" in scopes else ""
