@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph import device
 from jgraph.device import Device
 from jgraph.errors import ProfileError
-from jgraph.xla.aot import user_cache
+from jgraph.xla.cache import user_cache
 
 _BURSTS = 10
 _BURST_SECONDS = 0.03

@@ -14,11 +14,11 @@ import functools
 import importlib.metadata
 import importlib.resources
 import importlib.util
-import os
 import platform
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ import jax
 
 from jgraph.device import DEVICES
 from jgraph.errors import JgraphError, TargetError
+from jgraph.xla.cache import user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.options import option_errors
 
@@ -113,7 +114,9 @@ def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, str | bool | int | float]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
     """The second half of `compile_for`: compiles what was lowered for `placed` arguments. Raises as it does."""
-    with needs_no_gpu(), option_errors():
+    with needs_no_gpu(), option_errors(), warnings.catch_warnings():
+        # Only a GPU can read its programs back: jax's cache says so at every start, and compiles.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
         raise TargetError("XLA wrote down no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
@@ -139,11 +142,6 @@ def _placed(leaf: object, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStru
 def cache_directory() -> Path:
     """Where `install` puts the plugin unless told otherwise: one directory for each jaxlib version, under the user's cache."""
     return user_cache() / "target" / f"jax-{_version()}"
-
-
-def user_cache() -> Path:
-    """The project's part of the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
 
 
 def find_library(directory: Path | None = None) -> Path | None:

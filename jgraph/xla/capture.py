@@ -5,15 +5,17 @@ XLA writes the thunks down, before and after, into the directory that `xla_dump_
 """
 
 import itertools
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jgraph.xla import cache
 from jgraph.xla.hlo import HloModule
 from jgraph.xla.source import Op, operations, thunk_instructions
 
@@ -107,7 +109,8 @@ def compile_and_report(
 ) -> tuple[jax.stages.Compiled, CaptureReport | None]:
     """Compiles, and reads off what was captured.
 
-    The thunks are found through a dump into a temporary directory, which is removed again.
+    The thunks are found through a dump into a temporary directory, which is removed again. Of a program that comes out of
+    jax's persistent compilation cache, the report is the one that was kept when it was compiled (`jgraph.xla.cache`).
 
     Args:
         lowered: from `jax.jit(f).lower(...)`.
@@ -116,7 +119,7 @@ def compile_and_report(
 
     Returns:
         The compiled program, and the report; None for a platform without command buffers, and where XLA wrote nothing down:
-        the options turn dumps off, or jax's persistent compilation cache had the program.
+        the options turn dumps off, or the cache has the program and no report of it.
     """
     options: dict[str, Any] = dict(compiler_options)
     if (platform or jax.default_backend()) not in ("gpu", "cuda"):
@@ -124,19 +127,35 @@ def compile_and_report(
     program = lowered.compiler_ir()
     assert program is not None
     module = program.operation.attributes["sym_name"].value
-    with tempfile.TemporaryDirectory(prefix="jgraph-capture-") as directory:
+    with tempfile.TemporaryDirectory(prefix="jgraph-capture-") as directory, cache.watch(all_threads=False) as compiles:
         # The module itself and not the small ones that the autotuner compiles, as protocol buffers: the shortest of XLA's
         # formats, and naming one turns off the long text with the buffer assignment.
-        options = {
+        dumps = {
             "xla_dump_to": directory,
             "xla_dump_hlo_module_re": f"^{re.escape(module)}$",
             "xla_dump_hlo_as_proto": True,
         } | options
-        compiled = lowered.compile(compiler_options=options)
-        return compiled, _read_dump(Path(options["xla_dump_to"]), module, compiled.as_text() or "")
+        compiled = lowered.compile(compiler_options=dumps)
+        report = _read_dump(Path(dumps["xla_dump_to"]), module, compiled)
+    kept = cache.report_file(lowered, compiled, options)
+    if kept and compiles.hits:
+        return compiled, _kept(kept) or report
+    if kept and report:
+        cache.write(kept, json.dumps(asdict(report)))
+    return compiled, report
 
 
-def _read_dump(directory: Path, module: str, text: str) -> CaptureReport | None:
+def _kept(file: Path) -> CaptureReport | None:
+    """Reads a report that was kept; None where there is none, or another version wrote it."""
+    try:
+        fields = json.loads(file.read_text())
+        outside = [o | {"ops": tuple(Op(**op) for op in o["ops"])} for o in fields["outside"]]
+        return CaptureReport(**fields | {"outside": tuple(Outside(**o) for o in outside)})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> CaptureReport | None:
     before = "thunk_sequence.txt"
     programs = sorted(directory.glob(f"module_*.{module}.{before}"), key=lambda file: file.stat().st_mtime_ns)
     if not programs:
@@ -147,11 +166,11 @@ def _read_dump(directory: Path, module: str, text: str) -> CaptureReport | None:
         file = Path(program + suffix)
         return file.read_text() if file.exists() else ""
 
-    # XLA writes the thunks as they are before its passes, and again only if those changed something.
     metadata = Path(program + "thunk_metadata.pb")
     instructions = thunk_instructions(metadata.read_bytes()) if metadata.exists() else {}
-    known = operations(HloModule(text), set(instructions.values()))
+    known = operations(HloModule(compiled.as_text() or ""), set(instructions.values()))
     ops = {thunk: known[instruction] for thunk, instruction in instructions.items() if instruction in known}
+    # XLA writes the thunks as they are before its passes, and again only if those changed something.
     return report_of(read("thunk_sequence_after_thunk_passes.txt") or read(before), read("config.pbtxt"), ops)
 
 
