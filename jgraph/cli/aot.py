@@ -1,4 +1,4 @@
-"""The compiler for NVIDIA GPUs that are not here: what `jgraph.explain` and `python -m jgraph.inspect capture` need for a target.
+"""The compiler for NVIDIA GPUs that are not here, which `python -m jgraph.inspect capture` needs for a target.
 
 python -m jgraph.xla.aot install           # 125 MB, once for each jax version
 python -m jgraph.xla.aot show --gpu b200

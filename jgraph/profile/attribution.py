@@ -10,18 +10,9 @@ import numpy as np
 
 from jgraph.device import Device
 from jgraph.errors import ProfileError
-from jgraph.profile.categories import (
-    CATEGORIES,
-    COLLECTIVES,
-    OTHER,
-    Purpose,
-    purpose_of,
-    purpose_of_hidden,
-    purpose_of_scopes,
-)
+from jgraph.profile.categories import CATEGORIES, COLLECTIVES, Purpose, purposes
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
-from jgraph.xla.hlo import Instruction
 from jgraph.xla.launches import launches_of
 
 _MOST_OTHERS = 5
@@ -51,7 +42,7 @@ class Step:
 
 
 def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
-    """One step, by device: of several the last that was not the last to be traced, so that what comes after it counts too.
+    """Returns one step, by device: of several the last but one, so that what comes after it counts too.
 
     The first ones run faster, on a GPU that has just rested. All devices begin when the first of them does.
 
@@ -72,12 +63,12 @@ def choose_step(trace: Trace, program: Program | None, count: int | None) -> dic
         inside = events.between(start, stop)
         starts = [found[0] for found in bounds[device]]
         all_ms = (*np.diff(starts), bounds[device][-1][1] - starts[-1])
-        chosen[device] = Step(inside, _purposes(inside, program), stop - start, tuple(map(float, all_ms)))
+        chosen[device] = Step(inside, purposes(inside, program), stop - start, tuple(map(float, all_ms)))
     return chosen
 
 
 def by_category(rank: int, step: Step) -> dict[str, Any]:
-    """An entry of `uncaptured.ranks` of profile.json."""
+    """Returns an entry of `uncaptured.ranks` of profile.json."""
     events, own = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
     for category in CATEGORIES:
@@ -121,56 +112,35 @@ def groups(step: Step, program: Program | None, device: Device | None) -> list[d
     rows = []
     for (category, label), found in members.items():
         ops = dict.fromkeys(events.op[i] for i in found)
-        work = Work(0, 0, "")
+        flops = nbytes = 0
         for op in ops:
-            if program and op in known:
-                work = work.plus(_work(program, known[op], category), runs[op])
+            if program and op in known and category in _COMMUNICATION:
+                nbytes += program.sent_bytes(known[op]) * runs[op]
+            elif program and op in known:
+                flops += program.flops(known[op]) * runs[op]
+                nbytes += program.nbytes(known[op]) * runs[op]
         ms = float(own[found].sum())
-        least, bound = work.roofline(device)
+        least, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
-        row |= {"count": len(found), "ms": ms, "flops": work.flops, "bytes": work.nbytes}
+        row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes}
         row |= {"roofline_ms": least, "bound": bound, "over_ms": None if least is None else ms - least}
         rows.append(row)
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
 
 
-@dataclass(frozen=True)
-class Work:
-    """What kernels have to do.
-
-    Attributes:
-        flops: of products.
-        nbytes: read and written, or sent.
-        way: `link` where the bytes go to other devices.
-    """
-
-    flops: int
-    nbytes: int
-    way: str
-
-    def plus(self, other: "Work", times: int) -> "Work":
-        return Work(self.flops + other.flops * times, self.nbytes + other.nbytes * times, other.way)
-
-    def roofline(self, device: Device | None) -> tuple[float | None, str]:
-        """Returns the least time in ms, and the rate that bounds it; (None, "") where the rate or the work is not known."""
-        if device is None or not self.nbytes:
-            return None, ""
-        if self.way == "link":
-            links = device.link_bytes_per_second
-            return (self.nbytes / links * 1e3, "link") if links else (None, "")
-        compute = self.flops / device.product_flops_per_second * 1e3
-        memory = self.nbytes / device.copy_bytes_per_second * 1e3
-        return max((compute, "compute"), (memory, "memory"))
-
-
-def _work(program: Program, instruction: Instruction, category: str) -> Work:
-    if category in _COMMUNICATION:
-        return Work(0, program.sent_bytes(instruction), "link")
-    return Work(program.flops(instruction), program.nbytes(instruction), "")
+def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool) -> tuple[float | None, str]:
+    """Returns the least time in ms, and the rate that bounds it; (None, "") where the rate or the work is not known."""
+    if device is None or not nbytes:
+        return None, ""
+    if communicates:
+        links = device.link_bytes_per_second
+        return (nbytes / links * 1e3, "link") if links else (None, "")
+    compute, memory = flops / device.product_flops_per_second, nbytes / device.copy_bytes_per_second
+    return max((compute * 1e3, "compute"), (memory * 1e3, "memory"))
 
 
 def captured(trace: Trace, count: int) -> dict[str, Any]:
-    """`captured` of profile.json, from a trace of so many steps with command buffers.
+    """Returns `captured` of profile.json, from a trace of so many steps with command buffers.
 
     A step is from its beginning to that of the next one: of several the last, which nothing follows, counts in no mean.
     """
@@ -196,7 +166,7 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
 
 
 def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """`timeline` of profile.json: every event of the step, by device and stream."""
+    """Returns `timeline` of profile.json: every event of the step, by device and stream."""
     names: dict[str, int] = {}
     tracks = []
     for rank, step in chosen.items():
@@ -217,7 +187,7 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
-    """Start and end in ms, [n, 2], of the products and attention kernels of each kind of action, by start."""
+    """Returns start and end in ms, [n, 2], of the products and attention kernels of each kind of action, by start."""
     events = step.events
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     op, names = "", set()
@@ -236,7 +206,7 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
 
 
 def categories_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
-    """Milliseconds by category of what a device began within each of these intervals, the largest first."""
+    """Returns milliseconds by category of what a device began within each of these intervals, the largest first."""
     found = []
     firsts, lasts = (np.searchsorted(step.events.start, times) for times in (starts, ends))
     for first, last in zip(firsts, lasts, strict=True):
@@ -250,11 +220,10 @@ def categories_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list
 
 
 def _of_step(events: Events, program: Program | None) -> Events:
-    """Without what other programs ran. Raises ProfileError where nothing is left, or nothing has a name."""
+    """Leaves out what other programs ran. Raises ProfileError where nothing is left, or nothing has a name."""
     if not any(events.op):
         raise ProfileError(
-            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run without capture, "
-            "--graph off, or both ways, --profile 10:13"
+            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run with `graph` off"
         )
     if program is None:
         return events
@@ -263,13 +232,3 @@ def _of_step(events: Events, program: Program | None) -> Events:
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))
         raise ProfileError(f"the trace has nothing of the program {program.name}, but {ran}: give the program that ran")
     return events.where(own)
-
-
-def _purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
-    if program is None:
-        return tuple(map(purpose_of_scopes, events.scopes))
-    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
-    rows = zip(events.module, events.op, events.scopes, strict=True)
-    return tuple(
-        OTHER if module != program.name else known.get(op) or purpose_of_hidden(op, scopes) for module, op, scopes in rows
-    )

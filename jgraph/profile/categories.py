@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jgraph.profile.program import Program
+from jgraph.profile.trace import Events
 from jgraph.scopes import PREFIX
 from jgraph.xla.hlo import Instruction
 
@@ -52,7 +53,7 @@ _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 
 @dataclass(frozen=True)
 class Purpose:
-    """Of an instruction.
+    """What an instruction was for.
 
     Attributes:
         category: one of `CATEGORIES`.
@@ -68,8 +69,17 @@ class Purpose:
 OTHER = Purpose("other")
 
 
+def purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
+    """Returns what each event was for; without the program, by what the trace says of scopes."""
+    if program is None:
+        return tuple(map(purpose_of_scopes, events.scopes))
+    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
+    rows = zip(events.module, events.op, events.scopes, strict=True)
+    return tuple(OTHER if m != program.name else known.get(op) or purpose_of_hidden(op, scopes) for m, op, scopes in rows)
+
+
 def purpose_of(program: Program, instruction: Instruction) -> Purpose:
-    """Of an instruction that a kernel was launched for."""
+    """Returns what an instruction was for that a kernel was launched for."""
     parts = list(program.inside(instruction))
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
@@ -95,12 +105,12 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
 
 
 def purpose_of_scopes(scopes: str) -> Purpose:
-    """From jax's name of an operation alone, where the program is not at hand: a joint backward is all dgrad then."""
+    """Returns the purpose that jax's name of an operation alone tells: a joint backward is all dgrad then."""
     return Purpose(_by_scopes(scopes) or "other", _action(scopes))
 
 
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
-    """Of an instruction that the program's text does not show: one within the start of an asynchronous one.
+    """Returns the purpose of an instruction within the start of an asynchronous one, which the program's text does not show.
 
     XLA names instructions after jax's primitives, so that a collective's name begins with its primitive's or its opcode.
     """
@@ -114,7 +124,7 @@ def _names(parts: Iterable[Instruction]) -> list[str]:
 
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:
-    """Names of the nearest instruction before this one that has any: what XLA made by itself, it made of that."""
+    """Returns names of the nearest instruction before this one that has any: what XLA made by itself, it made of that."""
     home = program.home[instruction.name].instructions
     names, seen = list(instruction.operands), set[str]()
     for name in names:
@@ -127,7 +137,7 @@ def _inherited(program: Program, instruction: Instruction) -> list[str]:
 
 
 def _by_scopes(scopes: str) -> str:
-    """The category that a name tells, the innermost first; empty where it tells none."""
+    """Returns the category that a name tells, the innermost first; empty where it tells none."""
     scopes = scopes.split(";")[-1]
     if "rematted_computation" in scopes:
         return "recompute"

@@ -183,9 +183,8 @@ def install(directory: Path | None = None) -> Path:
             new.rename(final)
         except OSError as e:  # not empty: another process was faster, or the directory is someone's
             if find_library(directory) is None:
-                raise TargetError(
-                    f"{final} holds something else than the plugin; name another `directory` or empty it", field="directory"
-                ) from e
+                message = f"`directory` {final} holds something else than the plugin: name another, or empty it"
+                raise TargetError(message, field="directory") from e
     library = find_library(directory)
     assert library is not None, f"jax-cuda13-pjrt {version()} holds no {_LIBRARY}"
     return library

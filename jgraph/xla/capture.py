@@ -56,7 +56,7 @@ class _Why:
     remedy: str
 
 
-_OFF = _Why("command buffers are off", "--graph auto or full")
+_OFF = _Why("command buffers are off", "`graph` auto or full")
 _UNKNOWN = _Why("XLA does not say why", "TF_CPP_VMODULE=command_buffer_conversion_pass=3 makes XLA say why")
 
 
@@ -69,7 +69,7 @@ class Outside:
             counted under `While` or `Conditional`.
         count: how many, each counted once however often a loop runs it.
         reason: in plain words.
-        remedy: what would bring them in: flags of jgraph's command lines, options of XLA, or another way to write it.
+        remedy: what would bring them in: arguments of `compiler_options`, options of XLA, or another way to write it.
         ops: the operations they run, each once, in order; of those that a loop or branch holds back, the loop or branch. Empty
             where the installed XLA does not tell.
     """
@@ -175,7 +175,7 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
 
 
 def report_of(thunks: str, config: str, ops: Mapping[tuple[int, str], Op] | None = None) -> CaptureReport:
-    """The report of one dump.
+    """Returns the report of one dump.
 
     Args:
         thunks: XLA's `thunk_sequence_after_thunk_passes.txt`; the one without `_after_thunk_passes` if that is absent.
@@ -190,23 +190,21 @@ def report_of(thunks: str, config: str, ops: Mapping[tuple[int, str], Op] | None
     )
     top = _parse(thunks)
     everything = list(_walk([top]))
-    outside: dict[tuple[str, str, str], list[_Thunk]] = {}
+    outside: dict[tuple[str, str, str], list[Op | None]] = {}
     for thunk, why in reasons.outside(top.blocks):
         op = (ops or {}).get((thunk.number, f"k{thunk.kind}"))
         # Calls of Python and of a solver are the same to XLA, and not to who wrote them: jax.debug.print and its like.
         python = thunk.kind == "CustomCall" and op is not None and "callback" in op.name.rpartition("/")[2]
-        outside.setdefault((thunk.kind, why.reason, _CALLBACK if python else why.remedy), []).append(thunk)
-    total = sum(1 for thunk in everything if thunk.is_leaf)
-
-    def known(thunks: list[_Thunk]) -> tuple[Op, ...]:
-        found = ((ops or {}).get((thunk.number, f"k{thunk.kind}")) for thunk in thunks)
-        return tuple(dict.fromkeys(op for op in found if op))
-
+        outside.setdefault((thunk.kind, why.reason, _CALLBACK if python else why.remedy), []).append(op)
+    total = sum(thunk.is_leaf for thunk in everything)
     return CaptureReport(
         command_buffers=sum(thunk.kind == "CommandBuffer" for thunk in everything),
         captured=total - sum(map(len, outside.values())),
         total=total,
-        outside=tuple(Outside(*key[:1], len(found), *key[1:], known(found)) for key, found in sorted(outside.items())),
+        outside=tuple(
+            Outside(kind, len(found), reason, remedy, tuple(dict.fromkeys(filter(None, found))))
+            for (kind, reason, remedy), found in sorted(outside.items())
+        ),
     )
 
 
@@ -279,7 +277,7 @@ class _Reasons:
                         yield (thunk, why) if obstacle or around is None else around
 
     def too_few(self) -> _Why:
-        return _Why(f"fewer than {self.min_size} in a row", "--xla-options xla_gpu_graph_min_graph_size=1, or --graph full")
+        return _Why(f"fewer than {self.min_size} in a row", "`xla_options` xla_gpu_graph_min_graph_size=1, or `graph` full")
 
     def of(self, thunk: _Thunk) -> _Why | None:
         """Why XLA cannot record this thunk with all that it holds; None if it can, given enough neighbours."""
@@ -290,7 +288,7 @@ class _Reasons:
         inside = [t for block in thunk.blocks for t in _walk(block)]
         found = {why.reason: why.remedy for why in self.alone(thunk)}
         if thunk.kind == "While" and not self.unrolls and any(t.kind == "DynamicSliceFusion" for t in inside):
-            found["the loop slices an array by its counter"] = f"--xla-options {_UNROLL}, or unroll it"
+            found["the loop slices an array by its counter"] = f"`xla_options` {_UNROLL}, or unroll it"
         for t in inside:
             for why in self.alone(t):
                 holds = "" if thunk.kind in _BOOKKEEPING else f"it holds {t.kind}: "
@@ -309,7 +307,7 @@ class _Reasons:
             remedies = {"HOST_EXECUTE": "none: no training step computes on the host"}
             if "COLLECTIVES" in self.commands:
                 remedies |= dict.fromkeys(("CONDITIONAL", "WHILE"), "unroll it: no graph can have branches and collectives")
-            yield _Why(f"{command} is off by default", remedies.get(command, "--graph full"))
+            yield _Why(f"{command} is off by default", remedies.get(command, "`graph` full"))
         elif thunk.kind == "CustomCall":
             yield _Why(
                 "its handler does not say that it can be recorded",
