@@ -36,8 +36,9 @@ from benchmarks.harness import (
 )
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
+from jgraph.device import peak_flops
 from jgraph.training.config import TrainConfig
-from jgraph.training.metrics import peak_flops, peak_memory_bytes
+from jgraph.training.metrics import peak_memory_bytes
 from jgraph.training.presets import preset
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import count_launches

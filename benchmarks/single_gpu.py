@@ -20,8 +20,8 @@ import tyro
 from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, spread, step_flops
 from benchmarks.peers.protocol import Clock, answer, begin, take_turns, told
 from benchmarks.turns import Entrant, race
+from jgraph.device import peak_flops
 from jgraph.training.config import TrainConfig
-from jgraph.training.metrics import peak_flops
 from jgraph.training.presets import preset
 from jgraph_models.gpt import GPTConfig
 

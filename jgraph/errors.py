@@ -5,19 +5,22 @@ from typing import Any, Literal
 
 
 class JgraphError(ValueError):
-    """Base of the family. The message names the thing, its value, what is allowed and what to change."""
+    """Base of the family. The message names the thing, its value, what is allowed and what to change.
+
+    Attributes:
+        field: dotted name of the argument or field at fault, e.g. `model.num_heads`; empty where no single one is.
+    """
+
+    def __init__(self, message: str, *, field: str = ""):
+        super().__init__(message)
+        self.field = field
 
 
 class ConfigError(JgraphError):
-    """A flag or a field has a value that cannot work.
-
-    Attributes:
-        field: dotted name of the field, e.g. `model.num_heads`.
-    """
+    """An argument or a field has a value that cannot work."""
 
     def __init__(self, message: str, *, field: str):
-        super().__init__(message)
-        self.field = field
+        super().__init__(message, field=field)
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from jgraph.errors import ProfileError
-from jgraph.profile import actions, ceilings
-from jgraph.profile.attribution import Step, action_kernels, by_cause, captured, causes_between, choose_step, groups, timeline
+from jgraph.profile import actions, attribution, roofline
+from jgraph.profile.attribution import Step
 from jgraph.profile.page import page
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
 from jgraph.schedule.action import FORWARD, KINDS
 
-FORMAT = 1
+FORMAT = 2
 
 
 def of_run(directory: Path) -> dict[str, Any]:
@@ -38,12 +38,12 @@ def of_run(directory: Path) -> dict[str, Any]:
             f"{directory} has no complete recording ({e}): record one, e.g. python -m jgraph.train --profile 10:13"
         ) from e
     with_graphs = directory / "captured"
-    graphs = captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
-    chosen = choose_step(read(directory / "uncaptured"), program, about["steps"])
+    graphs = attribution.captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
+    chosen = attribution.choose_step(read(directory / "uncaptured"), program, about["steps"])
     if missing := [device for device in about.get("pipeline", {}).get("devices", ()) if device not in chosen]:
         raise ProfileError(f"{directory}: run.json says that device {missing[0]} ran a rank, of which the trace has nothing")
     notes = [
-        "Kernels, causes and floors are those of a step without command buffers: what comes out of a CUDA graph has no name."
+        "Kernels, categories and rooflines are of a step without command buffers: what comes out of a CUDA graph has no name."
     ]
     if not graphs:
         notes = [
@@ -61,7 +61,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
 
     Args:
         path: a *.xplane.pb, or a directory that has one.
-        program: XLA's text of the program that ran, `compiled.as_text()`; without it there are no floors, and the gradients of
+        program: XLA's text of the program that ran, `compiled.as_text()`; without it there is no roofline, and the gradients of
             weights and activations are told apart only where they were split.
         steps: equal steps in the trace; None: guessed.
 
@@ -73,7 +73,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
         known = Program.of(program.read_text()) if program else None
     except (OSError, ValueError) as e:
         raise ProfileError(f"--program is {program}: cannot be read ({e}); give what compiled.as_text() returned") from e
-    chosen = choose_step(trace, known, steps)
+    chosen = attribution.choose_step(trace, known, steps)
     device = trace.device or trace.kind
     about = {"title": f"{find(path).name}, {len(trace.devices)} x {device}", "device": device, "devices": len(trace.devices)}
     return _report(about | {"versions": {}, "date": "", "flags": ""}, chosen, known) | {
@@ -119,7 +119,7 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
     first = next(iter(chosen.values()))
-    limits = ceilings.find(about["device"])
+    device = roofline.find(about["device"])
     told = ("device", "devices", "versions", "date", "flags")
     return {
         "format": FORMAT,
@@ -128,12 +128,12 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
         "uncaptured": {
             "steps_ms": list(first.all_ms),
             "step_ms": first.ms,
-            "ranks": [by_cause(rank, step) for rank, step in chosen.items()],
+            "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
-        "groups": groups(first, program, limits),
-        "ceilings": asdict(limits) if limits else None,
+        "groups": attribution.groups(first, program, device),
+        "roofline": asdict(device) if device else None,
         "pipeline": None,
-        "timeline": timeline(chosen),
+        "timeline": attribution.timeline(chosen),
     }
 
 
@@ -142,7 +142,7 @@ def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dic
     schedule = files.from_json(about["schedule"])
     ranks = []
     for device in about["devices"]:
-        found = action_kernels(chosen[device])
+        found = attribution.action_kernels(chosen[device])
         ranks.append({kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)})
     try:
         run = actions.measured(schedule, ranks, about["runtime"])
@@ -152,11 +152,11 @@ def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dic
     # Time 0 of the run is its first action, a forward.
     first = min(range(len(ranks)), key=lambda r: run.starts[r].min())
     zero = ranks[first][FORWARD][0, 0]
-    causes = [
+    categories = [
         one
         for device, starts, ends in zip(about["devices"], run.starts, run.ends, strict=True)
-        for one in causes_between(chosen[device], starts + zero, ends + zero)
+        for one in attribution.categories_between(chosen[device], starts + zero, ends + zero)
     ]
-    for action, own in zip(found["actions"], causes, strict=True):
-        action["causes"] = own
+    for action, own in zip(found["actions"], categories, strict=True):
+        action["categories"] = own
     return found, []

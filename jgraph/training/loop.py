@@ -11,12 +11,13 @@ import numpy as np
 
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
+from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError, ProfileError
 from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training.console import Reporter
-from jgraph.training.metrics import MetricsLog, StepClock, peak_flops, peak_memory_bytes
+from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes
 from jgraph.training.profiling import Recorder
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest

@@ -4,7 +4,6 @@ jax drops a donation whose shape, dtype or layout does not fit, often without a 
 they come, so the buffer of a leaf that stopped fitting goes to the next that fits. The compiled program says what happened.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,14 +12,9 @@ from typing import Any, TypeAlias
 import jax
 
 from jgraph.errors import DonationError
+from jgraph.xla.hlo import HloModule
 
 PyTree: TypeAlias = Any
-
-_START = "input_output_alias={"
-# `{output path}: (parameter, {path in the parameter}, kind)`. A path is empty, or one index a level of tuples.
-_ENTRY = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, (?:may|must)-alias)?\)")
-# Ordered side effects, such as printing, pass a token that jax puts before the arguments and outputs of the user.
-_TOKENS = re.compile(r"entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
     """
     text = compiled.as_text()
     assert text is not None, "XLA keeps the text of a program it has compiled"
-    return _parse_aliases(text.partition("\n")[0])
+    return HloModule(text).aliases
 
 
 def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
@@ -210,22 +204,3 @@ def _parts(tree: PyTree, first: int = 0, depth: int = 0) -> Iterator[_Part]:
         if child is not tree:
             yield from _parts(child, first, depth + 1)
             first += len(jax.tree.leaves(child))
-
-
-def _parse_aliases(header: str) -> dict[int, int]:
-    start = header.find(_START)
-    if start < 0:
-        return {}
-    depth, end = 1, start + len(_START)
-    while depth:  # the entries hold braces of their own
-        depth += {"{": 1, "}": -1}.get(header[end], 0)
-        end += 1
-    aliases: dict[int, int] = {}
-    tokens = _TOKENS.search(header)
-    before_outputs, before_arguments = (tokens[2].count("token"), tokens[1].count("token")) if tokens else (0, 0)
-    for output, parameter, path in _ENTRY.findall(header, start + len(_START), end - 1):
-        # jax hands over flat leaves, so a path has one index at most: none for a single output or a parameter by itself, and
-        # one for an output among several or a parameter inside the one tuple that holds them all.
-        assert "," not in output + path, f"nested tuples in {header[start:end]}"
-        aliases[int(output or 0) - before_outputs] = int(path or parameter) - before_arguments
-    return aliases

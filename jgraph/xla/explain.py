@@ -20,9 +20,9 @@ from jgraph.xla.donation import Donation, donations
 from jgraph.xla.options import option_errors
 
 _SHOWN = 8
-_FULL = (
-    "--graph full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
-    "--xla-options name=value are further entries of it"
+_HOW = (
+    "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
+    "`xla_options` name=value are further entries of it"
 )
 
 
@@ -113,8 +113,8 @@ class Explanation:
         lines += _donation_lines(self.donations)
         if self.memory is not None:
             lines.append(f"memory: {self.memory}")
-        if self.capture is not None and any("--graph full" in o.remedy for o in self.capture.outside):
-            lines.append(f"note: {_FULL}")
+        if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
+            lines.append(f"note: {_HOW}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

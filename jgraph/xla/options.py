@@ -52,13 +52,15 @@ class Option:
     values: tuple[str, ...] = ()
 
 
-def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str, num_devices: int = 1) -> dict[str, OptionValue]:
-    """Options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
+def compiler_options(
+    graph: str, xla_options: Sequence[str] = (), *, platform: str, num_devices: int = 1
+) -> dict[str, OptionValue]:
+    """Returns options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
 
     Args:
         graph: `auto` leaves XLA's default; `off` records nothing; `full` records everything, on several devices the collectives
             too, and then loops and branches as their pieces.
-        extra: further `name=value` options (`--xla-options`); they win over those of `graph`.
+        xla_options: further `name=value` options; they win over those of `graph`.
         platform: `cpu`, or `gpu`/`cuda`. Command buffers exist on a GPU only, so on a CPU `graph` adds nothing.
         num_devices: that the program runs on.
 
@@ -66,17 +68,17 @@ def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str, nu
         Option name to value, of the type that XLA wants.
 
     Raises:
-        CompilerOptionError: `graph` is none of the three, or an extra option or its value is not one the installed XLA has.
+        CompilerOptionError: `graph` is none of the three, or an option or its value is not one the installed XLA has.
     """
     if graph not in get_args(Graph):
-        raise CompilerOptionError(f"--graph is {graph}: must be one of {', '.join(get_args(Graph))}")
+        raise CompilerOptionError(f"`graph` is {graph}: must be one of {', '.join(get_args(Graph))}", field="graph")
     options: dict[str, OptionValue] = {}
     if platform in ("gpu", "cuda"):
         options |= _graph_options(graph, num_devices)
-    for text in extra:
+    for text in xla_options:
         name, equals, value = text.strip().partition("=")
         if not equals:
-            raise CompilerOptionError(f"--xla-options has {text!r}: must be name=value")
+            raise _refused(f"has {text!r}: must be name=value")
         options[name] = check_option(name, value)
     return options
 
@@ -101,14 +103,11 @@ def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
 
 
 def check_option(name: str, value: str) -> OptionValue:
-    """The value as XLA wants it, if the installed XLA has the option and the option this value.
+    """Returns the value of an option in the type that XLA wants; the text itself where the library does not tell its options.
 
     Args:
         name: an XLA option without dashes.
-        value: as written on the command line; `true`/`false` for a bool, commas between several values.
-
-    Returns:
-        The typed value; the text itself where the installed library does not tell its options.
+        value: `true` or `false` for a bool, commas between several values.
 
     Raises:
         CompilerOptionError: with the closest name, the type, or the allowed values.
@@ -119,10 +118,10 @@ def check_option(name: str, value: str) -> OptionValue:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise CompilerOptionError(f"--xla-options names {name}, which the installed XLA does not have{hint}")
+        raise _refused(f"names {name}, which the installed XLA does not have{hint}")
     option = known[name]
     if option.kind == "message":
-        raise CompilerOptionError(f"--xla-options sets {name}, which holds a structure and cannot be set from the command line")
+        raise _refused(f"sets {name}, which holds a structure and cannot be set from a text")
     if option.repeated:
         for item in value.split(",") if value else ():
             _convert(option, item)
@@ -149,12 +148,16 @@ def _convert(option: Option, value: str) -> OptionValue:
     except (KeyError, ValueError):
         allowed = {"bool": "true or false", "enum": "one of " + ", ".join(option.values)}
         allowed = allowed.get(option.kind, f"of type {option.kind}")
-        raise CompilerOptionError(f"--xla-options sets {option.name} to {value!r}: must be {allowed}") from None
+        raise _refused(f"sets {option.name} to {value!r}: must be {allowed}") from None
+
+
+def _refused(what: str) -> CompilerOptionError:
+    return CompilerOptionError(f"`xla_options` {what}", field="xla_options")
 
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Around `compile()`: XLA's own complaint about an option becomes a CompilerOptionError; other errors pass.
+    """Turns XLA's own complaint about an option into a CompilerOptionError, around `compile()`; other errors pass.
 
     Needed where the installed library does not tell its options, and for limits that only XLA knows.
     """
@@ -162,13 +165,13 @@ def option_errors() -> Iterator[None]:
         yield
     except RuntimeError as e:  # jax.errors.JaxRuntimeError is one; naming it would import jax here
         if complaint := re.search(r"No such compile option: .*|While setting option .*", str(e)):
-            raise CompilerOptionError(f"XLA refuses an option of --xla-options or --graph: {complaint[0]}") from e
+            raise CompilerOptionError(f"XLA refuses an option: {complaint[0]}", field="xla_options") from e
         raise
 
 
 @functools.cache
 def installed_options() -> Mapping[str, Option] | None:
-    """Every option of the installed XLA by name, or None where the library does not tell. About 30 ms, once a process."""
+    """Returns every option of the installed XLA by name, or None where the library does not tell. 30 ms, once a process."""
     descriptor = _descriptor_of_installed_xla()
     if descriptor is None:
         return None
