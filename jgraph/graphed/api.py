@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flax import linen, nnx
 
-from jgraph.errors import CallableError
-from jgraph.graphed.arguments import check_choice, check_wgrads, each, homes, most_waiting, named, schedule_of
+from jgraph.errors import CallableError, check_choice
+from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, named, schedule_of
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.entry import Entry, Wanted, check_concrete, compile_parts, differences, signature
 from jgraph.graphed.group import GraphedCallables
@@ -20,6 +20,8 @@ from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
 
 Tree = Any
+ParamGrads = Literal["owned", "aliased"]
+OnMismatch = Literal["error", "recompile"]
 HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 
 # Attributes by which Flax modules say that they infer.
@@ -36,11 +38,11 @@ def make_graphed_callables(
     num_layers_per_chunk: int | Sequence[int] | None = None,
     delay_wgrad: bool | Sequence[bool] = False,
     reuse_buffers: bool = False,
-    param_grads: Literal["owned", "aliased"] = "owned",
+    param_grads: ParamGrads = "owned",
     devices: Sequence[Any] | None = None,
     hooks: Any = None,
     training: bool = True,
-    on_mismatch: Literal["error", "recompile"] = "error",
+    on_mismatch: OnMismatch = "error",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "GraphedCallables":
     """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
@@ -76,13 +78,13 @@ def make_graphed_callables(
         OrderError: the order cannot run, does not fit the callables, says otherwise than `delay_wgrad`, or has a wgrad of a
             callable that has nothing to delay.
     """
-    check_choice("param_grads", param_grads, ("owned", "aliased"))
-    check_choice("on_mismatch", on_mismatch, ("error", "recompile"))
+    check_choice("param_grads", param_grads, get_args(ParamGrads))
+    check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs, hooks = (params,), (sample_args,), (sample_kwargs,), (hooks,)
     if not fns:
-        raise CallableError("there are no callables: give one, or a tuple of them")
+        raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
     # What a caller changes later in a list of theirs changes nothing here.
     delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
     every = each("params", params, len(fns))
@@ -96,9 +98,11 @@ def make_graphed_callables(
     hooked = [_hooks(i, given) for i, given in enumerate(each("hooks", hooks, len(fns)))]
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     if schedule is None and reuse_buffers:
-        raise CallableError("reuse_buffers needs an order, which says who consumes a buffer last: give order=[1, -1], say")
+        wrong = "`reuse_buffers` needs an order, which says who consumes a buffer last: give order=[1, -1], say"
+        raise CallableError(wrong, field="reuse_buffers")
     if not training and (schedule is not None or any(delayed)):
-        raise CallableError("training=False builds no backward: leave out order, reuse_buffers and delay_wgrad, or train")
+        wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
+        raise CallableError(wrong, field="training")
     placed = homes(schedule, devices, every)
     modes = [_mode_check(fn, training) for fn in fns]
     for i, check in enumerate(modes):
@@ -196,7 +200,8 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
 
 def _sample(i: int, args: Any) -> tuple[Tree, ...]:
     if not isinstance(args, (tuple, list)) or not args:
-        raise CallableError(f"sample_args of callable {i} are {type(args).__name__}: must be a tuple (x, *extra)")
+        wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
+        raise CallableError(wrong, field="sample_args")
     return tuple(args)
 
 
@@ -221,7 +226,8 @@ def _function(fn: Any, i: int) -> Callable[..., Tree]:
         return fn.apply
     if not isinstance(fn, nnx.Module):
         if not callable(fn):
-            raise CallableError(f"callable {i} is {type(fn).__name__}: must be a function or a Flax module")
+            wrong = f"callable {i} is {type(fn).__name__}: must be a function or a Flax module"
+            raise CallableError(wrong, field="callables")
         return fn
     graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
     if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):

@@ -15,26 +15,20 @@ from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raises CallableError for a choice that is not there."""
-    if value not in allowed:
-        raise CallableError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
-
-
 def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
     """One of something for each callable; None stands for none at all."""
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
         number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
-        raise CallableError(f"{name}: {number} given for {count} callables; give a tuple with one for each")
+        raise CallableError(f"`{name}`: {number} given for {count} callables; give a tuple with one for each", field=name)
     return tuple(given)
 
 
 def named(name: str, i: int, given: Any) -> dict[str, Any]:
     """The dict that callable i was given; None for an empty one."""
     if given is not None and not isinstance(given, Mapping):
-        raise CallableError(f"{name} of callable {i} are {given!r}: must be a dict")
+        raise CallableError(f"`{name}` of callable {i} is {given!r}: must be a dict", field=name)
     return dict(given or {})
 
 
@@ -131,13 +125,16 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
         if len(held) > 1:
             raise CallableError(
-                f"params lie on {len(held)} devices: name one device per rank with devices=, and give each callable's params "
-                f"where it runs; a sharded parameter does not go with graphed callables"
+                f"`params` lie on {len(held)} devices: name one device per rank in `devices`, and give each callable's params "
+                f"where it runs; a sharded parameter does not go with graphed callables",
+                field="devices",
             )
         with jax.ensure_compile_time_eval():  # also where somebody traces
             devices = list(held or jnp.zeros(()).devices())
     if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
-        raise CallableError(f"devices are {devices!r}: must be a list of jax devices, one for each rank, or one for all")
+        raise CallableError(
+            f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all", field="devices"
+        )
     if schedule is None:
         schedule_ranks, ranks = 1, [0] * len(params)
     else:
@@ -149,7 +146,8 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         }
         ranks = [int(schedule.rank_of_stage[s]) for s in sorted(layers) for _ in range(layers[s])]
     if len(devices) not in (1, schedule_ranks):
-        raise CallableError(f"{len(devices)} devices for {schedule_ranks} ranks: give one for each rank, or one for all")
+        wrong = f"`devices` has {len(devices)} for {schedule_ranks} ranks: give one for each rank, or one for all"
+        raise CallableError(wrong, field="devices")
     return [devices[rank % len(devices)] for rank in ranks]
 
 
@@ -184,5 +182,8 @@ def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ..
     if isinstance(delay_wgrad, bool):
         return (delay_wgrad,) * count
     if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
-        raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages")
+        raise OrderError(
+            f"`delay_wgrad` is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages",
+            field="delay_wgrad",
+        )
     return tuple(delay_wgrad)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.errors import CallableError, OrderError, OwnershipError
-from jgraph.graphed.arguments import check_choice, check_wgrads, each
+from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
+from jgraph.graphed.arguments import check_wgrads, each
 from jgraph.graphed.borrowed import arrays_of, handles_in
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
@@ -157,9 +157,10 @@ class GraphedCallables(Sequence[Graphed]):
         check_choice("outputs", outputs, get_args(Outputs))
         check_choice("join", join, get_args(Join))
         if not callable(loss_fn):
-            raise CallableError(f"loss_fn is {type(loss_fn).__name__}: must be a function of the last y and loss_args")
+            wrong = f"`loss_fn` is {type(loss_fn).__name__}: must be a function of the last y and loss_args"
+            raise CallableError(wrong, field="loss_fn")
         if not isinstance(step, int) or not 0 <= step < 2**31:
-            raise CallableError(f"step is {step!r}: must be a whole number from 0 to {2**31 - 1}")
+            raise CallableError(f"`step` is {step!r}: must be a whole number from 0 to {2**31 - 1}", field="step")
         with self._turns():
             return self._run(order, inputs, loss_fn, params, extra, loss_args, key, step, outputs, join)
 
@@ -187,14 +188,16 @@ class GraphedCallables(Sequence[Graphed]):
             graphed.check_idle()
         schedule = self._schedule if order is None else self._parse(order)[0]
         if schedule is None:
-            raise OrderError("no order was given when the callables were built; give run one, e.g. [1, -1]")
+            wrong = "`order` is None, and no order was given when the callables were built: give one, e.g. [1, -1]"
+            raise OrderError(wrong, field="order")
         count = schedule.num_microbatches
         inputs = _per_microbatch("inputs", inputs, count)
         more = _tuples("extra", extra, count)
         rest = _tuples("loss_args", loss_args, count)
         if params is None:
             if self._params is None:
-                raise CallableError("run was given params before, and keeps none of its own since: give them at every run")
+                wrong = "`params` is None, but run was given params before and keeps none since: give them at every run"
+                raise CallableError(wrong, field="params")
             params = self._params
         else:
             self._params = None
@@ -261,13 +264,12 @@ class GraphedCallables(Sequence[Graphed]):
                         f"as an argument after x"
                     )
                 if key is None:
-                    raise CallableError(f"callable {i} takes the keyword argument {name}: give run a key=")
+                    raise CallableError(f"callable {i} takes the keyword argument {name}: give run a `key`", field="key")
                 if not isinstance(key, jax.Array) or shape_of(key) != part.extra.avals[place]:
-                    raise CallableError(
-                        f"key is {key!r}: must be one random key like the sample's, {part.extra.avals[place].dtype}"
-                    )
+                    wrong = f"`key` is {key!r}: must be one random key like the sample's, {part.extra.avals[place].dtype}"
+                    raise CallableError(wrong, field="key")
         if extra is not None and not takes_any:
-            raise CallableError("extra is given, but no callable takes arguments after x; leave it out")
+            raise CallableError("`extra` is given, but no callable takes arguments after x: leave it out", field="extra")
 
     def _fill_params(self, plan: ExecutionPlan, registers: list[Any], params: Sequence[Tree]) -> None:
         for i, (tree, graphed) in enumerate(zip(each("params", params, len(self)), self._graphed, strict=True)):
@@ -356,9 +358,12 @@ class GraphedCallables(Sequence[Graphed]):
 
 def _per_microbatch(name: str, given: Sequence[Any], count: int) -> list[Any]:
     if not isinstance(given, (tuple, list)):
-        raise CallableError(f"{name} are {type(given).__name__}: must be a list of {count}, one for each microbatch")
+        raise CallableError(
+            f"`{name}` is {type(given).__name__}: must be a list of {count}, one for each microbatch", field=name
+        )
     if len(given) != count:
-        raise CallableError(f"{name} has {len(given)} entries, but the order has {count} microbatches; give one for each")
+        wrong = f"`{name}` has {len(given)} entries, but the order has {count} microbatches: give one for each"
+        raise CallableError(wrong, field=name)
     return list(given)
 
 
@@ -368,7 +373,7 @@ def _tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[An
         return [()] * count
     for m, arguments in enumerate(_per_microbatch(name, given, count)):
         if not isinstance(arguments, (tuple, list)):
-            raise CallableError(f"{name}[{m}] is {type(arguments).__name__}: must be a tuple of arguments")
+            raise CallableError(f"`{name}[{m}]` is {type(arguments).__name__}: must be a tuple of arguments", field=name)
     return [tuple(arguments) for arguments in given]
 
 

@@ -68,9 +68,10 @@ def best(
     sizes = dict(sizes or {})
     limit = float("inf") if memory_limit is None else memory_limit
     if not isinstance(limit, (int, float)) or not limit >= 0:
-        raise OrderError(f"memory_limit is {memory_limit!r}; it must be bytes >= 0, or None for no limit")
-    if isinstance(chunks, int) or isinstance(names, str):
-        raise OrderError(f"names is {names!r}, chunks is {chunks!r}; give sequences of what to try")
+        raise OrderError(f"`memory_limit` is {memory_limit!r}: must be bytes >= 0, or None for no limit", field="memory_limit")
+    for field, value in (("names", names), ("chunks", chunks)):
+        if isinstance(value, (int, str)):
+            raise OrderError(f"`{field}` is {value!r}: must be a sequence of those to try", field=field)
     check_sizes(sizes)
     found: list[tuple[float, float, Schedule, Candidate]] = []
     refused = []
@@ -96,13 +97,13 @@ def best(
     fits = [row for row in found if row[1] <= limit]
     if not fits:
         if not found:
-            raise OrderError(
-                f"no schedule is possible: {refused[0].verdict}" if refused else "names and chunks leave no schedule"
-            )
+            why = refused[0].verdict if refused else "`names` and `chunks` leave no schedule"
+            raise OrderError(f"no schedule is possible: {why}", field="names")
         _, least, _, nearest = min(found, key=lambda row: row[1])
         raise OrderError(
             f"no schedule fits into {limit:,.0f} bytes a rank; the nearest is {nearest.name} with {nearest.chunks} chunks, "
-            f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit"
+            f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
+            field="memory_limit",
         )
     winner = fits[0]
     candidates = []

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, check_choice
+from jgraph.errors import OrderError, check_choice
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, check_whole
 from jgraph.schedule.schedule import Schedule, play
 from jgraph.schedule.slots import check_sizes, live_ranges
 
@@ -40,14 +40,13 @@ class Costs:
             stages = f"for each of {num_stages} stages"
             row = _times(kind, value, stages)
             if row.shape not in ((), (num_stages,)):
-                raise OrderError(f"the cost of a {kind} is {value!r}; give one number > 0, or one {stages}")
+                raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
             rows.append(np.broadcast_to(row, num_stages))
         return np.stack(rows)
 
     def per_chunk(self, chunks: int) -> "Costs":
         """The costs of a chunk, where these are those of all layers of a rank. Raises OrderError."""
-        if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
-            raise OrderError(f"chunks is {chunks!r}; it must be a whole number >= 1")
+        check_whole("chunks", chunks)
         parts = {kind: None if value is None else (_times(kind, value) / chunks).tolist() for kind, value in self._by_kind()}
         return Costs(parts["forward"], parts["dgrad"], parts["wgrad"], parts["backward"])  # pyright: ignore[reportArgumentType]
 
@@ -62,7 +61,7 @@ def _times(kind: str, value: object, stages: str = "per stage") -> np.ndarray:
     except (TypeError, ValueError):
         row = np.full((), np.nan)
     if isinstance(value, str) or row.ndim > 1 or not np.isfinite(row).all() or (row <= 0).any():
-        raise OrderError(f"the cost of a {kind} is {value!r}; give one number > 0, or one {stages}")
+        raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
     return row
 
 
@@ -168,11 +167,12 @@ def simulate(
 
     Raises:
         OrderError: a cost or the latency is no time.
+        ConfigError: there is no such choice.
     """
     check_choice("communication", communication, get_args(Communication))
     check_choice("execution", execution, get_args(Execution))
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
-        raise OrderError(f"latency is {latency!r}; it must be a time >= 0")
+        raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     plain = (costs or Costs()).table(schedule.num_stages)
     table = plain.copy()
     home = schedule.rank_of_stage

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD, check_choice
+from jgraph.errors import OrderError, check_choice
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
 from jgraph.schedule.schedule import Schedule
 
 POOLS = ("forward_dgrad", "forward_wgrad", "stash", "activation", "gradient")
@@ -47,9 +47,9 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
     """Raises OrderError for a pool that there is not, or a size that is none."""
     for pool, size in sizes.items():
         if pool not in POOLS:
-            raise OrderError(f"there is no pool {pool!r}; the pools are {', '.join(POOLS)}")
+            raise OrderError(f"`sizes` has {pool!r}: must be one of {', '.join(POOLS)}", field="sizes")
         if not isinstance(size, (int, float)) or not 0 <= size < float("inf"):
-            raise OrderError(f"the size of an array in {pool} is {size!r}; it must be bytes >= 0")
+            raise OrderError(f"`sizes` has {size!r} for {pool}: must be bytes >= 0", field="sizes")
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -119,7 +119,7 @@ def test_each_action_has_the_earliest_tick():
     ("orders", "placement", "match"),
     [
         ((), (), "at least one rank"),
-        (([1, -1], [1, -1]), ((0,),), "1 ranks, but there are 2 orders"),
+        (([1, -1], [1, -1]), ((0,),), "1 ranks for 2 orders"),
         (([1, -1], [1, -1]), ((0,), (0,)), "each of 0 to 1 must be on exactly one"),
         (([1, -1], [1, -1]), ((0,), (2,)), "each of 0 to 1"),
         (([1, 2, -2, -1],), ((1, 0),), "ascending"),
@@ -225,7 +225,7 @@ def test_ticks_cannot_be_changed(given):
         (([-1, 3], [1, 2]), "ticks are whole numbers"),
         (([0.0, 3.0], [1, 2]), "ticks are whole numbers"),
         (([0, 3, 4], [1, 2]), "rank 0 has 2 actions, but 3 ticks"),
-        (([0, 3],), "ticks for 1 ranks, but 2 orders"),
+        (([0, 3],), "1 rows for 2 orders"),
     ],
 )
 def test_ticks_that_come_too_early_are_refused(ticks, match):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.errors import OrderError
+from jgraph.errors import ConfigError, OrderError
 from jgraph.schedule import NAMES, POOLS, Order, Schedule, assign, generate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
 from tests.schedule.referee import OWN_POOLS, Foul, counted, referee
@@ -220,11 +220,11 @@ def test_bytes_of_a_rank_are_its_slots_times_their_sizes():
 
 def test_bytes_of_a_pool_that_is_not_there_are_refused_with_those_that_are():
     slots = assign(generate("1f1b", pp=2, microbatches=4))
-    with pytest.raises(OrderError, match="no pool 'stashes'; the pools are " + ", ".join(POOLS)):
+    with pytest.raises(OrderError, match="`sizes` has 'stashes': must be one of " + ", ".join(POOLS)):
         slots.bytes_per_rank({"stash": 1, "stashes": 2})
 
 
 @pytest.mark.parametrize("choice", [{"sharing": "al"}, {"release": "typo"}])
 def test_a_choice_that_is_not_there_is_refused(choice):
-    with pytest.raises(OrderError, match="must be one of"):
+    with pytest.raises(ConfigError, match="must be one of"):
         assign(generate("1f1b", pp=2, microbatches=2), **choice)
