@@ -132,6 +132,12 @@ class Split:
         self._wgrad = jax.jit(_run_wgrad)
         self._accumulate = jax.jit(_run_accumulate)
 
+    def __repr__(self) -> str:
+        options = self._options
+        which = ("every product", "hooked products")[options.products == "hooked"]
+        which += f" of {', '.join(options.delay)}" if options.delay is not None else ""
+        return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options.recompute!r})"
+
     def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
         """y and what the backward pass needs of this microbatch."""
         return self._forward(params, x, *extra)

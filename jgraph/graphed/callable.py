@@ -69,6 +69,14 @@ class Graphed:
         self.gradients = MainGrad(entry)
         self._is_reset = False
 
+    def __repr__(self) -> str:
+        if self._is_reset:
+            return f"Graphed({self.index}: reset)"
+        shaped = self._entry.shaped
+        x, y = (", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in side.avals) for side in (shaped.x, shaped.y))
+        waiting = f"; microbatches that wait: {', '.join(map(str, self.pending))}" if self.pending else ""
+        return f"Graphed({self.index}: {', '.join(self._entry.parts)}; {x} -> {y}{waiting})"
+
     @property
     def index(self) -> int:
         return self._entry.shaped.index

@@ -68,6 +68,9 @@ class GraphedCallables(Sequence[Graphed]):
     def __getitem__(self, index):
         return self._graphed[index]
 
+    def __repr__(self) -> str:
+        return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {self._schedule or 'no order'})"
+
     @property
     def schedule(self) -> Schedule | None:
         """What `run` plays by default."""

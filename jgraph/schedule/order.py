@@ -124,6 +124,10 @@ class Order(Sequence[Action]):
         columns = (self.kinds.tolist(), self.chunks.tolist(), self.microbatches.tolist())
         return (Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True))
 
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
+        return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Order)

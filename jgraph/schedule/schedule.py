@@ -75,6 +75,11 @@ class Schedule(Sequence[Order]):
     def __getitem__(self, index):
         return self.orders[index]
 
+    def __repr__(self) -> str:
+        counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches, "tick": self.num_ticks}
+        words = (f"{count} {word}{('es' if word == 'microbatch' else 's') * (count > 1)}" for word, count in counts.items())
+        return f"Schedule({self.name}: {', '.join(words)})"
+
     def split(self) -> "Schedule":
         """The same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)

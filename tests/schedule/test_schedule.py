@@ -259,3 +259,10 @@ def test_what_is_no_row_of_orders_is_refused(orders):
 def test_what_is_no_placement_is_refused(placement):
     with pytest.raises(OrderError, match="one row of stages per rank"):
         Schedule((Order.parse([1, -1]),) * 2, placement)
+
+
+def test_orders_and_schedules_say_in_a_line_what_they_are():
+    assert repr(Order.parse([1, 2, -2, -1, -1.5])) == "Order([1, 2, -2, -1, -1.5]: 5 actions, 2 chunks)"
+    schedule = generate("zb-h1", pp=2, microbatches=8)
+    assert repr(schedule) == "Schedule(zb-h1: 2 ranks, 2 stages, 8 microbatches, 25 ticks)"
+    assert repr(schedule[0]) == "Order([1, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, ...]: 24 actions, 1 chunk)"
