@@ -103,10 +103,10 @@ def _operator(name: str) -> Any:
     return lambda self, *args: getattr(self.value, name)(*(arg.value if isinstance(arg, Borrowed) else arg for arg in args))
 
 
-for _name in "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift".split():
+for _name in "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift".split():  # noqa: SIM905
     setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(Borrowed, f"__r{_name}__", _operator(f"__r{_name}__"))
-for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains bool int float complex index round format".split():
+for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains bool int float complex index round format".split():  # noqa: SIM905
     setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
 
 

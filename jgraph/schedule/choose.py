@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jgraph.errors import OrderError
 from jgraph.schedule.generate import NAMES, generate
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.simulate import Communication, Costs, Execution, simulate
+from jgraph.schedule.simulate import Costs, Execution, simulate
 from jgraph.schedule.slots import check_sizes
 
 
@@ -48,7 +48,6 @@ def best(
     names: Sequence[str] = NAMES,
     chunks: Sequence[int] = (1, 2),
     latency: float = 0.0,
-    communication: Communication = "overlapped",
     execution: Execution = "dataflow",
 ) -> Choice:
     """Simulates every schedule and takes the fastest that fits; of equally fast ones, the one that needs least memory.
@@ -60,7 +59,7 @@ def best(
             divided.
         memory_limit: bytes for the pools of a rank; None for no limit.
         names, chunks: what to try.
-        latency, communication, execution: as in `simulate`.
+        latency, execution: as in `simulate`.
 
     Raises:
         OrderError: nothing fits; the message says what comes nearest and by how much it is over.
@@ -86,7 +85,7 @@ def best(
             actual = len(schedule.placement[0])
             if actual != count:
                 continue
-            run = simulate(schedule, costs.per_chunk(actual), latency=latency, communication=communication, execution=execution)
+            run = simulate(schedule, costs.per_chunk(actual), latency=latency, execution=execution)
             share = {pool: size if pool in ("activation", "gradient") else size / actual for pool, size in sizes.items()}
             peak = float(run.peak(share).max())
             # Rounded, so that sums in another order do not decide between equals.

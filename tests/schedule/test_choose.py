@@ -64,15 +64,14 @@ def test_a_limit_that_is_met_exactly_is_met():
     limit=st.integers(1, 100),
     chunks=st.sampled_from([(1,), (2,), (1, 2), (3, 1), (2, 4)]),
     latency=st.sampled_from([0.0, 0.5]),
-    communication=st.sampled_from(["overlapped", "blocking"]),
     execution=st.sampled_from(["dataflow", "neighbours", "lockstep"]),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_whatever_is_asked_the_choice_is_that_of_trying_all(
-    pp, microbatches, times, bytes_each, limit, chunks, latency, communication, execution
+    pp, microbatches, times, bytes_each, limit, chunks, latency, execution
 ):
     step = {"pp": pp, "microbatches": microbatches, "costs": Costs(*times), "chunks": chunks, "latency": latency}
-    step |= {"sizes": dict(zip(SIZES, bytes_each, strict=True)), "communication": communication, "execution": execution}
+    step |= {"sizes": dict(zip(SIZES, bytes_each, strict=True)), "execution": execution}
     found = brute_force(**step)
     fits = [row for row in found.values() if row[1] <= limit]
     if not fits:
