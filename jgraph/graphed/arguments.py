@@ -58,11 +58,9 @@ def schedule_of(
         flags = [delay_wgrad[r :: len(order)] if isinstance(delay_wgrad, tuple) else delay_wgrad for r in range(len(order))]
         schedule = Schedule(tuple(_order(row, layers, delay) for row, delay in zip(order, flags, strict=True)))
     wanted = _each_flag(delay_wgrad, schedule.num_stages)
-    delayed: dict[int, tuple[int, bool]] = {}
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
         _check_delay(row, [wanted[s] for s in stages], rank if schedule.num_ranks > 1 else None)
-        delayed |= {s: (n, late) for s, n, late in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
-    flags = tuple(late for _, (n, late) in sorted(delayed.items()) for _ in range(n))
+    flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
     if len(flags) != count:
         raise CallableError(
             f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
@@ -102,17 +100,12 @@ def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
 
 def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
     """(rank, chunk, its callables), for all."""
-    layers = {
-        stage: (rank, chunk, n)
-        for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True))
-        for chunk, (stage, n) in enumerate(zip(stages, row.num_layers_per_chunk, strict=True))
-    }
-    found, first = [], 0
-    for stage in sorted(layers):
-        rank, chunk, n = layers[stage]
-        found.append((rank, chunk, range(first, first + n)))
-        first += n
-    return found
+    ends = np.cumsum(schedule.num_layers).tolist()
+    return [
+        (rank, chunk, range(ends[stage] - schedule.num_layers[stage], ends[stage]))
+        for rank, stages in enumerate(schedule.placement)
+        for chunk, stage in enumerate(stages)
+    ]
 
 
 def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
@@ -135,18 +128,12 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         raise CallableError(
             f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all", field="devices"
         )
-    if schedule is None:
-        schedule_ranks, ranks = 1, [0] * len(params)
-    else:
-        schedule_ranks = schedule.num_ranks
-        layers = {
-            s: n
-            for row, stages in zip(schedule.orders, schedule.placement, strict=True)
-            for s, n in zip(stages, row.num_layers_per_chunk, strict=True)
-        }
-        ranks = [int(schedule.rank_of_stage[s]) for s in sorted(layers) for _ in range(layers[s])]
-    if len(devices) not in (1, schedule_ranks):
-        wrong = f"`devices` has {len(devices)} for {schedule_ranks} ranks: give one for each rank, or one for all"
+    ranks = [0] * len(params)
+    if schedule is not None:
+        ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+    num_ranks = schedule.num_ranks if schedule is not None else 1
+    if len(devices) not in (1, num_ranks):
+        wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
         raise CallableError(wrong, field="devices")
     return [devices[rank % len(devices)] for rank in ranks]
 

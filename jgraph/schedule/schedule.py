@@ -118,6 +118,16 @@ class Schedule(Sequence[Order]):
         return ranks
 
     @cached_property
+    def num_layers(self) -> list[int]:
+        """Layers of each stage."""
+        layers = {
+            stage: count
+            for order, row in zip(self.orders, self.placement, strict=True)
+            for stage, count in zip(row, order.num_layers_per_chunk, strict=True)
+        }
+        return [layers[stage] for stage in range(self.num_stages)]
+
+    @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
         """The stage of every action, per rank; int [N]."""
         return tuple(np.array(row)[order.chunks] for row, order in zip(self.placement, self.orders, strict=True))

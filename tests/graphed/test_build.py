@@ -79,8 +79,6 @@ def give(**kwargs):
         (give(sample_args=chain.sample(1)), r"`sample_args`: 1 given for 2 callables; give a tuple with one for each"),
         (give(sample_args=(jnp.ones(3), jnp.ones(3))), r"`sample_args` of callable 0 is .*: must be a tuple \(x, \*extra\)"),
         (give(sample_kwargs=({},)), r"`sample_kwargs`: 1 given for 2"),
-        (give(hooks=({"before": print}, {})), r"hooks of callable 0 name 'before': must be of forward_pre, forward"),
-        (give(hooks=({"forward": 3}, {})), r"hook forward of callable 0 is 3: must be a function"),
         (give(sample_kwargs=(3, {})), r"`sample_kwargs` of callable 0 is 3: must be a dict"),
         (give(devices=5), r"`devices` is 5: must be a list of jax devices"),
         (give(devices=["cpu:0"]), r"`devices` is .*: must be a list of jax devices"),
