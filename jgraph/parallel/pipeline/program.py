@@ -20,9 +20,8 @@ from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
 from jgraph.schedule.action import BACKWARD
-from jgraph.schedule.columns import ScheduleTables, columns
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.table import phases, tick_table
+from jgraph.schedule.tables import ScheduleTables, phases, tabulate
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -209,7 +208,7 @@ class Pipeline:
         )
 
     def _columns(self) -> ScheduleTables:
-        return columns(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
+        return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, cut_of: Tree, impl: Any) -> tuple[Array, Tree]:
         """On one rank."""
@@ -304,7 +303,7 @@ def _name(path: Any) -> str:
 
 def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError where the aligned runtime cannot play a schedule."""
-    phases(tick_table(schedule))
+    phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
         raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
 
