@@ -454,7 +454,7 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fsdp": 16, "batch_size": 32}, "--fsdp 16"),
+        ({"fsdp": 16, "batch_size": 32}, "`fsdp` 16"),
         ({"fsdp": 3}, "`fsdp` is 3: must be such that `dp` 1 x `fsdp` divides the 4 sequences"),
         ({"fsdp": 2, "shard_rules": ("nothing.*=0",)}, "`shard_rules` has 'nothing.*', which matches no parameter"),
         ({"fsdp": 2, "shard_rules": ("*.kernel=0", "*.up.kernel=1")}, r"\*.kernel=0 and \*.up.kernel=1 both match blocks.0"),

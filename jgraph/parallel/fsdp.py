@@ -143,7 +143,7 @@ def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     if not found:
         some = ", ".join(list(names)[:3])
         raise ConfigError(
-            f"--{field.replace('_', '-')} has {pattern!r}, which matches no parameter: must match one of {some}, ...",
+            f"`{field}` has {pattern!r}, which matches no parameter: must match one of {some}, ...",
             field=field,
         )
     return found
