@@ -25,8 +25,7 @@ from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, 
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
 from benchmarks.works import MLPSize, half_square, mlp_layer, mlp_layers, schedule_of
-from jgraph.training.config import ModelConfig
-from models.gpt import Block, rotary
+from jgraph_models.gpt import Block, GPTConfig, rotary
 
 # M microbatches, N tokens, D model, F hidden, B batch, T sequence
 
@@ -170,7 +169,7 @@ class Blocks:
 
     @classmethod
     def of(cls, size: BlockSize) -> "Blocks":
-        config = ModelConfig(
+        config = GPTConfig(
             vocab_size=256,
             num_layers=size.num_blocks,
             d_model=size.d_model,

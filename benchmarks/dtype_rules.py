@@ -14,18 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 from benchmarks.harness import environment, line, write_results
 from jgraph.errors import ConfigError
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.step import train_step
+from jgraph.parallel.objective import Sums
+from jgraph.training.config import TrainConfig
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compile_and_report
+from jgraph_models.gpt import GPTConfig
 
 RANKS = 4
-MODEL = ModelConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
+MODEL = GPTConfig(num_layers=4, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096, vocab_size=8192, attention="xla")
 CONFIG = TrainConfig(steps=10, batch_size=16, num_microbatches=2, seq_len=512, fsdp=RANKS, model=MODEL)
 DTYPES = "float32", "bfloat16"
 
@@ -58,14 +57,11 @@ def row(params: str, grads: str, rule: str) -> dict[str, Any]:
         config = dataclasses.replace(CONFIG, main_params_dtype=params, main_grads_dtype=grads, **rules)
     except ConfigError:
         return about | {"refused": "refused, with the flags that would help"}
-    assembly = Assembly.of(config)
-    assert assembly.mesh is not None
-    mesh = Mesh(np.array(aot.devices(RANKS)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
-    form: Any = dataclasses.replace(assembly.form, mesh=mesh)  # pyright: ignore[reportArgumentType]
-    assembly = dataclasses.replace(assembly, mesh=mesh, form=form)
-    state, tokens_BS = assembly.step_shapes(config.batch_size)
-    _, sums = jax.eval_shape(form.loss_and_grads, state.params, tokens_BS)
-    compiled, _ = compile_and_report(assembly.step().lower(state, tokens_BS), assembly.options("gpu"), platform="gpu")
+    setup = TrainSetup.of(config)
+    setup = setup.on(aot.devices(RANKS))
+    state, tokens_BS = setup.step.state, setup.tokens()
+    _, sums = jax.eval_shape(setup.step.bound.loss_and_grads, state.params, tokens_BS, jax.random.key(0), {})
+    compiled, _ = compile_and_report(setup.step.lower(tokens_BS), setup.options("gpu"), platform="gpu")
     check_identity(compiled, state)
     return about | {
         "reads": f"main_grad, {grads}" if config.read_dtype == grads else f"a cast of it, {config.read_dtype}",
@@ -73,16 +69,17 @@ def row(params: str, grads: str, rule: str) -> dict[str, Any]:
         "grads_bytes": share(sums),
         "moments_bytes": share(state.opt_state),
         "temporaries": temporaries(compiled),
-        "update": update_bytes(assembly, state, sums),
+        "update": update_bytes(setup, state, sums),
     }
 
 
-def update_bytes(assembly: Assembly, state: Any, sums: Any) -> int:
+def update_bytes(setup: TrainSetup, state: Any, sums: Any) -> int:
     """Temporaries of the update alone, from gradients as the step sums them."""
-    read_dtype = assembly.config.read_dtype
-    step = train_step(lambda params, grads: (jnp.zeros(()), grads), assembly.transform, read_dtype=read_dtype)
+    step = setup.step
     grads = jax.tree.map(lambda g, p: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=p.sharding), sums, state.params)
-    return temporaries(jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, grads).compile())
+    one = jnp.ones((), jnp.float32)
+    update = jax.jit(lambda state, grads: step.update(state, Sums(one, one, {}, {}), grads), donate_argnums=0, keep_unused=True)
+    return temporaries(update.lower(state, grads).compile())
 
 
 def temporaries(compiled: jax.stages.Compiled) -> int:

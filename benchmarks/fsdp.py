@@ -20,15 +20,29 @@ import numpy as np
 import tyro
 
 from benchmarks import harness
-from benchmarks.harness import PARAMETERS, Common, Table, count_gpus, fastest, line, named, parameters, ratio, save_soak, spread
+from benchmarks.harness import (
+    PARAMETERS,
+    Common,
+    Table,
+    count_gpus,
+    fastest,
+    line,
+    named,
+    parameters,
+    ratio,
+    save_soak,
+    spread,
+    step_flops,
+)
 from benchmarks.peers.protocol import Clock, answer, request, take_turns, told
 from benchmarks.turns import Entrant, ask, race
 from jgraph.device import peak_flops
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.metrics import flops_per_step, peak_memory_bytes
+from jgraph.training.config import TrainConfig
+from jgraph.training.metrics import peak_memory_bytes
 from jgraph.training.presets import preset
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import count_launches
+from jgraph_models.gpt import GPTConfig
 
 Row = dict[str, Any]
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
@@ -37,7 +51,7 @@ WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
 
 SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}
 ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
-_TINY = ModelConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
+_TINY = GPTConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
 
 # To reach: tokens/s over the fastest torch's, over those of as many single GPUs, and MFU; and no more memory than torch.
 LEAST_GAIN = 1.10
@@ -201,11 +215,12 @@ class Program:
         if jax.default_backend() == "gpu":  # or command buffers are left aside while launches are counted
             profiled = "xla_enable_command_buffers_during_profiling=true"
             config = replace(config, xla_options=(*config.xla_options, profiled))
-        assembly = Assembly.of(config)
-        devices = jax.devices()[: assembly.num_devices]
+        setup = TrainSetup.of(config)
+        devices = jax.devices()[: setup.num_devices]
         answer(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
         start = time.perf_counter()
-        compiled, report = assembly.compile_step(config.batch_size)
+        step = setup.compile_step()
+        compiled, report = step.executable, step.capture
         answer(compile_s=time.perf_counter() - start, capture=str(report) if report else None)
         memory = compiled.memory_analysis()
         if memory is not None:
@@ -213,7 +228,7 @@ class Program:
             answer(**{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names})
         shape = config.batch_size, config.seq_len + 1
         rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
-        program = cls(devices, compiled, assembly.init(), jax.device_put(assembly.place(rows_BS)))
+        program = cls(devices, compiled, setup.init(), jax.device_put(setup.step.place(rows_BS)))
         jax.block_until_ready(program.state)
         # The state is made in a program that may take more than the step does, and a device's peak cannot be set back.
         answer(init_peak_bytes=program.peak_bytes())
@@ -279,7 +294,7 @@ def scaling(row: Row, result: Row) -> float | None:
 def mfu(row: Row, result: Row) -> float | None:
     """Of the datasheet's bfloat16 rate."""
     peak = peak_flops((row.get("device") or "").partition(" x ")[2])
-    flops = flops_per_step(TrainConfig.from_dict(result["config"])) / result["ranks"]  # a GPU's, the same with one
+    flops = step_flops(result["config"]) / result["ranks"]  # a GPU's, the same with one
     return flops / row["ms"] * 1e3 / peak if peak else None
 
 

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jgraph_models.gpt_config import GPTConfig
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -301,3 +303,13 @@ def _git_revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def gpt_of(fields: dict[str, Any]) -> GPTConfig:
+    """The model of a stored configuration; earlier ones had its module among its settings."""
+    return GPTConfig(**{name: value for name, value in fields.items() if name != "module"})
+
+
+def step_flops(config: dict[str, Any]) -> float:
+    """Of a training step of a stored configuration."""
+    return gpt_of(config["model"]).flops(config["batch_size"], config["seq_len"])

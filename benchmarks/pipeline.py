@@ -22,7 +22,7 @@ from benchmarks.harness import Common, Table, count_gpus, fastest, line, ratio, 
 from benchmarks.peers.protocol import Clock
 from benchmarks.turns import Entrant, ask, race
 from benchmarks.works import Size, schedule_of, size_from, sizes_of
-from jgraph.schedule import Costs, simulate, tick_table
+from jgraph.schedule import Costs, simulate, tabulate
 from jgraph.schedule.action import DGRAD, FORWARD
 
 Row = dict[str, Any]
@@ -190,17 +190,12 @@ def compare(row: Row, actions: Row | None, ranks: int, size: Row) -> Row:
 
 def permutes(name: str, runtime: str, ranks: int, size: Row) -> int:
     """How many a step has: the general runtime's in every tick, the aligned one's where ranks have made what is passed on."""
-    table = tick_table(schedule_of(name, ranks, size["microbatches"]))
+    tables = tabulate(schedule_of(name, ranks, size["microbatches"]))
     passed = {"activation": FORWARD, "gradient": DGRAD}
-    used = {
-        (source, pool)
-        for source in ("previous", "next")
-        for pool in passed
-        if (getattr(table.arrivals[source], pool) >= 0).any()
-    }
+    kinds, used = tables.table.kind, [(source, pool) for source, pool in tables.arrivals if source != "same"]
     if runtime == "general":
-        return len(table.kind) * len({source for source, _ in used})
-    return sum(int(np.any(table.kind == passed[pool], axis=1).sum()) for _, pool in used)
+        return len(kinds) * len({source for source, _ in used})
+    return sum(int(np.any(kinds == passed[pool], axis=1).sum()) for _, pool in used)
 
 
 # Table

@@ -24,9 +24,9 @@ def measure(name: str, microbatches: int) -> dict[str, float]:
         times = [time.perf_counter()]
         schedule = generate(name, pp=PP, microbatches=microbatches, chunks=chunks)
         times.append(time.perf_counter())
-        slots = assign(schedule)
+        assign(schedule)
         times.append(time.perf_counter())
-        tick_table(schedule, slots)
+        tick_table(schedule)
         times.append(time.perf_counter())
         actions = sum(map(len, schedule))
         rows.append([after - before for before, after in itertools.pairwise(times)])

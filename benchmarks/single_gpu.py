@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import tyro
 
-from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, spread
+from benchmarks.harness import Common, Table, count_gpus, fastest, line, named, ratio, spread, step_flops
 from benchmarks.peers.protocol import Clock, answer, begin, take_turns, told
 from benchmarks.turns import Entrant, race
 from jgraph.device import peak_flops
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.metrics import flops_per_step
+from jgraph.training.config import TrainConfig
 from jgraph.training.presets import preset
+from jgraph_models.gpt import GPTConfig
 
 Row = dict[str, Any]
 Run = Callable[[], object]
@@ -37,7 +37,7 @@ VARIANTS = (
     "torch compile",
     "torch compile + CUDA graph",
 )
-_TINY = ModelConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+_TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +97,16 @@ def jgraph_step(config: TrainConfig, variant: str) -> tuple[Run, Run, Run]:
     """The step of `python -m jgraph.train`, on one batch of random tokens."""
     import jax
 
-    from jgraph.training.assembly import Assembly
     from jgraph.training.metrics import peak_memory_bytes
+    from jgraph.training.setup import TrainSetup
 
     begin()
-    assembly = Assembly.of(replace(config, graph="off" if variant.endswith("graph=off") else "auto"))
-    compiled, report = assembly.compile_step(config.batch_size)
+    setup = TrainSetup.of(replace(config, graph="off" if variant.endswith("graph=off") else "auto"))
+    step = setup.compile_step()
+    compiled, report = step.executable, step.capture
     shape = (config.batch_size, config.seq_len + 1)
     tokens_BS = jax.random.randint(jax.random.key(1), shape, 0, config.model.vocab_size)
-    latest: dict[str, Any] = {"state": assembly.init()}
+    latest: dict[str, Any] = {"state": setup.init()}
 
     def run():
         latest["state"], latest["metrics"] = compiled(latest["state"], tokens_BS)
@@ -198,7 +199,7 @@ def draw(works: dict[str, Any]) -> str:
         for row in rows:
             cells = [named(row)]
             if "ms" in row:
-                rate = flops_per_step(TrainConfig.from_dict(config)) / row["ms"] * 1e3
+                rate = step_flops(config) / row["ms"] * 1e3
                 peak = peak_flops(row.get("device", ""))
                 cells += [f"{row['ms']:.3f}", spread(row), "" if row is ours else ratio(row, ours)]
                 cells += [f"{rate / 1e12:.0f}", f"{rate / peak:.1%}" if peak else ""]

@@ -19,8 +19,7 @@ from flax import nnx
 
 import jgraph
 from benchmarks.harness import environment, time_steps, write_results
-from jgraph.training.config import ModelConfig
-from models.gpt import Block, rotary
+from jgraph_models.gpt import Block, GPTConfig, rotary
 
 SIZES = {
     "d 4096, 4096 tokens": ({"num_layers": 24, "d_model": 4096, "num_heads": 32, "num_kv_heads": 32, "d_ff": 16384}, 2, 2048),
@@ -56,7 +55,7 @@ class Options:
 def build(size: str) -> tuple[Any, Any, jax.Array, jax.Array]:
     """The stage, its float32 parameters, and bfloat16 x and dy."""
     fields, batch, length = SIZES[size]
-    config = ModelConfig(vocab_size=256, **fields)  # pyright: ignore[reportArgumentType]
+    config = GPTConfig(vocab_size=256, **fields)  # pyright: ignore[reportArgumentType]
     graph, params = nnx.split(Block(config, rngs=nnx.Rngs(0)))
     table = rotary(length, config.head_size, config.rope_theta)
 

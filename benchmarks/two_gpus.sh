@@ -24,7 +24,7 @@ on() { # GPU PIECE...
   CUDA_VISIBLE_DEVICES=$1 piece "${@:2}"
 }
 tests() { # mostly compiling, so several processes share the GPUs
-  XLA_CLIENT_MEM_FRACTION=0.12 timeout -k 10 150 python3 -m pytest -n 6 -m gpu -q -rs --tb=short tests/gpu >"$out/pytest.txt" 2>&1 ||
+  XLA_CLIENT_MEM_FRACTION=0.12 timeout -k 10 190 python3 -m pytest -p no:benchmark -n 7 -m gpu -q -rs --tb=short tests/gpu >"$out/pytest.txt" 2>&1 ||
     echo "pytest: exit $?" >>"$failed"
   tail -n 60 "$out/pytest.txt" | cut -c1-300
 }
@@ -37,7 +37,7 @@ one)
   on 1 360 single_gpu --presets gpt-1b3 --together 2 --name single_gpu_1b3 &
   on 0 110 single_gpu --presets launch-bound $short
   on 0 130 single_gpu --presets gpt-124m
-  on 0 220 callables --parts blocks $short --name callables1
+  on 0 240 callables --parts blocks $short --name callables1
   on 0 40 callables --parts replays --name callables1
   wait
   ;;
@@ -50,8 +50,8 @@ several)
     --peers Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleZBVZeroBubble:compile --name pipeline2
   ;;
 rest)
-  piece 120 fsdp --work gpt-1b3 --together 2 --one-gpu no --rounds 3 --peers compile compile:reshard --variant reshard=yes --name fsdp2
-  piece 90 fsdp --work launch-bound --one-gpu no --rounds 3 $short --peers compile eager --variant graph=off --variant graph=full \
+  piece 190 fsdp --work gpt-1b3 --together 2 --one-gpu no --rounds 3 --peers compile compile:reshard --variant reshard=yes --name fsdp2
+  piece 160 fsdp --work launch-bound --one-gpu no --rounds 3 $short --peers compile eager --variant graph=off --variant graph=full \
     --variant layout=dp --variant "layout=dp graph=off" --variant "layout=dp graph=full" --name fsdp2
   piece 75 callables --parts pipeline --pipelines launch-bound --ranks 2 --schedules aligned --rounds 3 $short --name callables2
   piece 75 callables --parts pipeline --pipelines large --ranks 2 --schedules aligned --rounds 3 \

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.harness import gpt_of
 from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import Schedule, generate
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.metrics import flops_per_step
 from jgraph.training.presets import preset
-from models.gpt import GPT, pipeline_parts
+from jgraph_models.gpt import GPT, GPTConfig, pipeline_model
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class MLPSize:
 class GPTSize:
     """`batch` sequences of `length` a microbatch."""
 
-    model: ModelConfig
+    model: GPTConfig
     batch: int
     length: int
     microbatches: int
@@ -49,7 +48,7 @@ class GPTSize:
     def flops(self) -> float:
         """Of a step."""
         sequences = self.batch * self.microbatches
-        return flops_per_step(TrainConfig(model=self.model, batch_size=sequences, seq_len=self.length))
+        return self.model.flops(sequences, self.length)
 
 
 Size: TypeAlias = MLPSize | GPTSize
@@ -60,7 +59,7 @@ def size_from(fields: dict[str, Any]) -> Size:
     if "model" not in fields:
         return MLPSize(**fields)
     rest = {name: value for name, value in fields.items() if name != "model"}
-    return GPTSize(ModelConfig(**fields["model"]), **rest)
+    return GPTSize(gpt_of(fields["model"]), **rest)
 
 
 def sizes_of(name: str, ranks: int) -> dict[str, Size]:
@@ -71,7 +70,7 @@ def sizes_of(name: str, ranks: int) -> dict[str, Size]:
     }
 
 
-_TINY = ModelConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+_TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 # Layers of an MLP are those of a rank.
 SIZES: dict[str, dict[str, Size]] = {
@@ -164,7 +163,7 @@ def _mlp(size: MLPSize) -> Work:
 def _gpt(size: GPTSize, ranks: int) -> Work:
     """Embedding, head and cross-entropy included."""
     config = size.model
-    parts = pipeline_parts(config, ranks)
+    parts = pipeline_model(config, ranks)
     make: Callable[[], Any] = jax.jit(lambda: nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param)))
     ends, layers = parts.split(make())
     shape = size.microbatches, size.batch, size.length + 1

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jgraph.graphed import fold_key as fold_key
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
     from jgraph.loss import cross_entropy as cross_entropy
+    from jgraph.modules import functional as functional
     from jgraph.parallel import FullySharded as FullySharded
     from jgraph.parallel import Loss as Loss
     from jgraph.parallel import Pipelined as Pipelined
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from jgraph.schedule import Order as Order
     from jgraph.schedule import Schedule as Schedule
     from jgraph.scopes import scope as scope
-    from jgraph.training.config import ModelConfig as ModelConfig
     from jgraph.training.config import OptimizerConfig as OptimizerConfig
     from jgraph.training.config import TrainConfig as TrainConfig
     from jgraph.training.presets import preset as preset
@@ -49,10 +49,11 @@ _MODULES = {
     "NonFiniteError OrderError OwnershipError ShapeError SplitError",
     "graphed": "Borrowed fold_key make_graphed_callables",
     "loss": "cross_entropy",
+    "modules": "functional",
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
     "schedule": "Order Schedule",
     "scopes": "scope",
-    "training.config": "ModelConfig OptimizerConfig TrainConfig",
+    "training.config": "OptimizerConfig TrainConfig",
     "training.presets": "preset",
     "xla.explain": "explain",
 }

@@ -1,11 +1,15 @@
 """Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
 
+import typing
+from collections.abc import Collection
+from typing import Any, Literal
+
 
 class JgraphError(ValueError):
     """Base of the family. The message names the thing, its value, what is allowed and what to change.
 
     Attributes:
-        field: dotted name of the argument or field at fault, e.g. `model.num_heads`; empty where no single one is.
+        field: name of the argument at fault, dotted where it is a field of one (`model.num_heads`); empty where there is none.
     """
 
     def __init__(self, message: str, *, field: str = ""):
@@ -18,6 +22,35 @@ class ConfigError(JgraphError):
 
     def __init__(self, message: str, *, field: str):
         super().__init__(message, field=field)
+
+
+def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
+    """Raises ConfigError if the value of an argument is none of those allowed."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"`{field}` is {value!r}: must be one of {', '.join(allowed)}", field=field)
+
+
+def check_types(config: Any, *, prefix: str = "") -> None:
+    """Raises ConfigError where a field of a dataclass has a value of another type than its annotation, or no choice of its.
+
+    Args:
+        config: the dataclass; numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
+        prefix: of the fields' names in the error.
+    """
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if typing.get_origin(kind) is Literal:
+            check_choice(prefix + name, value, typing.get_args(kind))
+            continue
+        if kind == tuple[str, ...]:
+            fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"
+        elif kind in (int, float, str, bool):
+            fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+            allowed = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}[kind]
+        else:
+            continue
+        if not fits:
+            raise ConfigError(f"`{prefix}{name}` is {value!r}: must be {allowed}", field=prefix + name)
 
 
 class ShapeError(JgraphError):
@@ -56,8 +89,8 @@ class OrderError(JgraphError):
         rank: the rank whose order it is; None for an order on its own.
     """
 
-    def __init__(self, message: str, *, position: int | None = None, rank: int | None = None):
-        super().__init__(message)
+    def __init__(self, message: str, *, position: int | None = None, rank: int | None = None, field: str = ""):
+        super().__init__(message, field=field)
         self.position = position
         self.rank = rank
 
@@ -69,8 +102,8 @@ class SplitError(JgraphError):
         path: of the parameter or input at fault, e.g. `embed/embedding`; empty where it is none.
     """
 
-    def __init__(self, message: str, *, path: str = ""):
-        super().__init__(message)
+    def __init__(self, message: str, *, path: str = "", field: str = ""):
+        super().__init__(message, field=field)
         self.path = path
 
 
@@ -81,8 +114,8 @@ class CallableError(JgraphError):
         mismatches: everything that differs from what was built, one text each, with its path; empty for other errors.
     """
 
-    def __init__(self, message: str, *, mismatches: tuple[str, ...] = ()):
-        super().__init__(message)
+    def __init__(self, message: str, *, mismatches: tuple[str, ...] = (), field: str = ""):
+        super().__init__(message, field=field)
         self.mismatches = mismatches
 
 

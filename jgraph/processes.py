@@ -57,11 +57,11 @@ def connect(
         return
     if found == "ompi" and "OMPI_MCA_orte_hnp_uri" not in os.environ:
         raise ConfigError(
-            "--distributed.coordinator is None: must be given, because Open MPI 5 does not say where process 0 is; as must "
-            "--distributed.num-processes $OMPI_COMM_WORLD_SIZE and --distributed.process-id $OMPI_COMM_WORLD_RANK",
+            "`distributed.coordinator` is None: must be given, because Open MPI 5 does not say where process 0 is; as must "
+            "`distributed.num_processes` $OMPI_COMM_WORLD_SIZE and `distributed.process_id` $OMPI_COMM_WORLD_RANK",
             field="distributed.coordinator",
         )
-    where = f"--distributed.coordinator is {coordinator}" if coordinator else f"started by {found}"
+    where = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
     if process_id == 0:
         _check_free(coordinator)
     # SIGTERM is a wish to stop, which the trainer grants; jax's service would take it for itself.
@@ -77,7 +77,7 @@ def connect(
     if error:
         raise ConfigError(
             f"{where}: the processes could not be connected: {error}; check that all of them are running, that "
-            "--distributed.coordinator HOST:PORT, if given, is the same for all, and that the others reach that host and port",
+            "`distributed.coordinator` HOST:PORT, if given, is the same for all, and that the others reach that host and port",
             field="distributed.coordinator",
         )
 
@@ -154,6 +154,6 @@ def _check_free(coordinator: str) -> None:
         socket.create_server(("", port)).close()  # jax would crash
     except OSError as e:
         raise ConfigError(
-            f"--distributed.coordinator is {coordinator}: must have a port that is free on this machine ({e.strerror})",
+            f"`distributed.coordinator` is {coordinator}: must have a port that is free on this machine ({e.strerror})",
             field="distributed.coordinator",
         ) from e

@@ -6,7 +6,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jgraph.training.config import ModelConfig
+from jgraph_models.gpt import GPTConfig
 
 POISON = 1
 
@@ -14,7 +14,7 @@ POISON = 1
 class Bigram(nnx.Module):
     """Next-token logits from a table."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.table_VV = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.vocab_size)))
 
     def loss(self, tokens_BS: Array) -> Array:

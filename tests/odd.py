@@ -4,13 +4,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jgraph.training.config import ModelConfig
+from jgraph_models.gpt import GPTConfig
 
 
 class Mute(nnx.Module):
     """Has no `logits`. Its loss is the mean token, so that anybody can say what it must be."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.scale = nnx.Param(jnp.zeros(2))
 
     def loss(self, tokens_BS: Array) -> Array:
@@ -18,7 +18,7 @@ class Mute(nnx.Module):
 
 
 class WithoutLoss(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.scale = nnx.Param(jnp.zeros(2))
 
 
@@ -33,12 +33,12 @@ class BadLoss(Mute):
 
 
 class OtherArguments(Mute):
-    def __init__(self, width: int, depth: int):
-        super().__init__(ModelConfig(), rngs=nnx.Rngs(width + depth))
+    def __init__(self, config: GPTConfig, depth: int):
+        super().__init__(config, rngs=nnx.Rngs(depth))
 
 
 class NoModule:
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         raise NotImplementedError
 
 

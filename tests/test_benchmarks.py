@@ -224,7 +224,7 @@ def test_the_ratios_that_count_are_those_of_tokens_per_second(summary_of):
     assert "**1.100**" in cells
     assert "95.0%" in cells
     assert f"{8 * 2048 * 4 / 0.1:,.0f}" in cells
-    flops = fsdp.flops_per_step(fsdp.TrainConfig.from_dict(config)) / 4
+    flops = fsdp.step_flops(config) / 4
     assert f"{flops / 0.1 / 989e12:.1%}" in cells
 
 

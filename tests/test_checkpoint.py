@@ -193,7 +193,7 @@ def test_when_all_are_damaged_the_error_names_each_and_moves_none(open_checkpoin
         open_checkpoints().restore_latest(make_state())
     assert str(directory / "1") in str(e.value)
     assert str(directory / "2") in str(e.value)
-    assert "--no-resume" in str(e.value)
+    assert "`resume` off" in str(e.value)
     assert (directory / "1").is_dir()
     assert (directory / "2").is_dir()
     assert not warnings_told
@@ -259,5 +259,5 @@ def test_a_full_disk_is_told_as_such_wherever_it_shows(open_checkpoints, monkeyp
         patch.setattr(checkpoints._manager, "save", fail)
         with pytest.raises(CheckpointError, match="no space left") as e:
             checkpoints.save(1, make_state())
-    assert "--run-dir" in str(e.value)
+    assert "`run_dir`" in str(e.value)
     assert is_no_space(e.value)

@@ -14,8 +14,8 @@ import tyro
 from jgraph.cli.train import main, parse
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
-from jgraph.training.assembly import Assembly
 from jgraph.training.presets import PRESETS
+from jgraph.training.setup import TrainSetup
 from tests import tiny
 
 
@@ -132,7 +132,7 @@ def test_an_unknown_xla_option_is_refused_with_the_closest_one(refused):
     assert_names(line, "--xla-options", "xla_gpu_graph_min_graph_sise", "did you mean xla_gpu_graph_min_graph_size?")
 
 
-@pytest.mark.parametrize("module", ["no.such.module:GPT", "models.gpt:NoSuchClass", "models.gpt"])
+@pytest.mark.parametrize("module", ["no.such.module:GPT", "jgraph_models.gpt:NoSuchClass", "models.gpt"])
 def test_a_model_that_cannot_be_imported_is_refused(refused, module):
     assert_names(refused("--model.module", module), "--model.module", module, "package.module:Class")
 
@@ -265,8 +265,8 @@ def test_a_message_that_is_no_box_is_passed_on_in_one_line(monkeypatch, capsys):
 
 
 def test_a_device_that_is_too_small_is_told_in_one_line(refused, monkeypatch):
-    def exhausted(assembly, num_rows):
+    def exhausted(setup):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
 
-    monkeypatch.setattr(Assembly, "compile_step", exhausted)
+    monkeypatch.setattr(TrainSetup, "compile_step", exhausted)
     assert_names(refused(), "--batch-size is 4", "--num-microbatches", "99 bytes")

@@ -6,101 +6,107 @@ import sys
 import pytest
 
 from jgraph.errors import ConfigError, JgraphError
-from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig, flag
+from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.presets import PRESETS, preset
+from jgraph_models.gpt import GPTConfig
 
 NAN, INF = float("nan"), float("inf")
 
 # What cannot work -> field that is blamed, and what the message must say.
 MODEL = [
-    ({"num_layers": 0}, "model.num_layers", "--model.num-layers is 0: must be positive"),
-    ({"d_model": -128}, "model.d_model", "--model.d-model is -128: must be positive"),
-    ({"num_heads": 0}, "model.num_heads", "--model.num-heads is 0: must be positive"),
-    ({"num_kv_heads": 0}, "model.num_kv_heads", "--model.num-kv-heads is 0: must be positive"),
-    ({"d_ff": 0}, "model.d_ff", "--model.d-ff is 0: must be positive"),
-    ({"vocab_size": 0}, "model.vocab_size", "--model.vocab-size is 0: must be positive"),
-    ({"rope_theta": INF}, "model.rope_theta", "--model.rope-theta is inf: must be positive"),
-    ({"norm_eps": 0.0}, "model.norm_eps", "--model.norm-eps is 0.0: must be positive"),
-    ({"loss_chunk": -1}, "model.loss_chunk", "--model.loss-chunk is -1: must be 0 or positive"),
-    ({"module": "models.gpt"}, "model.module", "--model.module is models.gpt: must be package.module:Class"),
-    ({"module": "models.gpt:"}, "model.module", "--model.module is models.gpt:: must be package.module:Class"),
-    ({"num_heads": 3}, "model.num_heads", "--model.num-heads is 3: must be a divisor of --model.d-model 128"),
-    ({"d_model": 12, "num_heads": 4}, "model.num_heads", "--model.num-heads is 4: must be such that the head size 3 is even"),
-    ({"num_kv_heads": 3}, "model.num_kv_heads", "--model.num-kv-heads is 3: must be a divisor of --model.num-heads 4"),
+    ({"num_layers": 0}, "model.num_layers", "`model.num_layers` is 0: must be positive"),
+    ({"d_model": -128}, "model.d_model", "`model.d_model` is -128: must be positive"),
+    ({"num_heads": 0}, "model.num_heads", "`model.num_heads` is 0: must be positive"),
+    ({"num_kv_heads": 0}, "model.num_kv_heads", "`model.num_kv_heads` is 0: must be positive"),
+    ({"d_ff": 0}, "model.d_ff", "`model.d_ff` is 0: must be positive"),
+    ({"vocab_size": 0}, "model.vocab_size", "`model.vocab_size` is 0: must be positive"),
+    ({"rope_theta": INF}, "model.rope_theta", "`model.rope_theta` is inf: must be positive"),
+    ({"norm_eps": 0.0}, "model.norm_eps", "`model.norm_eps` is 0.0: must be positive"),
+    ({"loss_chunk": -1}, "model.loss_chunk", "`model.loss_chunk` is -1: must be 0 or positive"),
+    ({"num_heads": 3}, "model.num_heads", "`model.num_heads` is 3: must be a divisor of `model.d_model` 128"),
+    ({"d_model": 12, "num_heads": 4}, "model.num_heads", "`model.num_heads` is 4: must be such that the head size 3 is even"),
+    ({"num_kv_heads": 3}, "model.num_kv_heads", "`model.num_kv_heads` is 3: must be a divisor of `model.num_heads` 4"),
     (
         {"attention": "cudnn", "d_model": 48},
         "model.num_heads",
-        "--model.num-heads is 4: must be such that the head size 12 is a multiple of 8 and at most 128 for cuDNN attention, "
-        "or choose --model.attention xla",
+        "`model.num_heads` is 4: must be such that the head size 12 is a multiple of 8 and at most 128 for cuDNN attention, "
+        "or choose `model.attention` xla",
     ),
     (
         {"attention": "cudnn", "d_model": 1024},
         "model.num_heads",
-        "--model.num-heads is 4: must be such that the head size 256 is a multiple of 8 and at most 128 for cuDNN attention, "
-        "or choose --model.attention xla",
+        "`model.num_heads` is 4: must be such that the head size 256 is a multiple of 8 and at most 128 for cuDNN attention, "
+        "or choose `model.attention` xla",
     ),
     (
         {"attention": "cudnn", "compute_dtype": "float32"},
         "model.compute_dtype",
-        "--model.compute-dtype is float32: must be bfloat16 for cuDNN attention, or choose --model.attention xla",
+        "`model.compute_dtype` is float32: must be bfloat16 for cuDNN attention, or choose `model.attention` xla",
     ),
 ]
 OPTIMIZER = [
-    ({"learning_rate": 0.0}, "optimizer.learning_rate", "--optimizer.learning-rate is 0.0: must be positive"),
-    ({"learning_rate": NAN}, "optimizer.learning_rate", "--optimizer.learning-rate is nan: must be positive"),
-    ({"eps": 0.0}, "optimizer.eps", "--optimizer.eps is 0.0: must be positive"),
-    ({"clip_norm": -1.0}, "optimizer.clip_norm", "--optimizer.clip-norm is -1.0: must be positive"),
-    ({"warmup_steps": -1}, "optimizer.warmup_steps", "--optimizer.warmup-steps is -1: must be 0 or positive"),
-    ({"beta1": 1.0}, "optimizer.beta1", "--optimizer.beta1 is 1.0: must be in [0, 1)"),
-    ({"beta2": -0.1}, "optimizer.beta2", "--optimizer.beta2 is -0.1: must be in [0, 1)"),
+    ({"learning_rate": 0.0}, "optimizer.learning_rate", "`optimizer.learning_rate` is 0.0: must be positive"),
+    ({"learning_rate": NAN}, "optimizer.learning_rate", "`optimizer.learning_rate` is nan: must be positive"),
+    ({"eps": 0.0}, "optimizer.eps", "`optimizer.eps` is 0.0: must be positive"),
+    ({"clip_norm": -1.0}, "optimizer.clip_norm", "`optimizer.clip_norm` is -1.0: must be positive"),
+    ({"warmup_steps": -1}, "optimizer.warmup_steps", "`optimizer.warmup_steps` is -1: must be 0 or positive"),
+    ({"beta1": 1.0}, "optimizer.beta1", "`optimizer.beta1` is 1.0: must be in [0, 1)"),
+    ({"beta2": -0.1}, "optimizer.beta2", "`optimizer.beta2` is -0.1: must be in [0, 1)"),
     (
         {"final_learning_rate": 1.5},
         "optimizer.final_learning_rate",
-        "--optimizer.final-learning-rate is 1.5: must be in [0, 1]",
+        "`optimizer.final_learning_rate` is 1.5: must be in [0, 1]",
     ),
-    ({"weight_decay": -0.1}, "optimizer.weight_decay", "--optimizer.weight-decay is -0.1: must be 0 or positive"),
-    ({"weight_decay": INF}, "optimizer.weight_decay", "--optimizer.weight-decay is inf: must be 0 or positive"),
+    ({"weight_decay": -0.1}, "optimizer.weight_decay", "`optimizer.weight_decay` is -0.1: must be 0 or positive"),
+    ({"weight_decay": INF}, "optimizer.weight_decay", "`optimizer.weight_decay` is inf: must be 0 or positive"),
 ]
 TRAIN = [
-    ({"steps": 0}, "steps", "--steps is 0: must be positive"),
-    ({"batch_size": 0}, "batch_size", "--batch-size is 0: must be positive"),
-    ({"seq_len": 0}, "seq_len", "--seq-len is 0: must be positive"),
-    ({"num_microbatches": 0}, "num_microbatches", "--num-microbatches is 0: must be positive"),
-    ({"log_every": 0}, "log_every", "--log-every is 0: must be positive"),
-    ({"eval_every": 0}, "eval_every", "--eval-every is 0: must be positive"),
-    ({"eval_batches": 0}, "eval_batches", "--eval-batches is 0: must be positive"),
-    ({"checkpoint_every": 0}, "checkpoint_every", "--checkpoint-every is 0: must be positive"),
-    ({"checkpoint_keep": 0}, "checkpoint_keep", "--checkpoint-keep is 0: must be positive"),
-    ({"sample_tokens": -1}, "sample_tokens", "--sample-tokens is -1: must be 0 or positive"),
-    ({"seed": -1}, "seed", "--seed is -1: must be in [0, 2**32)"),
-    ({"seed": 2**32}, "seed", "--seed is 4294967296: must be in [0, 2**32)"),
-    ({"data": ""}, "data", "--data is '': must be a corpus name, a text file or a directory of token files"),
+    ({"module": "jgraph_models.gpt"}, "module", "`module` is jgraph_models.gpt: must be package.module:Class"),
+    ({"module": "jgraph_models.gpt:"}, "module", "`module` is jgraph_models.gpt:: must be package.module:Class"),
+    ({"steps": 0}, "steps", "`steps` is 0: must be positive"),
+    ({"batch_size": 0}, "batch_size", "`batch_size` is 0: must be positive"),
+    ({"seq_len": 0}, "seq_len", "`seq_len` is 0: must be positive"),
+    ({"num_microbatches": 0}, "num_microbatches", "`num_microbatches` is 0: must be positive"),
+    ({"log_every": 0}, "log_every", "`log_every` is 0: must be positive"),
+    ({"eval_every": 0}, "eval_every", "`eval_every` is 0: must be positive"),
+    ({"eval_batches": 0}, "eval_batches", "`eval_batches` is 0: must be positive"),
+    ({"checkpoint_every": 0}, "checkpoint_every", "`checkpoint_every` is 0: must be positive"),
+    ({"checkpoint_keep": 0}, "checkpoint_keep", "`checkpoint_keep` is 0: must be positive"),
+    ({"sample_tokens": -1}, "sample_tokens", "`sample_tokens` is -1: must be 0 or positive"),
+    ({"seed": -1}, "seed", "`seed` is -1: must be in [0, 2**32)"),
+    ({"seed": 2**32}, "seed", "`seed` is 4294967296: must be in [0, 2**32)"),
+    ({"data": ""}, "data", "`data` is '': must be a corpus name, a text file or a directory of token files"),
     (
         {"batch_size": 32, "num_microbatches": 5},
         "num_microbatches",
-        "--num-microbatches is 5: must be a divisor of --batch-size 32",
+        "`num_microbatches` is 5: must be a divisor of `batch_size` 32",
     ),
     (
         {"steps": 8, "optimizer": OptimizerConfig(warmup_steps=9)},
         "optimizer.warmup_steps",
-        "--optimizer.warmup-steps is 9: must be at most --steps 8",
+        "`optimizer.warmup_steps` is 9: must be at most `steps` 8",
     ),
     (
         {"pp": 2, "schedule": "interleaved-1f1b"},
         "chunks",
-        "--chunks is 1: must be at least 2 with --schedule interleaved-1f1b; with 1, take --schedule 1f1b",
+        "`chunks` is 1: must be at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b",
     ),
-    ({"xla_options": ("xla_dump_to",)}, "xla_options", "--xla-options is xla_dump_to: must be name=value"),
+    ({"xla_options": ("xla_dump_to",)}, "xla_options", "`xla_options` is xla_dump_to: must be name=value"),
+]
+TRAIN += [
+    ({"graph": "on"}, "graph", "`graph` is 'on': must be one of auto, off, full"),
+    ({"steps": "5"}, "steps", "`steps` is '5': must be an integer"),
+    ({"steps": True}, "steps", "`steps` is True: must be an integer"),
+    ({"resume": "no"}, "resume", "`resume` is 'no': must be True or False"),
+    ({"freeze": "embedding_VD"}, "freeze", "`freeze` is 'embedding_VD': must be a tuple of strings"),
 ]
 WRONG = [
-    (kind, *case)
-    for kind, cases in ((ModelConfig, MODEL), (OptimizerConfig, OPTIMIZER), (TrainConfig, TRAIN))
-    for case in cases
+    (kind, *case) for kind, cases in ((GPTConfig, MODEL), (OptimizerConfig, OPTIMIZER), (TrainConfig, TRAIN)) for case in cases
 ]
 
 
 @pytest.mark.parametrize(("kind", "fields", "field", "message"), WRONG, ids=[f"{w[2]}-{i}" for i, w in enumerate(WRONG)])
-def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_is_allowed(kind, fields, field, message):
+def test_a_value_that_cannot_work_is_refused_with_its_name_and_what_is_allowed(kind, fields, field, message):
     with pytest.raises(ConfigError) as error:
         kind(**fields)
     assert (error.value.field, str(error.value)) == (field, message)
@@ -135,17 +141,17 @@ def test_sums_of_gradients_in_bfloat16_are_refused_in_a_pipeline_before_any_othe
 
 
 def test_gathering_again_is_refused_in_a_pipeline_with_what_helps_instead():
-    with pytest.raises(ConfigError, match="--remat layer") as error:
+    with pytest.raises(ConfigError, match="`remat` layer") as error:
         TrainConfig(pp=2, fsdp=2, reshard_after_forward=True)
     assert error.value.field == "reshard_after_forward"
 
 
 def test_a_changed_copy_is_checked_too():
-    with pytest.raises(ConfigError, match="--steps is 0"):
+    with pytest.raises(ConfigError, match="`steps` is 0"):
         dataclasses.replace(TrainConfig(), steps=0)
 
 
-@pytest.mark.parametrize("kind", [ModelConfig, OptimizerConfig, TrainConfig])
+@pytest.mark.parametrize("kind", [GPTConfig, OptimizerConfig, TrainConfig])
 def test_a_config_cannot_be_changed_after_its_checks(kind):
     config = kind()
     name = dataclasses.fields(config)[0].name
@@ -156,9 +162,9 @@ def test_a_config_cannot_be_changed_after_its_checks(kind):
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (ModelConfig, {"num_kv_heads": 1}),
-        (ModelConfig, {"attention": "cudnn", "d_model": 512}),
-        (ModelConfig, {"attention": "xla", "d_model": 1024}),
+        (GPTConfig, {"num_kv_heads": 1}),
+        (GPTConfig, {"attention": "cudnn", "d_model": 512}),
+        (GPTConfig, {"attention": "xla", "d_model": 1024}),
         (OptimizerConfig, {"warmup_steps": 0, "beta1": 0.0, "final_learning_rate": 1.0, "weight_decay": 0.0}),
         (TrainConfig, {"seed": 2**32 - 1, "sample_tokens": 0, "num_microbatches": 32, "xla_options": ("a=b=c",)}),
     ],
@@ -169,10 +175,6 @@ def test_what_lies_just_inside_the_limits_is_taken(kind, fields):
 
 def test_an_error_of_the_configuration_is_one_of_the_family():
     assert issubclass(ConfigError, JgraphError)
-
-
-def test_a_field_is_named_by_the_flag_that_sets_it():
-    assert flag("model.num_kv_heads") == "--model.num-kv-heads"
 
 
 def test_tokens_of_a_step_are_those_that_are_predicted():
@@ -211,7 +213,7 @@ def test_a_saved_config_without_its_model_is_refused():
 
 
 def test_a_saved_config_with_a_value_that_cannot_work_is_refused_by_its_field():
-    with pytest.raises(ConfigError, match="--steps is 0") as error:
+    with pytest.raises(ConfigError, match="`steps` is 0") as error:
         TrainConfig.from_dict(through_json(TrainConfig()) | {"steps": 0})
     assert error.value.field == "steps"
 
@@ -228,9 +230,15 @@ def test_a_preset_carries_its_own_name(name):
     assert preset(name).preset == name
 
 
-def test_the_default_preset_is_cpu_tiny_with_four_layers():
-    assert TrainConfig().preset == "cpu-tiny"
-    assert preset("cpu-tiny").model.num_layers == 4
+def test_a_configuration_without_a_preset_claims_none():
+    assert (TrainConfig().preset, TrainConfig().run_dir) == ("", "runs/GPT")
+
+
+def test_a_configuration_that_an_earlier_version_wrote_can_be_read():
+    saved = through_json(preset("cpu-tiny"))
+    del saved["module"]
+    saved["model"]["module"] = "models.gpt:GPT"
+    assert TrainConfig.from_dict(saved) == preset("cpu-tiny")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cpu-tiny"}))
@@ -242,7 +250,7 @@ def test_an_unknown_preset_is_refused_with_the_names_there_are():
     with pytest.raises(ConfigError) as error:
         preset("gpt-5")
     assert error.value.field == "preset"
-    assert str(error.value).startswith("--preset is gpt-5: must be one of ")
+    assert str(error.value).startswith("`preset` is gpt-5: must be one of ")
     assert all(name in str(error.value) for name in PRESETS)
 
 

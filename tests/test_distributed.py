@@ -14,8 +14,9 @@ import pytest
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
 from jgraph.processes import connect, launcher
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import DistributedConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
 from tests import tiny
 
 FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
@@ -26,43 +27,43 @@ WRONG = [
     (
         {"coordinator": "a:1", "num_processes": 2},
         "process_id",
-        "--distributed.process-id is None: must be given where --distributed.coordinator is",
+        "`distributed.process_id` is None: must be given where `distributed.coordinator` is",
     ),
     (
         {"num_processes": 2, "process_id": 0},
         "coordinator",
-        "--distributed.coordinator is None: must be given where --distributed.num-processes is",
+        "`distributed.coordinator` is None: must be given where `distributed.num_processes` is",
     ),
     (
         {"process_id": 0},
         "coordinator",
-        "--distributed.coordinator is None: must be given where --distributed.process-id is",
+        "`distributed.coordinator` is None: must be given where `distributed.process_id` is",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
         "process_id",
-        "--distributed.process-id is 2: must be at least 0 and less than --distributed.num-processes 2",
+        "`distributed.process_id` is 2: must be at least 0 and less than `distributed.num_processes` 2",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": -1},
         "process_id",
-        "--distributed.process-id is -1: must be at least 0 and less than --distributed.num-processes 2",
+        "`distributed.process_id` is -1: must be at least 0 and less than `distributed.num_processes` 2",
     ),
     (
         {"coordinator": "a:1", "num_processes": 0, "process_id": 0},
         "num_processes",
-        "--distributed.num-processes is 0: must be positive",
+        "`distributed.num_processes` is 0: must be positive",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": 0, "setup": "off"},
         "setup",
-        "--distributed.setup is off: must be auto where --distributed.coordinator is given",
+        "`distributed.setup` is off: must be auto where `distributed.coordinator` is given",
     ),
     *(
         (
             {"coordinator": address, "num_processes": 2, "process_id": 0},
             "coordinator",
-            f"--distributed.coordinator is {address}: must be HOST:PORT, as all processes reach process 0",
+            f"`distributed.coordinator` is {address}: must be HOST:PORT, as all processes reach process 0",
         )
         for address in ("localhost", "localhost:", ":1234", "localhost:none", "localhost:0", "localhost:65536")
     ),
@@ -125,7 +126,7 @@ def test_a_process_that_finds_no_other_says_so_in_one_line():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith(
-        "--distributed.coordinator is localhost:1: the processes could not be connected: no connection"
+        "`distributed.coordinator` is localhost:1: the processes could not be connected: no connection"
     )
     assert len(run.stdout.splitlines()) == 1
 
@@ -135,15 +136,15 @@ def test_a_process_that_finds_no_other_says_so_in_one_line():
 
 @pytest.mark.parametrize("dp", [0, 3, 4])
 def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
-    with pytest.raises(ConfigError, match=f"--dp is {dp}: must be") as error:
+    with pytest.raises(ConfigError, match=f"`dp` is {dp}: must be") as error:
         TrainConfig(batch_size=12, num_microbatches=6, dp=dp)
     assert error.value.field == "dp"
 
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
-        Assembly.of(TrainConfig(dp=32))
-    assert str(error.value) == f"--dp 32 needs 32 devices: must be at most the {jax.device_count()} that there are"
+        TrainSetup.of(TrainConfig(dp=32))
+    assert str(error.value) == f"`dp` 32 needs 32 devices: must be at most the {jax.device_count()} that there are"
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
@@ -154,19 +155,17 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
         num_microbatches=4,
         seq_len=16,
         dp=dp,
-        model=ModelConfig(
-            num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64, compute_dtype="float32"
-        ),
+        model=GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64, compute_dtype="float32"),
         # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
     )
-    assembly = Assembly.of(config)
+    setup = TrainSetup.of(config)
     tokens = np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint8)
     batches = Batches(tokens, batch_size=16, seq_len=16, seed=0)
-    step, _ = assembly.compile_step(config.batch_size)
-    state, losses = assembly.init(), []
+    step = setup.compile_step()
+    state, losses = setup.init(), []
     for i in range(config.steps):
-        state, metrics = step(state, assembly.place(batches[i]))
+        state, metrics = step(state, setup.step.place(batches[i]))
         losses.append(float(metrics.loss))
     assert all(leaf.sharding.device_set == set(jax.devices()[:dp]) for leaf in jax.tree.leaves(state))
     return jax.device_get(jax.tree.leaves(state.params)), losses

@@ -13,16 +13,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
-from jgraph.packing import Packing
-from jgraph.parallel import fsdp
+from jgraph.parallel import Replicated, fsdp, train_step
+from jgraph.parallel.accumulate import accumulate
 from jgraph.parallel.fsdp import ShardSpec
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.forms import Staged, Whole
-from jgraph.training.step import accumulate, init_state, train_step
+from jgraph.parallel.objective import Sums
+from jgraph.parallel.pipelined import BoundPipeline
+from jgraph.parallel.strategy import Binding
+from jgraph.training.config import TrainConfig
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compile_and_report
-from models.gpt import GPT
-from models.gpt import pipeline_parts as pipeline_parts
+from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
 from tests.test_pipeline_training import Trained, assert_evaluated_as, assert_same, config_of, trained
 
@@ -33,7 +33,7 @@ NORMS = "blocks.*_norm.scale"
 class Named(GPT):
     """A GPT that says along which axis one of its matrices is cut."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         for block in self.blocks:
             kernel = block.mlp.up.kernel
@@ -43,7 +43,7 @@ class Named(GPT):
 class Unused(GPT):
     """A GPT with a matrix that its loss does not read."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.unused_DD = nnx.Param(jnp.ones((1024, 1024), jnp.float32))
 
@@ -87,13 +87,13 @@ def test_weights_after_ten_steps_are_those_of_one_device(fields):
 
 
 def test_a_frozen_parameter_stays_as_it_is_and_every_other_changes_in_every_step():
-    assembly = Assembly.of(config(fsdp=2, freeze=("embedding_VD", NORMS)))
-    step, unpack = assembly.step(), jax.jit(assembly.form.unpack)
-    state = assembly.init()
+    setup = TrainSetup.of(config(fsdp=2, freeze=("embedding_VD", NORMS)))
+    step, unpack = setup.step.jitted(), jax.jit(setup.step.bound.unpack)
+    state = setup.init()
     for i in range(3):
         before = jax.device_get(unpack(state.params))
         tokens_BS = np.random.default_rng(i).integers(0, 40, (8, 17)).astype(np.int32)
-        state, _ = step(state, assembly.place(tokens_BS))
+        state, _ = step(state, setup.step.place(tokens_BS))
         after = jax.device_get(unpack(state.params))
         for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(before)[0], jax.tree.leaves(after), strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -112,13 +112,13 @@ def test_a_zero_gradient_is_counted_and_told_once_and_freezing_ends_it(tmp_path,
 
 
 def test_a_nan_on_one_device_is_seen_by_all_and_the_update_left_out():
-    assembly = Assembly.of(config(fsdp=2))
-    step, _ = assembly.compile_step(assembly.config.batch_size)
-    state = assembly.init()
+    setup = TrainSetup.of(config(fsdp=2))
+    step = setup.compile_step()
+    state = setup.init()
     poisoned = {name: leaf.at[(0,) * leaf.ndim].set(jnp.nan) for name, leaf in state.params.items()}
-    state = dataclasses.replace(state, params=jax.device_put(poisoned, assembly.form.shardings(poisoned)))
+    state = dataclasses.replace(state, params=jax.device_put(poisoned, setup.step.bound.shardings(poisoned)))
     before = jax.device_get(state.params)
-    state, metrics = step(state, assembly.place(np.zeros((8, 17), np.int32)))
+    state, metrics = step(state, setup.step.place(np.zeros((8, 17), np.int32)))
     assert np.isnan(metrics.loss)
     assert (int(state.step), int(state.skipped)) == (1, 1)
     for name, leaf in jax.device_get(state.params).items():
@@ -126,11 +126,11 @@ def test_a_nan_on_one_device_is_seen_by_all_and_the_update_left_out():
 
 
 def test_a_compiled_step_refuses_other_sizes():
-    assembly = Assembly.of(config(fsdp=2))
-    step, _ = assembly.compile_step(assembly.config.batch_size)
+    setup = TrainSetup.of(config(fsdp=2))
+    step = setup.compile_step()
     for shape in ((8, 9), (4, 17)):
         with pytest.raises(TypeError, match=r"compiled with|Argument types differ"):
-            step(assembly.init(), jax.device_put(np.zeros(shape, np.int32), assembly.batch_sharding()))
+            step(setup.init(), jax.device_put(np.zeros(shape, np.int32), setup.step.batch_sharding))
 
 
 # --- Where it is ---
@@ -138,8 +138,8 @@ def test_a_compiled_step_refuses_other_sizes():
 
 @pytest.mark.parametrize("fields", [{"fsdp": 4}, {"fsdp": 2, "pp": 2}])
 def test_a_device_has_its_share_of_parameters_and_moments(fields):
-    assembly = Assembly.of(config(**fields))
-    state = assembly.init()
+    setup = TrainSetup.of(config(**fields))
+    state = setup.init()
     for tree in (state.params, state.opt_state):
         leaves = jax.tree.leaves(tree)
         whole = sum(leaf.nbytes for leaf in leaves)
@@ -150,7 +150,7 @@ def test_a_device_has_its_share_of_parameters_and_moments(fields):
 def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
     predicted = []
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
-        form = Assembly.of(config(pp=2, **fields)).form
+        form = TrainSetup.of(config(pp=2, **fields)).step.bound
         tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
         predicted.append(form.pipeline.bytes_per_rank(form.shapes, tokens_MBS))
     assert predicted[0].pop("gathered") == 0
@@ -159,13 +159,13 @@ def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
 
 
 def test_what_no_axis_divides_is_padded_and_unpadded():
-    assembly = Assembly.of(config(fsdp=4, shard_rules=("embedding_VD=0",)))
-    params = assembly.init().params
-    vocab_size = assembly.config.model.vocab_size
+    setup = TrainSetup.of(config(fsdp=4, shard_rules=("embedding_VD=0",)))
+    params = setup.init().params
+    vocab_size = setup.config.model.vocab_size
     assert vocab_size % 4
     assert params["embedding_VD"].shape[0] == -(-vocab_size // 4) * 4
     assert not np.asarray(params["embedding_VD"])[vocab_size:].any()
-    assert assembly.form.unpack(params)["embedding_VD"].shape[0] == vocab_size
+    assert setup.step.bound.unpack(params)["embedding_VD"].shape[0] == vocab_size
 
 
 @pytest.mark.parametrize(
@@ -184,16 +184,16 @@ def test_the_axis_that_is_cut_is_the_one_asked_for_else_the_first_divisible_else
 
 def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
     named = config(fsdp=2, module=f"{__name__}:Named")
-    assert dict(Assembly.of(named).form.cuts)["blocks.0.mlp.up.kernel"] == ShardSpec(1, 64, 64)
+    assert dict(TrainSetup.of(named).step.bound.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(1, 64, 64)
     ruled = dataclasses.replace(named, shard_rules=("blocks.0.*.kernel=0",))
-    assert dict(Assembly.of(ruled).form.cuts)["blocks.0.mlp.up.kernel"] == ShardSpec(0, 32, 32)
-    assert dict(Assembly.of(ruled).form.cuts)["blocks.1.mlp.up.kernel"] == ShardSpec(1, 64, 64)
+    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(0, 32, 32)
+    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks.1.mlp.up.kernel"] == ShardSpec(1, 64, 64)
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     """Which axis of each parameter is cut over fsdp, the axes of ranks not counted, by its name in the pipeline."""
-    form = Assembly.of(config(**{"fsdp": 2, "pp": 2} | fields)).form
-    assert isinstance(form, Staged)
+    form = TrainSetup.of(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
+    assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)
     named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     lead = {"ends": 0, "layers": 1}
@@ -216,8 +216,8 @@ def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
     made = config(fsdp=2, pp=2, num_layers=3)
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
     rule = "blocks.mlp.up.kernel=2" if scan_layers else "blocks.[01].mlp.up.kernel=1"
-    form = Assembly.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).form
-    assert isinstance(form, Staged)
+    form = TrainSetup.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).step.bound
+    assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)["layers"][0]
     assert [place["mlp"]["up"]["kernel"] for place in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
 
@@ -249,7 +249,7 @@ def test_a_rule_that_a_pipeline_cannot_follow_is_refused_in_one_line(fields):
 def test_an_axis_that_counts_layers_is_refused_in_a_pipeline():
     made = config(fsdp=2, pp=2, shard_rules=("blocks.mlp.up.kernel=0",))
     with pytest.raises(ConfigError, match="the ranks share the layers") as error:
-        Assembly.of(dataclasses.replace(made, model=dataclasses.replace(made.model, scan_layers=True)))
+        TrainSetup.of(dataclasses.replace(made, model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
 
 
@@ -281,15 +281,15 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
         "on_dtype_mismatch": mismatch,
     }
     if reads is None:
-        with pytest.raises(ConfigError, match=r"--decoupled-grad .* --on-dtype-mismatch copy"):
+        with pytest.raises(ConfigError, match=r"`decoupled_grad` .* `on_dtype_mismatch` copy"):
             config(fsdp=2, **fields)
         return
     made = config(fsdp=2, **fields)
     assert made.read_dtype == reads
-    assembly = Assembly.of(made)
-    state, tokens_BS = assembly.step_shapes(made.batch_size)
+    setup = TrainSetup.of(made)
+    state, tokens_BS = (setup.step.state, setup.tokens())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
-    _, sums = jax.eval_shape(assembly.form.loss_and_grads, state.params, tokens_BS)
+    _, sums = jax.eval_shape(setup.step.bound.loss_and_grads, state.params, tokens_BS, jax.random.key(0), {})
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype(grads)}
 
 
@@ -301,8 +301,12 @@ def test_a_gradient_is_rounded_where_it_is_copied_and_nowhere_else():
     )
 
     def run(read_dtype):
-        step = train_step(lambda params, tokens: (jnp.zeros(()), exact), spy, clip_norm=1e9, read_dtype=read_dtype)
-        step(init_state({"w": jnp.zeros(3, jnp.bfloat16)}, spy), jnp.zeros((1, 2), jnp.int32))
+        params = {"w": jnp.zeros(3)}
+        step = train_step(
+            lambda params, batch, key: jnp.sum(params["w"] * exact["w"]), spy, Replicated(None, params), read_dtype=read_dtype
+        )
+        with jax.disable_jit():
+            step.jitted()(step.init(params), jnp.zeros((1, 2), jnp.int32))
         return np.asarray(read.pop())
 
     np.testing.assert_array_equal(run(None), exact["w"])
@@ -311,14 +315,15 @@ def test_a_gradient_is_rounded_where_it_is_copied_and_nowhere_else():
 
 def test_main_grads_are_summed_in_their_own_dtype():
     # 256 + 1 is 256 in bfloat16, so four microbatches of 1 after one of 256 only count in float32.
-    def value_and_grads(params, tokens_BS):
-        return jnp.zeros(()), jax.tree.map(lambda p: tokens_BS[0, 0].astype(jnp.float32) * jnp.ones_like(p), params)
+    def sums_and_grads(params, tokens_BS, key):
+        grads = jax.tree.map(lambda p: tokens_BS[0, 0].astype(jnp.float32) * jnp.ones_like(p), params)
+        return Sums(jnp.zeros(()), None, {}, {}), grads
 
     tokens_BS = jnp.asarray([[256], [1], [1], [1]], jnp.int32)
     for dtype, total in ((jnp.float32, 259), (jnp.bfloat16, 256)):
-        _, grads = accumulate(value_and_grads, 4, dtype=dtype)({"w": jnp.zeros(2)}, tokens_BS)
+        _, grads = accumulate(sums_and_grads, 4, dtype=dtype, reductions={})({"w": jnp.zeros(2)}, tokens_BS, jax.random.key(0))
         assert grads["w"].dtype == dtype
-        np.testing.assert_array_equal(np.asarray(grads["w"], np.float32), np.float32(total / 4))
+        np.testing.assert_array_equal(np.asarray(grads["w"], np.float32), np.float32(total))
 
 
 # 256 on one device and 1 on the other, of a product in bfloat16; there their sum would be 256.
@@ -332,10 +337,11 @@ def product(params, tokens_BS):
 def test_replicas_sum_their_gradients_in_float32(num_microbatches):
     shapes = {"w": jax.ShapeDtypeStruct((1,), FLOAT)}
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    form = Whole(Packing.of(shapes, alone=("w",)), lambda p, t: product(p, t) / t.size, num_microbatches, mesh)
+    asked = Binding(num_microbatches=num_microbatches, packing="nothing")
+    bound = Replicated(mesh, shapes).bind(lambda p, t, key: product(p, t) / t.size, asked)
     tokens_BS = np.asarray([[256]] * num_microbatches + [[1]] * num_microbatches, np.int32)
     tokens_BS = jax.device_put(tokens_BS, NamedSharding(mesh, PartitionSpec("data")))
-    _, grads = jax.jit(form.loss_and_grads)(form.pack({"w": jnp.ones(1)}), tokens_BS)
+    _, grads = jax.jit(bound.loss_and_grads)(bound.pack({"w": jnp.ones(1)}), tokens_BS, jax.random.key(0), {})
     assert grads["w"] == 257 / 2
 
 
@@ -370,22 +376,19 @@ def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(fir
 # --- The program for four H200s ---
 
 
-def on_target(made: TrainConfig) -> Assembly:
-    assembly = Assembly.of(made)
-    assert assembly.mesh is not None
-    mesh = Mesh(np.array(aot.devices(4)).reshape(assembly.mesh.devices.shape), assembly.mesh.axis_names)
-    return dataclasses.replace(assembly, mesh=mesh, form=dataclasses.replace(assembly.form, mesh=mesh))
+def on_target(made: TrainConfig) -> TrainSetup:
+    return TrainSetup.of(made).on(aot.devices(4))
 
 
 def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any):
-    model = ModelConfig(
+    model = GPTConfig(
         num_layers=num_layers, d_model=512, num_heads=4, num_kv_heads=4, d_ff=2048, vocab_size=512, attention="xla"
     )
     fields = {"steps": 4, "batch_size": 4, "seq_len": 64} | fields
     made = TrainConfig(**fields, fsdp=4, model=model, graph=graph)
-    assembly = on_target(made)
-    state, tokens_BS = assembly.step_shapes(made.batch_size)
-    compiled, report = compile_and_report(assembly.step().lower(state, tokens_BS), assembly.options("gpu"), platform="gpu")
+    setup = on_target(made)
+    state, tokens_BS = (setup.step.state, setup.tokens())
+    compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), setup.options("gpu"), platform="gpu")
     assert report is not None
     check_identity(compiled, state)
     return compiled, report
@@ -402,12 +405,12 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
 
 def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
-    assembly = Assembly.of(dataclasses.replace(config(fsdp=2), xla_options=(f"{threshold}=7",)))
-    options = assembly.options("gpu")
+    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), xla_options=(f"{threshold}=7",)))
+    options = setup.options("gpu")
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == 7
-    assert assembly.options("cpu") == {threshold: 7}
-    assert Assembly.of(config()).chosen_options("gpu") == ()
+    assert setup.options("cpu") == {threshold: 7}
+    assert TrainSetup.of(config()).chosen_options("gpu") == ()
 
 
 @pytest.mark.once
@@ -452,21 +455,21 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does(fields):
     ("fields", "message"),
     [
         ({"fsdp": 16, "batch_size": 32}, "--fsdp 16"),
-        ({"fsdp": 3}, "--fsdp is 3: must be such that --dp 1 x --fsdp divides the 4 sequences"),
-        ({"fsdp": 2, "shard_rules": ("nothing.*=0",)}, "--shard-rules has 'nothing.*', which matches no parameter"),
+        ({"fsdp": 3}, "`fsdp` is 3: must be such that `dp` 1 x `fsdp` divides the 4 sequences"),
+        ({"fsdp": 2, "shard_rules": ("nothing.*=0",)}, "`shard_rules` has 'nothing.*', which matches no parameter"),
         ({"fsdp": 2, "shard_rules": ("*.kernel=0", "*.up.kernel=1")}, r"\*.kernel=0 and \*.up.kernel=1 both match blocks.0"),
         ({"fsdp": 2, "shard_rules": ("*.up.kernel=2",)}, "along axis 2: must be less than 2, its shape is"),
         ({"fsdp": 2, "shard_rules": ("*.up.kernel",)}, "must be PATTERN=AXIS"),
-        ({"shard_rules": ("*.up.kernel=0",)}, "--shard-rules is .*: must be empty where --fsdp is 1"),
-        ({"reshard_after_forward": True}, "must be unset where --fsdp is 1"),
+        ({"shard_rules": ("*.up.kernel=0",)}, "`shard_rules` is .*: must be empty where `fsdp` is 1"),
+        ({"reshard_after_forward": True}, "must be unset where `fsdp` is 1"),
         ({"fsdp": 2, "pp": 2, "reshard_after_forward": True}, "must be unset in a pipeline"),
         ({"pp": 2, "main_grads_dtype": LOW, "decoupled_grad": True}, "must be float32 in a pipeline"),
-        ({"freeze": ("head_DV",)}, "--freeze has 'head_DV', which matches no parameter: must match one of blocks.0"),
+        ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks.0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(fields, message):
     with pytest.raises(ConfigError, match=message) as error:
-        Assembly.of(config(**fields))
+        TrainSetup.of(config(**fields))
     assert "\n" not in str(error.value)
 
 
@@ -479,5 +482,5 @@ def test_an_optimizer_whose_state_is_not_shaped_as_its_parameters_is_refused():
     params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     transform = optax.adafactor(1e-3, min_dim_size_to_factor=8)
     state = jax.eval_shape(transform.init, params)
-    with pytest.raises(ConfigError, match=r"keeps float32\[256\] for a parameter of shape \[256, 256\].* see --fsdp"):
+    with pytest.raises(ConfigError, match=r"keeps float32\[256\] for a parameter of shape \[256, 256\].* see `fsdp`"):
         fsdp.state_shardings(transform, state, params, params, None)

@@ -10,10 +10,9 @@ from flax import nnx
 
 import jgraph
 from jgraph.errors import ConfigError
-from jgraph.training.config import ModelConfig
-from models.gpt import GPT, attention_kernel
+from jgraph_models.gpt import GPT, GPTConfig, attention_kernel
 
-CONFIG = ModelConfig(
+CONFIG = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=61, mlp="swiglu", head="untied",
     compute_dtype="float32",
 )  # fmt: skip
@@ -158,14 +157,15 @@ def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["xla", "cudnn"])
-def test_attention_that_was_asked_for_is_what_one_gets(kernel):
+def test_attention_that_was_asked_for_is_what_one_gets(kernel, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16")) == kernel
 
 
 def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = replace(d_model=40, num_heads=4, compute_dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"head size 10 is a multiple of 8 .* or choose --model.attention xla"):
+    with pytest.raises(ConfigError, match=r"head size 10 is a multiple of 8 .* or choose `model.attention` xla"):
         attention_kernel(config)
 
 

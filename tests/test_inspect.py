@@ -345,13 +345,13 @@ def test_a_function_of_the_users_is_explained_with_what_it_donates(told, mine):
     assert "there are no command buffers on a cpu" in out
 
 
-@pytest.mark.parametrize("name", ["models.gpt:gpt_124m", "gpt-124m"])
+@pytest.mark.parametrize("name", ["jgraph_models.gpt:gpt_124m", "gpt-124m"])
 def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch, name):
     small = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 128}
     config = PRESETS["gpt-124m"]
     monkeypatch.setitem(PRESETS, "gpt-124m", dataclasses.replace(config, model=dataclasses.replace(config.model, **small)))
     out = told("capture", name, "--batch-size", "2", "--seq-len", "16")
-    assert out.startswith("training step of gpt-124m (models.gpt:GPT), 2 x 16 tokens, on cpu\n")
+    assert out.startswith("training step of gpt-124m (jgraph_models.gpt:GPT), 2 x 16 tokens, on cpu\n")
     assert re.search(r"donated: \d+ leaves of .*, 0 dropped, 0 crosswise", out)
 
 
@@ -360,7 +360,7 @@ def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told,
 def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200, tmp_path):
     file = tmp_path / "report.json"
     small = ["--preset", "cpu-tiny", "--batch-size", "2", "--seq-len", "32"]
-    out = told("capture", "models.gpt:GPT", *small, "--target", "h200", "--json", str(file))
+    out = told("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--json", str(file))
     found = re.search(r"command buffers: 1, captured (\d+) of (\d+) thunks", out)
     assert found
     assert found[1] == found[2]
@@ -369,7 +369,7 @@ def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200
     assert len(fields["donations"]) > 5
     assert "H200" in fields["device"]
     assert any("attention is XLA's" in note for note in fields["notes"])
-    off = told("capture", "models.gpt:GPT", *small, "--target", "h200", "--graph", "off")
+    off = told("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--graph", "off")
     assert "captured 0 of" in off
     assert "command buffers are off: --graph auto or full" in off
 
@@ -394,8 +394,8 @@ BAD_CAPTURES = [
     (["no_such_module:main"], ["no_such_module cannot be imported from here", "No module named"]),
     (["gpt-9"], ["'gpt-9' is neither MODULE:NAME nor a preset", "gpt-124m"]),
     (["mine:gpt_124m"], ["mine:gpt_124m names no class: give mine:CLASS --preset gpt-124m"]),
-    (["models.gpt:GPT"], ["models.gpt:GPT is a class", "--preset", "gpt-124m"]),
-    (["models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
+    (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
+    (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
     (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: leave out --preset cpu-tiny"]),
     (["mine:option", "--seq-len", "8"], ["mine:option", "leave out --seq-len"]),
     (["gpt-124m", "--batch-size", "0"], ["--batch-size is 0", "at least 1"]),

@@ -7,9 +7,9 @@ import jax
 import pytest
 from flax import nnx
 
-from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_memory_bytes, read_metrics
+from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes, read_metrics
 from jgraph.training.presets import preset
-from models.gpt import GPT
+from jgraph_models.gpt import GPT
 
 
 @pytest.mark.parametrize("sizes", [{"mlp": "swiglu"}, {"head": "untied"}, {"num_kv_heads": 2}])
@@ -23,12 +23,12 @@ def test_flops_are_six_per_matrix_weight_and_token_plus_causal_attention(sizes):
         weights -= config.model.vocab_size * config.model.d_model
     tokens = config.batch_size * config.seq_len
     attention = 6 * config.model.num_layers * config.model.d_model * config.seq_len * tokens
-    assert flops_per_step(config) == 6 * weights * tokens + attention
+    assert config.model.flops(config.batch_size, config.seq_len) == 6 * weights * tokens + attention
 
 
 def test_gpt_124m_is_counted_as_by_hand():
     per_token = 6 * (12 * 12 * 768**2 + 768 * 50304) + 6 * 12 * 768 * 1024
-    assert flops_per_step(preset("gpt-124m")) == per_token * 16 * 1024
+    assert preset("gpt-124m").model.flops(16, 1024) == per_token * 16 * 1024
 
 
 def test_peak_memory_is_the_device_s_count_or_the_process_s_size():

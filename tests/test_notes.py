@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.training.config import TrainConfig, flag
+from jgraph.cli.parse import flag
+from jgraph.training.presets import preset
 from jgraph.training.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,7 @@ def test_every_flag_that_a_page_names_is_there(page):
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
     known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}
-    known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(dataclasses.asdict(TrainConfig()))}
+    known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(dataclasses.asdict(preset("cpu-tiny")))}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page.read_text(encoding="utf-8"))) - OTHERS
     assert [name for name in sorted(named) if name not in known and name.replace("--no-", "--", 1) not in known] == []
 

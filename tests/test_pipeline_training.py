@@ -12,12 +12,12 @@ import pytest
 from jgraph.data import Batches
 from jgraph.errors import ConfigError, OrderError
 from jgraph.parallel.pipeline import autotune, choose
+from jgraph.parallel.pipelined import BoundPipeline
+from jgraph.parallel.step import TrainState
 from jgraph.schedule import NAMES, generate, write
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
-from jgraph.training.forms import Staged
-from jgraph.training.step import TrainState
-from models.gpt import GPT
+from jgraph.training.config import OptimizerConfig, TrainConfig
+from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
 
 VOCAB = 61  # of no number of ranks a multiple
@@ -26,15 +26,17 @@ FAST_COMPILE = "xla_backend_optimization_level=0"
 
 
 class Unsplit(GPT):
-    """A model in a module without `pipeline_parts`."""
+    """A model that says nothing of pipelines."""
+
+    pipeline_model = None
 
 
-def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "models.gpt:GPT", **fields: Any) -> TrainConfig:
+def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
     return TrainConfig(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
         xla_options=(FAST_COMPILE,),
-        model=ModelConfig(
-            module=module,
+        module=module,
+        model=GPTConfig(
             num_layers=num_layers,
             d_model=32,
             num_heads=2,
@@ -57,29 +59,29 @@ def batches_of(config: TrainConfig) -> Batches:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """An assembly, its state after all steps, and what the steps said."""
+    """An setup, its state after all steps, and what the steps said."""
 
-    assembly: Assembly
+    setup: TrainSetup
     state: TrainState
     losses: list[float]
     grad_norms: list[float]
 
     def weights(self) -> dict[str, np.ndarray]:
         """As the model has them, by name."""
-        tree = jax.device_get(jax.jit(self.assembly.form.unpack)(self.state.params))
+        tree = jax.device_get(jax.jit(self.setup.step.bound.unpack)(self.state.params))
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def trained(config: TrainConfig) -> Trained:
-    assembly, batches = Assembly.of(config), batches_of(config)
+    setup, batches = TrainSetup.of(config), batches_of(config)
     # It also proves that every leaf of the state is updated in place.
-    step, _ = assembly.compile_step(config.batch_size)
-    state, losses, grad_norms = assembly.init(), [], []
+    step = setup.compile_step()
+    state, losses, grad_norms = setup.init(), [], []
     for i in range(config.steps):
-        state, metrics = step(state, assembly.place(batches[i]))
+        state, metrics = step(state, setup.step.place(batches[i]))
         losses.append(float(metrics.loss))
         grad_norms.append(float(metrics.grad_norm))
-    return Trained(assembly, state, losses, grad_norms)
+    return Trained(setup, state, losses, grad_norms)
 
 
 @functools.cache
@@ -88,7 +90,7 @@ def of_one_device(num_layers: int = 5, head: str = "tied") -> Trained:
 
 
 def assert_same(ours: Trained, theirs: Trained):
-    assert theirs.assembly.mesh is None
+    assert theirs.setup.step.mesh is None
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-6)
     np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=1e-5)
     weights, expected = ours.weights(), theirs.weights()
@@ -99,11 +101,11 @@ def assert_same(ours: Trained, theirs: Trained):
 
 def assert_evaluated_as(ours: Trained, theirs: Trained):
     """Loss of a batch, and logits of one row as for a sample, which cannot be spread over replicas."""
-    batch = batches_of(ours.assembly.config)[0].astype(np.int32)
+    batch = batches_of(ours.setup.config)[0].astype(np.int32)
     held, one = (
         [
-            jax.jit(run.assembly.loss)(run.state.params, run.assembly.place_whole(batch)),
-            jax.jit(run.assembly.logits)(run.state.params, run.assembly.place_whole(batch[:1])),
+            jax.jit(run.setup.loss)(run.state, run.setup.place_whole(batch)),
+            jax.jit(run.setup.logits)(run.state, run.setup.place_whole(batch[:1])),
         ]
         for run in (ours, theirs)
     )
@@ -112,10 +114,10 @@ def assert_evaluated_as(ours: Trained, theirs: Trained):
     np.testing.assert_allclose(held[1], one[1], rtol=1e-4, atol=1e-5)
 
 
-def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
-    assembly = Assembly.of(config)
-    assert isinstance(assembly.form, Staged)
-    return assembly, assembly.form
+def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
+    setup = TrainSetup.of(config)
+    assert isinstance(setup.step.bound, BoundPipeline)
+    return setup, setup.step.bound
 
 
 # --- The numbers of one device ---
@@ -132,15 +134,15 @@ def staged(config: TrainConfig) -> tuple[Assembly, Staged]:
 )
 def test_a_pipeline_trains_and_is_evaluated_as_one_device_does(pp, dp, chunks, schedule, num_layers, head, runtime):
     ours = trained(config_of(pp=pp, dp=dp, chunks=chunks, schedule=schedule, num_layers=num_layers, head=head))
-    assert isinstance(ours.assembly.form, Staged)
-    pipeline = ours.assembly.form.pipeline
+    assert isinstance(ours.setup.step.bound, BoundPipeline)
+    pipeline = ours.setup.step.bound.pipeline
     assert (pipeline.schedule.name, pipeline.runtime) == (schedule, runtime)
-    assert ours.assembly.num_devices == dp * pp
+    assert ours.setup.num_devices == dp * pp
     assert all(leaf.sharding.device_set == set(jax.devices()[: dp * pp]) for leaf in jax.tree.leaves(ours.state))
     assert_same(ours, of_one_device(num_layers, head))
     assert_evaluated_as(ours, of_one_device(num_layers, head))
     # What pads the vocabulary and the layers is not in the model's tree: packing makes it anew, of zeros.
-    form = ours.assembly.form
+    form = ours.setup.step.bound
     again = jax.jit(lambda params: form.pack(form.unpack(params)))(ours.state.params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours.state.params), jax.device_get(again))
 
@@ -166,8 +168,8 @@ def hasty(monkeypatch):
 def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
     fields = {"num_layers": 4, "head": "untied"}
     ours = trained(config_of(pp=2, schedule="auto", **fields))
-    assert isinstance(ours.assembly.form, Staged)
-    assert ours.assembly.form.pipeline.schedule.name in NAMES
+    assert isinstance(ours.setup.step.bound, BoundPipeline)
+    assert ours.setup.step.bound.pipeline.schedule.name in NAMES
     assert ours.losses[-1] < ours.losses[0] - 0.2
     assert_same(ours, of_one_device(**fields))
 
@@ -220,7 +222,7 @@ def test_without_layers_for_two_chunks_only_one_is_tried(hasty):
 
 def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
     with pytest.raises(error, match=message) as info:
-        Assembly.of(config_of(**fields))
+        TrainSetup.of(config_of(**fields))
     assert len(str(info.value).splitlines()) == 1
     return info.value
 
@@ -228,14 +230,13 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
 @pytest.mark.parametrize(
     ("field", "message", "fields"),
     [
-        ("schedule", r"--schedule is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
-        ("pp", "--pp is 6: must be such that --pp x --chunks 1 is at most the 5 layers", {"pp": 6}),
-        ("pp", "--pp is 2: must be such that --pp x --chunks 3 is at most the 5 layers", {"chunks": 3}),
-        ("dp", r"--dp 4 --pp 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
+        ("schedule", r"`schedule` is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
+        ("pp", "`pp` is 6: must be such that `pp` x `chunks` 1 is at most the 5 layers", {"pp": 6}),
+        ("pp", "`pp` is 2: must be such that `pp` x `chunks` 3 is at most the 5 layers", {"chunks": 3}),
+        ("dp", r"`dp` 4 `pp` 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
         (
             "pp",
-            r"--pp is 2: must be 1 for tests\.test_pipeline_training:Unsplit, because tests\.test_pipeline_training has no "
-            r"pipeline_parts\(config, ranks\)",
+            r"`pp` is 2: must be 1 for tests\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
             {"module": "tests.test_pipeline_training:Unsplit"},
         ),
     ],
@@ -267,8 +268,8 @@ def test_what_is_no_schedule_for_the_model_is_refused(hasty, message, fields):
 def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
     path = tmp_path / "schedule.csv"
     write(generate("1f1b", pp=ranks, microbatches=microbatches), path)
-    message = f"--schedule .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for --pp 2 and "
-    error = refused(ConfigError, message + "--num-microbatches 4", pp=2, schedule=str(path))
+    message = f"`schedule` .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for `pp` 2 and "
+    error = refused(ConfigError, message + "`num_microbatches` 4", pp=2, schedule=str(path))
     assert isinstance(error, ConfigError)
     assert error.field == "schedule"
 
@@ -318,9 +319,9 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory_limit": 1.0}, "--memory-limit is 1.0: must be 0 where --schedule is not auto"),
-        ({"schedule": "auto", "chunks": 2}, "--chunks is 2: must be 1 with --schedule auto, which says it itself"),
-        ({"schedule": "mine.csv", "chunks": 2}, "--chunks is 2: must be 1 with --schedule mine.csv"),
+        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 where `schedule` is not auto"),
+        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which says it itself"),
+        ({"schedule": "mine.csv", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` mine.csv"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused(fields, message):

@@ -1,20 +1,17 @@
 """Collectives of parameters and gradients in a step compiled for H200s: how many, of what, in which dtypes."""
 
-import dataclasses
 import math
 import re
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from jgraph.profile.program import Program
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import ModelConfig, TrainConfig
-from jgraph.training.forms import Staged
+from jgraph.training.config import TrainConfig
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot
+from jgraph_models.gpt import GPTConfig
 
 FLOAT, LOW = "f32", "bf16"
 # 61 divides no number of parameters, so a collective of activations is known by its size.
@@ -22,23 +19,18 @@ SEQ, WIDTH, SMALL = 61, 512, 4096
 LOW_SUMS = {"main_grads_dtype": "bfloat16", "decoupled_grad": True}
 
 
-def assembly_of(**fields: Any) -> Assembly:
+def setup_of(**fields: Any) -> TrainSetup:
     """One of few layers, over H200s."""
     sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
-    model = ModelConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
+    model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
     fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
-    assembly = Assembly.of(TrainConfig(**fields, model=model))
-    mesh, form = assembly.mesh, assembly.form
-    assert mesh is not None
-    mesh = Mesh(np.array(aot.devices(8)[: mesh.size]).reshape(mesh.devices.shape), mesh.axis_names)
-    placed = {"pipeline": dataclasses.replace(form.pipeline, mesh=mesh)} if isinstance(form, Staged) else {"mesh": mesh}
-    return dataclasses.replace(assembly, mesh=mesh, form=dataclasses.replace(form, **placed))
+    setup = TrainSetup.of(TrainConfig(**fields, model=model))
+    return setup.on(aot.devices(8)[: setup.num_devices])
 
 
-def collectives(assembly: Assembly) -> list[tuple[str, str, int]]:
+def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
     """(kind, dtype, elements of the result) of all of the compiled step; one of two dtypes is two here."""
-    state, tokens_BS = assembly.step_shapes(assembly.config.batch_size)
-    compiled, _ = aot.compile_lowered(assembly.step().lower(state, tokens_BS), assembly.options("gpu"))
+    compiled, _ = aot.compile_lowered(setup.step.lower(setup.tokens()), setup.options("gpu"))
     found = []
     for instruction in Program.of(compiled.as_text()).instructions.values():
         if kind := re.fullmatch(r"(all-reduce|reduce-scatter|all-gather)(-done)?", instruction.opcode):
@@ -74,12 +66,12 @@ once = pytest.mark.once
     ids=lambda value: " ".join(f"{name}={field}" for name, field in value.items() if isinstance(name, str)),
 )
 def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200, fields, expected):
-    assembly = assembly_of(**fields)
-    config, params = assembly.config, assembly.state_shapes().params
+    setup = setup_of(**fields)
+    config, params = setup.config, setup.step.state.params
     own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
     activations = config.batch_size // (config.num_microbatches * config.dp * config.fsdp) * SEQ * WIDTH
     sizes: dict[tuple[str, str], list[int]] = {}
-    for kind, dtype, elements in collectives(assembly):
+    for kind, dtype, elements in collectives(setup):
         # In a pipeline ranks share the vocabulary: they add what their parts make of microbatches' activations.
         if config.pp > 1 and kind == "all-reduce" and elements % activations == 0:
             continue

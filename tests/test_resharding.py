@@ -13,9 +13,9 @@ import pytest
 
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.errors import CheckpointError
-from jgraph.training.assembly import Assembly
+from jgraph.parallel.step import TrainState
 from jgraph.training.config import TrainConfig
-from jgraph.training.step import TrainState
+from jgraph.training.setup import TrainSetup
 from tests import tiny
 from tests.test_distributed import assert_same_losses
 from tests.test_pipeline_training import FAST_COMPILE, batches_of, config_of
@@ -39,18 +39,18 @@ def config_on(mesh: str) -> TrainConfig:
 
 
 @functools.cache
-def compiled(mesh: str) -> tuple[Assembly, Any]:
+def compiled(mesh: str) -> tuple[TrainSetup, Any]:
     config = config_on(mesh)
-    assembly = Assembly.of(config)
-    return assembly, assembly.compile_step(config.batch_size)[0]
+    setup = TrainSetup.of(config)
+    return setup, setup.compile_step()
 
 
 def trained(mesh: str, state: TrainState, steps: range) -> tuple[TrainState, list[float]]:
     """The state after some steps, and their losses. The state that is given is donated."""
-    assembly, step = compiled(mesh)
-    batches, losses = batches_of(assembly.config), []
+    setup, step = compiled(mesh)
+    batches, losses = batches_of(setup.config), []
     for i in steps:
-        state, metrics = step(state, assembly.place(batches[i]))
+        state, metrics = step(state, setup.step.place(batches[i]))
         losses.append(float(metrics.loss))
     return state, losses
 
@@ -61,10 +61,10 @@ def saved(tmp_path_factory):
 
     @functools.cache
     def save(mesh: str) -> tuple[Path, list[float]]:
-        assembly, directory = compiled(mesh)[0], tmp_path_factory.mktemp("saved")
+        setup, directory = compiled(mesh)[0], tmp_path_factory.mktemp("saved")
         checkpoints = Checkpoints(directory, 1)
-        state, _ = trained(mesh, assembly.init(), range(SAVED))
-        checkpoints.save(SAVED, assembly.portable.of(state))
+        state, _ = trained(mesh, setup.init(), range(SAVED))
+        checkpoints.save(SAVED, setup.step.canonical.of(state))
         _, losses = trained(mesh, state, range(SAVED, STEPS))
         checkpoints.close()
         return directory, losses
@@ -72,14 +72,14 @@ def saved(tmp_path_factory):
     return save
 
 
-def restored(directory: Path, assembly: Assembly) -> TrainState:
+def restored(directory: Path, setup: TrainSetup) -> TrainState:
     checkpoints = Checkpoints(directory, 1)
     try:
-        found = checkpoints.restore_latest(assembly.portable.shapes())
+        found = checkpoints.restore_latest(setup.step.canonical.shapes())
     finally:
         checkpoints.close()
     assert found is not None
-    return assembly.portable.back(found[1])
+    return setup.step.canonical.back(found[1])
 
 
 def bits(tree: Any) -> list[np.ndarray]:
@@ -107,9 +107,9 @@ def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
 
 @pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])
 def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
-    assembly = Assembly.of(config_of(num_layers=9, num_microbatches=2, **fields))
-    shapes = assembly.portable.shapes()
-    ranks = assembly.num_devices // fields.get("dp", 1)
+    setup = TrainSetup.of(config_of(num_layers=9, num_microbatches=2, **fields))
+    shapes = setup.step.canonical.shapes()
+    ranks = setup.num_devices // fields.get("dp", 1)
     # No device holds more than its share.
     assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
     random = np.random.default_rng(0)
@@ -121,11 +121,11 @@ def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
         ),
         shapes,
     )
-    state = assembly.portable.back(portable)
-    again = assembly.portable.of(state)
+    state = setup.step.canonical.back(portable)
+    again = setup.step.canonical.of(state)
     assert_same_bits(again, portable)
-    assert_same_bits(assembly.portable.back(again), state)
-    for tree, said in ((again, shapes), (state, assembly.state_shapes())):
+    assert_same_bits(setup.step.canonical.back(again), state)
+    for tree, said in ((again, shapes), (state, setup.step.state)):
         jax.tree.map(lambda leaf, said: assert_lies_as(leaf, said.sharding), tree, said)
 
 
@@ -135,7 +135,7 @@ def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
 
 def test_another_model_is_refused_with_the_leaves_that_differ(saved):
     config = config_on(ONE)
-    wider = Assembly.of(dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96)))
+    wider = TrainSetup.of(dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96)))
     message = (
         r"does not fit this run: \.params\['blocks'\]\[0\]\['mlp'\]\['down'\].*float32\[64, 32\] in the checkpoint, float32\[96"
     )

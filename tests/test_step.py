@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from jgraph.errors import DonationError
+from jgraph.parallel import Replicated, train_step
 from jgraph.training.config import OptimizerConfig
-from jgraph.training.step import accumulate, init_state, optimizer, train_step
-from jgraph.xla import check_identity
+from jgraph.training.optimizer import adamw as configured
 
 CONSTANT = {"learning_rate": 0.5, "final_learning_rate": 1.0, "warmup_steps": 0}
 MICROBATCHES = [1, 2, 4, 16]  # up to 8 are unrolled, 16 are a loop
@@ -26,8 +26,7 @@ def new_params():
 
 
 def adamw(steps=100, **fields):
-    config = OptimizerConfig(**fields)
-    return optimizer(config, steps, decay_mask={"b": False, "w": True})
+    return configured(OptimizerConfig(**fields), steps, decay_mask={"b": False, "w": True})
 
 
 @pytest.fixture
@@ -35,13 +34,18 @@ def batch():
     return np.random.default_rng(0).standard_normal((32, 9)).astype(np.float32)
 
 
-def run(batch, *, state=None, loss=squared_error, transform=None, num_microbatches=1, **settings):
-    """One step from `state`, or from new parameters; plain gradient descent unless told otherwise, without clipping."""
-    transform = transform or optax.sgd(1.0)
-    step = jax.jit(
-        train_step(accumulate(jax.value_and_grad(loss), num_microbatches), transform, **({"clip_norm": 1e9} | settings))
+def step_of(transform=None, *, loss=squared_error, params=None, **settings):
+    """A step of plain gradient descent, unless told otherwise."""
+    shapes = new_params() if params is None else params
+    return train_step(
+        lambda params, batch_BS, key: loss(params, batch_BS), transform or optax.sgd(1.0), Replicated(None, shapes), **settings
     )
-    return step(state or init_state(new_params(), transform), batch)
+
+
+def run(batch, *, state=None, **settings):
+    """One step from `state`, or from new parameters. Donates no state that a test goes on with."""
+    step = step_of(**settings)
+    return step.compile(batch)(jax.tree.map(jnp.copy, state) if state else step.init(new_params()), batch)
 
 
 def move(state):
@@ -84,9 +88,9 @@ def test_gradients_that_would_vanish_in_a_bfloat16_sum_are_kept(num_microbatches
     def loss(params, batch_BS):
         return (params["w"].astype(jnp.bfloat16) * batch_BS.astype(jnp.bfloat16)).sum().astype(jnp.float32)
 
-    transform = optax.sgd(1.0)
-    state = init_state({"w": jnp.zeros(1, dtype)}, transform)
-    _, metrics = run(batch, state=state, loss=loss, transform=transform, num_microbatches=num_microbatches)
+    params = {"w": jnp.zeros(1, dtype)}
+    step = step_of(loss=loss, params=params, params_dtype=dtype, num_microbatches=num_microbatches)
+    _, metrics = step.compile(batch)(step.init(params), batch)
     assert metrics.grad_norm == (1 + (num_microbatches - 1) * 2**-9) / num_microbatches
 
 
@@ -134,12 +138,8 @@ def test_a_gradient_of_zero_is_not_divided_by_its_norm(batch):
 # --- What is frozen ---
 
 
-def only_w():
-    return {"b": jnp.zeros(1, bool), "w": jnp.ones((8, 1), bool)}
-
-
 def test_a_frozen_gradient_is_neither_in_the_norm_nor_in_its_parts(batch):
-    _, metrics = run(batch, trained=only_w)
+    _, metrics = run(batch, freeze=("b",))
     gradient = jax.grad(squared_error)(new_params(), batch)
     assert abs(gradient["b"]) > 0.01
     assert metrics.grad_norm == pytest.approx(float(jnp.linalg.norm(gradient["w"])), rel=1e-5)
@@ -147,13 +147,13 @@ def test_a_frozen_gradient_is_neither_in_the_norm_nor_in_its_parts(batch):
 
 
 def test_clipping_leaves_what_is_trained_the_whole_limit(batch):
-    state, _ = run(batch, trained=only_w, clip_norm=0.25)
+    state, _ = run(batch, freeze=("b",), clip_norm=0.25)
     assert float(optax.tree.norm(move(state))) == pytest.approx(0.25, rel=1e-5)
     assert move(state)["b"] == 0
 
 
 def test_moments_of_a_frozen_parameter_stay_zero_and_those_of_others_do_not(batch):
-    state, _ = run(batch, trained=only_w, transform=adamw())
+    state, _ = run(batch, freeze=("b",), transform=adamw())
     for moments in (state.opt_state[0].mu, state.opt_state[0].nu):
         assert moments["b"] == 0
         assert (moments["w"] != 0).all()
@@ -185,7 +185,7 @@ def bad_batch(batch):
 def test_a_step_that_is_not_finite_leaves_parameters_and_optimizer_as_they_were(bad_batch, loss, num_microbatches):
     transform = adamw()
     # As it is in the middle of a run: moments that are not zero.
-    state = init_state(new_params(), transform)
+    state = step_of(transform).init(new_params())
     moments = jax.tree.map(lambda leaf: leaf + jnp.asarray(3, leaf.dtype), state.opt_state)
     state = type(state)(step=state.step + 5, skipped=state.skipped + 2, params=state.params, opt_state=moments)
     after, _ = run(bad_batch, state=state, loss=loss, transform=transform, num_microbatches=num_microbatches)
@@ -300,7 +300,8 @@ def test_moments_are_computed_in_float32_and_kept_in_the_dtypes_asked_for(first,
 
 def test_weight_decay_is_of_the_float32_parameters(batch):
     # 1 + 2**-10 is 1 in bfloat16.
-    state = init_state({"b": jnp.zeros(1), "w": jnp.full((8, 1), 1 + 2**-10)}, transform := adamw(**CONSTANT, weight_decay=0.5))
+    transform = adamw(**CONSTANT, weight_decay=0.5)
+    state = step_of(transform).init({"b": jnp.zeros(1), "w": jnp.full((8, 1), 1 + 2**-10)})
     after, _ = run(batch, state=state, loss=lambda params, batch_BS: 0 * params["w"].sum(), transform=transform)
     np.testing.assert_array_equal(after.params["w"], np.float32(0.75 * (1 + 2**-10)))
 
@@ -308,24 +309,14 @@ def test_weight_decay_is_of_the_float32_parameters(batch):
 # --- Donation ---
 
 
-def compiled(transform, batch, num_microbatches=1):
-    state = init_state(new_params(), transform)
-    step = jax.jit(
-        train_step(accumulate(jax.value_and_grad(squared_error), num_microbatches), transform),
-        donate_argnums=0,
-        keep_unused=True,
-    )
-    return step.lower(state, batch).compile(), state
-
-
 @pytest.mark.parametrize("num_microbatches", MICROBATCHES)
 def test_every_leaf_of_the_state_is_updated_in_place(batch, num_microbatches):
-    assert check_identity(*compiled(adamw(), batch, num_microbatches=num_microbatches)) is None
+    assert step_of(adamw(), num_microbatches=num_microbatches).compile(batch)
 
 
 def test_leaves_of_a_new_state_do_not_share_a_buffer(batch):
     """The second of two donated arguments in one buffer would be refused."""
-    state = init_state(new_params(), adamw())
+    state = step_of(adamw()).init(new_params())
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
     assert len(set(pointers)) == len(pointers)
 
@@ -341,7 +332,6 @@ def test_an_optimizer_that_returns_its_state_in_another_dtype_is_named(batch, ke
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        program, state = compiled(optax.GradientTransformation(init, update), batch)
-    with pytest.raises(DonationError, match="2 of 7 leaves of the state are not updated in place") as error:
-        check_identity(program, state)
+        with pytest.raises(DonationError, match="2 of 7 leaves of the state are not updated in place") as error:
+            step_of(optax.GradientTransformation(init, update)).compile(batch)
     assert error.value.leaves == (".opt_state['trace']['b']", ".opt_state['trace']['w']")

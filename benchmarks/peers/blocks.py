@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
-from jgraph.training.config import ModelConfig
+from jgraph_models.gpt import GPTConfig
 from tests.parity.torch_gpt import Block, linear, rotary
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     asked = request()
     size = asked["size"]
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu to try this script out, with eager
-    config = ModelConfig(
+    config = GPTConfig(
         vocab_size=256,
         num_layers=size["num_blocks"],
         d_model=size["d_model"],

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
-from jgraph.training.config import ModelConfig, TrainConfig
+from jgraph.training.config import TrainConfig
+from jgraph_models.gpt import GPTConfig
 from tests.parity.torch_gpt import GPT
 
 # B batch of a rank, T sequence, S = T + 1, N tokens, V vocabulary
@@ -80,7 +81,7 @@ def training_step(
     return step
 
 
-def sharded(config: ModelConfig, device: torch.device, ranks: int, *, compile: bool, reshard: bool) -> GPT:
+def sharded(config: GPTConfig, device: torch.device, ranks: int, *, compile: bool, reshard: bool) -> GPT:
     """The model, each block gathered and reduced alone, embedding, head and last norm together.
 
     Args:

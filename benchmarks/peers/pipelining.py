@@ -20,8 +20,9 @@ from torch._functorch import config as functorch
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
+from benchmarks.harness import gpt_of
 from benchmarks.peers.ranks import Ranks
-from jgraph.training.config import ModelConfig
+from jgraph_models.gpt import GPTConfig
 from tests.parity.torch_gpt import Block, RMSNorm, linear, rotary
 
 # M microbatches, B batch, T sequence, N tokens, D model, V vocabulary
@@ -62,7 +63,7 @@ class Part(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, length: int, *, layers: int, is_first: bool, is_last: bool):
+    def __init__(self, config: GPTConfig, length: int, *, layers: int, is_first: bool, is_last: bool):
         super().__init__()
         shape = config.vocab_size, config.d_model
         self.dtype = getattr(torch, config.compute_dtype)
@@ -109,7 +110,7 @@ def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
 
 
 def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
-    config, B, T = ModelConfig(**size["model"]), size["batch"], size["length"]
+    config, B, T = gpt_of(size["model"]), size["batch"], size["length"]
     dtype = getattr(torch, config.compute_dtype)
 
     def module(stage: int) -> nn.Module:

@@ -105,7 +105,7 @@ class Checkpoints:
             return step, state
         if damaged:
             names = "; ".join(f"{self._directory / str(step)} ({reason})" for step, reason in damaged.items())
-            raise CheckpointError(f"every checkpoint is damaged: {names}; bring one back, or start over with --no-resume")
+            raise CheckpointError(f"every checkpoint is damaged: {names}; bring one back, or start over with `resume` off")
         return None
 
     def wait(self) -> None:
@@ -164,7 +164,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {self._directory / str(step)} does not fit this run: {'; '.join(differing[:4])}"
                 f"{f' and {len(differing) - 4} more' if len(differing) > 4 else ''}; "
-                "use another --run-dir or --no-resume"
+                "use another `run_dir` or `resume` off"
             )
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
@@ -196,9 +196,9 @@ class Checkpoints:
         except Exception as e:
             if is_no_space(e):
                 raise CheckpointError(
-                    f"{what}: no space left on the disk; free some, name another --run-dir, or lower --checkpoint-keep"
+                    f"{what}: no space left on the disk; free some, name another `run_dir`, or lower `checkpoint_keep`"
                 ) from e
-            raise CheckpointError(f"{what}: cannot be written: {_first_line(e)}; check --run-dir") from e
+            raise CheckpointError(f"{what}: cannot be written: {_first_line(e)}; check `run_dir`") from e
 
 
 class _DamagedError(Exception):
@@ -225,8 +225,8 @@ def check_space(directory: Path, state: object, count: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise CheckpointError(
-            f"--run-dir: {directory} needs {needed:,} bytes for {count} checkpoints, and {free:,} are free on its disk; "
-            "free some space, name another --run-dir, or lower --checkpoint-keep"
+            f"`run_dir`: {directory} needs {needed:,} bytes for {count} checkpoints, and {free:,} are free on its disk; "
+            "free some space, name another `run_dir`, or lower `checkpoint_keep`"
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from jgraph.cli.parse import exit_code, one_line
+from jgraph.cli.parse import exit_code, fields_of, one_line
 from jgraph.data import tokenfile
 from jgraph.data.corpus import load
 from jgraph.data.directory import side_files
@@ -58,7 +58,7 @@ def show(data: tyro.conf.Positional[str], /) -> None:
     Args:
         data: python-docs, python-source, synthetic, a text file, or a directory of token files.
     """
-    corpus = load(data, seq_len=1, vocab_size=1 << 32)
+    corpus = load(data, seq_len=1, vocab_size=None)
     rows = {
         "name": corpus.name,
         "train": f"{len(corpus.train):,} tokens, {corpus.train_documents:,} documents",
@@ -76,7 +76,7 @@ def show(data: tyro.conf.Positional[str], /) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 2 after an error, which is told in one line."""
-    return exit_code("jgraph.data", lambda: _run(args))
+    return exit_code("jgraph.data", lambda: _run(args), fields_of(make))
 
 
 def _run(args: Sequence[str] | None) -> None:

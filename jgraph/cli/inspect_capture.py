@@ -13,6 +13,7 @@ from rich.console import Console
 from jgraph.cli.flags import Count, File, Name, optional, write_file
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.training.config import TrainConfig
+from jgraph.training.model import settings_of
 from jgraph.training.presets import PRESETS, preset
 
 if TYPE_CHECKING:
@@ -89,14 +90,14 @@ def _explain(options: CaptureOptions) -> "Explanation":
         fn, args, donated = _example(options.name)
         report = explain(fn, *args, donate_argnums=donated, target=options.target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{options.name}, {report.name}")
-    from jgraph.training.assembly import Assembly
+    from jgraph.training.setup import TrainSetup
 
-    assembly = Assembly.of(config)
-    shapes = assembly.step_shapes(config.batch_size)
-    report = explain(assembly.step(), *shapes, target=options.target, compiler_options=chosen)
-    name = f"training step of {config.preset} ({config.model.module}), {config.batch_size} x {config.seq_len} tokens,"
+    setup = TrainSetup.of(config)
+    shapes = (setup.step.state, setup.tokens())
+    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=chosen)
+    name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
     notes = report.notes
-    if options.target is not None and config.model.attention == "xla":
+    if options.target is not None and getattr(config.model, "attention", "") == "xla":
         notes += ("attention is XLA's: cuDNN's, which a run on the GPU would take, cannot be compiled without one",)
     return dataclasses.replace(report, name=name, notes=notes)
 
@@ -109,7 +110,7 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
     sizes = {field: value for field, value in sizes.items() if value is not None}
     if called in PRESETS and (not module or not _has(module, name)):
         base = preset(called)
-        if module and base.model.module.partition(":")[0] != module:
+        if module and base.module.partition(":")[0] != module:
             raise ConfigError(f"{options.name} names no class: give {module}:CLASS --preset {called}", field="name")
         if options.preset is not None:
             raise ConfigError(f"{options.name} is a preset: leave out --preset {options.preset}", field="preset")
@@ -119,16 +120,22 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
         if options.preset is None:
             raise ConfigError(f"{options.name} is a class: give its sizes, --preset {'|'.join(PRESETS)}", field="preset")
         base = preset(options.preset)
-        base = dataclasses.replace(base, model=dataclasses.replace(base.model, module=options.name))
+        base = _of_model(base, options.name)
     else:
         given = [f"--{field.replace('_', '-')}" for field in ("preset", *sizes) if getattr(options, field) is not None]
         if given:
             raise ConfigError(f"{options.name} is no class, and says everything: leave out {', '.join(given)}", field="name")
         return None
-    if options.target is not None and base.model.attention == "auto":
+    if options.target is not None and getattr(base.model, "attention", "") == "auto":
         # cuDNN's attention cannot be compiled without a GPU, also where there is one of another kind.
         base = dataclasses.replace(base, model=dataclasses.replace(base.model, attention="xla"))
     return dataclasses.replace(base, **sizes)
+
+
+def _of_model(base: TrainConfig, name: str) -> TrainConfig:
+    """Returns a preset with another model, in the preset's sizes if it has the same settings."""
+    settings = settings_of(name)
+    return dataclasses.replace(base, module=name, model=base.model if settings and isinstance(base.model, settings) else None)
 
 
 def _example(name: str) -> tuple[Any, Sequence[Any], Any]:

@@ -1,13 +1,16 @@
 """Command lines through tyro, whose errors are told in one line."""
 
 import contextlib
+import dataclasses
+import inspect
 import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from typing import TypeVar
+import typing
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -16,15 +19,57 @@ from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 T = TypeVar("T")
 
 
-class PipeConsole(Console):
-    """A console that leaves a pipe that nobody reads to `exit_code`."""
+def fields_of(kind: Any) -> set[str]:
+    """Returns the dotted names of a dataclass's fields, those of its dataclasses included; of a function, its arguments."""
+    if not dataclasses.is_dataclass(kind):
+        return set(inspect.signature(kind).parameters)
+    hints = typing.get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    inner = {name: fields_of(hints[name]) for name in names if dataclasses.is_dataclass(hints[name])}
+    return names.union(*({f"{name}.{own}" for own in fields} for name, fields in inner.items()))
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a field: `model.num_heads` -> `--model.num-heads`."""
+    return "--" + _RENAMED.get(name, name).replace("_", "-")
+
+
+# The model's own settings and where it is read as one thing on the command line.
+_RENAMED = {"module": "model.module"}
+
+
+def as_flags(text: str, fields: Collection[str]) -> str:
+    """Returns a message of the library with fields' names in backticks as the flags that they are here."""
+
+    def named(match: re.Match[str]) -> str:
+        if match[1] not in fields and match[1].partition(".")[0] not in fields:
+            return match[0]
+        return flag(match[1]).replace("--", "--no-", 1) if match[2] else flag(match[1])
+
+    return re.sub(r"`([a-z][a-z0-9_.]*)`( off)?", named, text)
+
+
+class FlagConsole(Console):
+    """A console that tells of flags where the library names fields, and leaves a pipe that nobody reads to `exit_code`."""
+
+    def __init__(self, fields: Collection[str] = (), **settings: Any):
+        super().__init__(**settings)
+        self.fields = fields
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:
         raise
 
 
-def exit_code(prog: str, act: Callable[[], int | None]) -> int:
+def exit_code(prog: str, act: Callable[[], int | None], fields: Collection[str] = ()) -> int:
     """Runs a command and returns what the process is to exit with.
+
+    Args:
+        prog: name of the command.
+        act: runs it.
+        fields: names that are flags of this command.
 
     That is what `act` returns, or 0; 1 for a loss or gradient that is not finite, 2 for input that cannot work, both told in
     one line on stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`.
@@ -38,7 +83,7 @@ def exit_code(prog: str, act: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (JgraphError, OSError) as e:
-        print(f"{prog}: error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"{prog}: error: {as_flags(' '.join(str(e).split()), fields)}", file=sys.stderr)
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130

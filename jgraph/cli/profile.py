@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from jgraph.cli.parse import PipeConsole, exit_code, one_line
+from jgraph.cli.parse import FlagConsole, exit_code, one_line
 from jgraph.errors import ConfigError
 
 _PROG = "jgraph.profile"
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act() -> None:
         options = one_line(lambda: tyro.cli(Options, prog=f"python -m {_PROG}", description=__doc__, args=args))
         if options is not None:
-            run(options, PipeConsole())
+            run(options, FlagConsole())
 
     return exit_code(_PROG, act)
 

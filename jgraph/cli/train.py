@@ -9,18 +9,23 @@ Everything is written to the run directory: config.json, metrics.jsonl (one JSON
 The same command again goes on from the last checkpoint.
 """
 
+import contextlib
+import dataclasses
 import itertools
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli.parse import PipeConsole, exit_code, one_line
+from jgraph.cli.parse import FlagConsole, exit_code, fields_of, one_line
 from jgraph.training.config import TrainConfig
+from jgraph.training.model import settings_of
 from jgraph.training.presets import PRESETS, preset
 
 _PROG = "jgraph.train"
+_FIELDS = fields_of(TrainConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work; 130 after Ctrl-C and 143 after SIGTERM, when all is saved; 130 after a second Ctrl-C, at once; 141 where nobody
         reads stdout any more. An error is one line on stderr.
     """
-    return exit_code(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_code(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv), _FIELDS)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -48,32 +53,55 @@ def _run(argv: Sequence[str]) -> int:
 
     # Orbax logs tracebacks of errors that it also raises, and those are told in one line.
     logging.set_verbosity(logging.FATAL)
-    summary = train(config, console=PipeConsole())
+    summary = train(config, console=FlagConsole(_FIELDS))
     # As of a process that the signal ended, so that a shell does not go on as after a finished run.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
 
 
 def parse(args: Sequence[str]) -> TrainConfig | None:
-    """The configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
+    """Returns the configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
     args = list(args)
-    base = preset(_preset_name(args))
-    return one_line(
+    base = preset(_last(args, "--preset", "cpu-tiny"))
+    module = _last(args, "--model.module", base.module)
+    # A preset's own model is not imported: that would take jax, and a wrong flag should be told at once.
+    settings = type(base.model) if module == base.module else settings_of(module)
+    found = one_line(
         lambda: tyro.cli(
-            TrainConfig,
-            default=base,
+            _flags_of(settings),
+            default=_defaults(base, module, settings),
             args=args,
             prog=f"python -m {_PROG}",
             description=(__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset),
         )
     )
+    return found and TrainConfig(**_shallow(found))
 
 
-def _preset_name(args: list[str]) -> str:
-    """The last --preset among the arguments. One without a value is left to tyro, as everything else that is wrong."""
-    name = TrainConfig.preset
-    for flag, value in itertools.zip_longest(args, args[1:], fillvalue=""):
-        if flag == "--preset" and value:
-            name = value
-        elif flag.startswith("--preset="):
-            name = flag.removeprefix("--preset=")
-    return name
+def _flags_of(settings: type | None) -> type:
+    """Returns TrainConfig with a model's own settings, whose fields become flags too."""
+    module = Annotated[str, tyro.conf.arg(name="model.module")]
+    model = settings or tyro.conf.Suppress[None]
+    fields = [("module", module, dataclasses.field()), ("model", model, dataclasses.field())]
+    return dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
+
+
+def _defaults(base: TrainConfig, module: str, settings: type | None) -> Any:
+    model: Any = base.model if settings and isinstance(base.model, settings) else tyro.MISSING if settings else None
+    if model is tyro.MISSING:
+        with contextlib.suppress(TypeError):  # it has settings without a default, which must be given
+            model = settings()  # pyright: ignore[reportOptionalCall]
+    return _flags_of(settings)(**_shallow(base) | {"module": module, "model": model})
+
+
+def _shallow(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+
+
+def _last(args: list[str], flag: str, value: str) -> str:
+    """Returns the last value of a flag. One without a value is left to tyro, as everything else that is wrong."""
+    for word, following in itertools.zip_longest(args, args[1:], fillvalue=""):
+        if word == flag and following:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.removeprefix(f"{flag}=")
+    return value

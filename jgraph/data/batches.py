@@ -51,7 +51,7 @@ class Batches:
         assert 0 <= self.process_index < self.process_count
         if self.batch_size % self.process_count:
             raise ConfigError(
-                f"--batch-size is {self.batch_size}: must be divisible by the number of processes, {self.process_count}",
+                f"`batch_size` is {self.batch_size}: must be divisible by the number of processes, {self.process_count}",
                 field="batch_size",
             )
         _check_length(self.tokens, self.seq_len)
@@ -127,6 +127,6 @@ def _gather(tokens: Tokens, starts: list[int], seq_len: int) -> np.ndarray:
 def _check_length(tokens: Tokens, seq_len: int) -> None:
     if len(tokens) < seq_len + 1:
         raise DataError(
-            f"--data has {len(tokens)} tokens where --seq-len {seq_len} needs at least {seq_len + 1}: "
-            "use a longer text or a smaller --seq-len"
+            f"`data` has {len(tokens)} tokens where `seq_len` {seq_len} needs at least {seq_len + 1}: "
+            "use a longer text or a smaller `seq_len`"
         )

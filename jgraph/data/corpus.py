@@ -60,7 +60,7 @@ class Corpus:
         return self.decoder([int(token) for token in ids])
 
 
-def load(data: str, *, seq_len: int, vocab_size: int) -> Corpus:
+def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
     """Opens what `--data` names.
 
     Args:
@@ -83,7 +83,7 @@ def load(data: str, *, seq_len: int, vocab_size: int) -> Corpus:
         else:
             raise _unknown(data)
     except OSError as e:
-        raise DataError(f"--data is {data}: cannot be read: {e}") from e
+        raise DataError(f"`data` is {data}: cannot be read: {e}") from e
     _check_fits(corpus, seq_len=seq_len, vocab_size=vocab_size)
     return corpus
 
@@ -92,16 +92,16 @@ def _unknown(data: str) -> DataError:
     close = difflib.get_close_matches(data, CORPORA, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return DataError(
-        f"--data is {data}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}",
+        f"`data` is {data}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}",
     )
 
 
 def _read_text(path: Path) -> list[bytes]:
     text = path.read_bytes()
     if text.startswith(b"JGTOKENS"):
-        raise DataError(f"--data is {path}: a single token file; name the directory that it is in, {path.parent}")
+        raise DataError(f"`data` is {path}: a single token file; name the directory that it is in, {path.parent}")
     if not text.strip():
-        raise DataError(f"--data is {path}: the file is empty; name one with text in it")
+        raise DataError(f"`data` is {path}: the file is empty; name one with text in it")
     return cut(text)
 
 
@@ -111,7 +111,7 @@ def _from_documents(name: str, documents: list[bytes]) -> Corpus:
     try:
         num_heldout = count_heldout(digests)
     except DataError as e:
-        raise DataError(f"--data is {name}: {e}") from e
+        raise DataError(f"`data` is {name}: {e}") from e
     return Corpus(
         name,
         train=_join(document for _, document in by_hash[num_heldout:]),
@@ -157,15 +157,15 @@ def _zlib_nats(documents: list[bytes]) -> float:
     return 8 * math.log(2) * len(zlib.compress(text, level=9)) / len(text)
 
 
-def _check_fits(corpus: Corpus, *, seq_len: int, vocab_size: int) -> None:
+def _check_fits(corpus: Corpus, *, seq_len: int, vocab_size: int | None) -> None:
     if min(len(corpus.train), len(corpus.heldout)) < seq_len + 1:
         raise DataError(
-            f"--data is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
-            f"--seq-len {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller --seq-len"
+            f"`data` is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
+            f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
         )
     ids = _ids_needed(corpus)
-    if ids > vocab_size:
-        raise DataError(f"--model.vocab-size is {vocab_size}: --data {corpus.name} needs at least {ids} token ids")
+    if vocab_size is not None and ids > vocab_size:
+        raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {corpus.name} needs at least {ids} token ids")
 
 
 def _ids_needed(corpus: Corpus) -> int:

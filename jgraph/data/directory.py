@@ -44,16 +44,16 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
     paths = sorted(directory.glob("*.bin"))
     remedy = "make such a directory with python -m jgraph.data make"
     if not paths:
-        raise DataError(f"--data is {directory}: has no .bin files; {remedy}")
+        raise DataError(f"`data` is {directory}: has no .bin files; {remedy}")
     sides: dict[Side, list[Path]] = {"train": [], "heldout": []}
     for path in paths:
         side, dash, _ = path.name.partition("-")
         if not dash or side not in sides:
-            raise DataError(f"--data is {directory}: {path.name} is neither train-*.bin nor heldout-*.bin; {remedy}")
+            raise DataError(f"`data` is {directory}: {path.name} is neither train-*.bin nor heldout-*.bin; {remedy}")
         sides[side].append(path)
     for side, files in sides.items():
         if not files:
-            raise DataError(f"--data is {directory}: has no {side}-*.bin file; {remedy}")
+            raise DataError(f"`data` is {directory}: has no {side}-*.bin file; {remedy}")
     return sides
 
 
@@ -68,7 +68,7 @@ def open_directory(directory: Path) -> TokenDirectory:
     try:
         opened = {side: [TokenFile(path) for path in files] for side, files in sides.items()}
     except DataError as e:
-        raise DataError(f"--data is {directory}: {e}") from e
+        raise DataError(f"`data` is {directory}: {e}") from e
     one = opened["train"][0]
     first = one.header
     hasher = hashlib.sha256()
@@ -78,7 +78,7 @@ def open_directory(directory: Path) -> TokenDirectory:
             header = file.header
             if (header.vocab_size, header.dtype) != (first.vocab_size, first.dtype):
                 raise DataError(
-                    f"--data is {directory}: {file.path.name} has a vocabulary of {header.vocab_size} in {header.dtype}, "
+                    f"`data` is {directory}: {file.path.name} has a vocabulary of {header.vocab_size} in {header.dtype}, "
                     f"{one.path.name} one of {first.vocab_size} in {first.dtype}: all files must come from one tokenizer"
                 )
             hasher.update(bytes.fromhex(header.sha256))

@@ -65,7 +65,7 @@ def digest(document: bytes) -> bytes:
 def check_heldout_fraction(heldout_fraction: float) -> None:
     """Raises ConfigError unless the fraction is in (0, 1)."""
     if not 0 < heldout_fraction < 1:
-        raise ConfigError(f"--heldout-fraction is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
+        raise ConfigError(f"`heldout_fraction` is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
 
 
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:

@@ -52,7 +52,7 @@ def make_token_files(
         OSError: something cannot be read or written. Then, as after any interruption, `out` is as it was.
     """
     if shard_tokens <= 0:
-        raise ConfigError(f"--shard-tokens is {shard_tokens}: must be positive", field="shard_tokens")
+        raise ConfigError(f"`shard_tokens` is {shard_tokens}: must be positive", field="shard_tokens")
     check_heldout_fraction(heldout_fraction)  # before hours of tokenizing, not after
     _check_paths(texts, tokenizer, out)
     encoder = Encoder(tokenizer)
@@ -77,12 +77,12 @@ def make_token_files(
 
 def _check_paths(texts: Sequence[Path], tokenizer: Path, out: Path) -> None:
     if not texts:
-        raise DataError("--text is empty: name at least one text file")
-    for flag, path in [*(("--text", text) for text in texts), ("--tokenizer", tokenizer)]:
+        raise DataError("`text` is empty: name at least one text file")
+    for flag, path in [*(("`text`", text) for text in texts), ("`tokenizer`", tokenizer)]:
         if not path.is_file():
             raise DataError(f"{flag} is {path}: " + ("a directory; name a file" if path.is_dir() else "no such file"))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"--out is {out}: it exists and is not an empty directory; name another")
+        raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
 
 
 def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[_Document]:
@@ -93,7 +93,7 @@ def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[
             # A short text without separators is cut finer when it is alone; among many such texts, each is one document.
             documents = cut(text.read_bytes(), fewest_blocks=-(-FEWEST_BLOCKS // len(texts)))
             if not documents:
-                raise DataError(f"--text is {text}: the file is empty; name one with text in it")
+                raise DataError(f"`text` is {text}: the file is empty; name one with text in it")
             try:
                 for document, ids in zip(documents, encoder.encode(documents), strict=True):
                     # Before they are stored, where those that do not fit would become others.
@@ -104,7 +104,7 @@ def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[
                     yield _Document(digest(document), start, start + len(ids))
                     start += len(ids)
             except DataError as e:
-                raise DataError(f"--text is {text}: {e}") from e
+                raise DataError(f"`text` is {text}: {e}") from e
 
 
 def _shards(documents: Sequence[_Document], shard_tokens: int) -> Iterator[Sequence[_Document]]:

@@ -97,7 +97,7 @@ def shard_specs(
     for name, leaf in shapes.items():
         if name in axes and axes[name] >= leaf.ndim:
             raise ConfigError(
-                f"--shard-rules cut {name} along axis {axes[name]}: must be less than {leaf.ndim}, its shape is {leaf.shape}",
+                f"`shard_rules` cut {name} along axis {axes[name]}: must be less than {leaf.ndim}, its shape is {leaf.shape}",
                 field="shard_rules",
             )
         divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i != taken.get(name)]
@@ -132,7 +132,7 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
         for name in matching(pattern, names, field="shard_rules"):
             other, before = by_rule.get(name, (rule, int(axis)))
             if before != int(axis):
-                raise ConfigError(f"--shard-rules {other} and {rule} both match {name}: must agree", field="shard_rules")
+                raise ConfigError(f"`shard_rules` {other} and {rule} both match {name}: must agree", field="shard_rules")
             by_rule[name] = rule, int(axis)
     return axes | {name: axis for name, (_, axis) in by_rule.items()}
 
@@ -206,7 +206,7 @@ def state_shardings(transform: optax.GradientTransformation, opt_state: Tree, pa
         if leaf.shape != param.shape:
             raise ConfigError(
                 f"the optimizer keeps {leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}: "
-                "must be of its shape, to lie as it does; see --fsdp",
+                "must be of its shape, to lie as it does; see `fsdp`",
                 field="fsdp",
             )
         return sharding

@@ -1,7 +1,7 @@
 """The strategy of a pipeline: every rank has the layers of its stages, and its part of embedding and head."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -103,6 +103,9 @@ class BoundPipeline:
     @property
     def is_matrix(self) -> Tree:
         return {"ends": jax.tree.map(lambda leaf: leaf.ndim > 1, self.shapes["ends"]), "layers": self.packing.decay_mask()}
+
+    def on(self, mesh: Mesh) -> "BoundPipeline":
+        return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
 
     def pack(self, tree: Tree) -> Tree:
         return self._packed(self.pipeline.stack(*self.pipeline.parts.split(tree)))

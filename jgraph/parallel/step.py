@@ -7,7 +7,7 @@ looks at the metrics.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -217,6 +217,13 @@ class TrainStep:
     def num_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 
+    def on(self, devices: Sequence[Any]) -> "TrainStep":
+        """Returns the step over as many other devices, for example some that are described and not here (`jgraph.xla.aot`)."""
+        assert self.mesh is not None, "a step on one device goes where its arguments lie"
+        return replace(
+            self, bound=self.bound.on(Mesh(np.array(devices).reshape(self.mesh.devices.shape), self.mesh.axis_names))
+        )
+
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None) -> TrainState:
@@ -353,9 +360,10 @@ class TrainStep:
         key = jax.random.fold_in(self.key, state.step)
         sums, grads = self.bound.loss_and_grads(state.params, batch, key, state.carried)
         with scope("optimizer"):
-            return self._update(state, sums, grads)
+            return self.update(state, sums, grads)
 
-    def _update(self, state: TrainState, sums: Sums, grads: Tree) -> tuple[TrainState, StepMetrics]:
+    def update(self, state: TrainState, sums: Sums, grads: Tree) -> tuple[TrainState, StepMetrics]:
+        """Applies gradients as the bound strategy gives them, inside a jitted function."""
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)
         mask = self.trained() if self.frozen else None

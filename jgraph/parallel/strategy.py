@@ -5,7 +5,7 @@ functions that a step is built from. `Pipelined` is the third strategy (`jgraph.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -55,6 +55,10 @@ class Bound(Protocol):
     def mesh(self) -> Mesh | None: ...
     @property
     def is_matrix(self) -> Tree: ...
+    def on(self, mesh: Mesh) -> "Bound":
+        """Returns the same over other devices."""
+        ...
+
     def pack(self, tree: Tree) -> Tree:
         """Returns the arrays of a model's tree."""
         ...
@@ -168,6 +172,9 @@ class DataParallel:
     @property
     def is_matrix(self) -> Tree:
         return self.packing.decay_mask()
+
+    def on(self, mesh: Mesh) -> "DataParallel":
+        return replace(self, mesh=mesh)
 
     def pack(self, tree: Tree) -> Tree:
         packed = self.packing.pack(tree)

@@ -13,7 +13,7 @@ from jgraph.errors import ProfileError
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, Simulation, simulate
-from jgraph.schedule.table import tick_table
+from jgraph.schedule.tables import tick_table
 
 # N actions of a rank, T ticks, P ranks, S stages, M microbatches, n kernels
 

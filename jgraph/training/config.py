@@ -1,113 +1,27 @@
 """What a run is: frozen dataclasses, checked once where they are made. No jax here, so that a wrong flag is told in no time.
 
-Every field is a command-line flag (`python -m jgraph.train --help`); its docstring is the flag's help text.
+A field's docstring is the help text of its flag.
 """
 
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, check_types
+from jgraph.training.model import settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
 
-def flag(name: str) -> str:
-    """The command-line flag of a field: `model.num_heads` -> `--model.num-heads`."""
-    return "--" + name.replace("_", "-")
-
-
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        raise ConfigError(f"{flag(name)} is {value}: must be {allowed}", field=name)
+        raise ConfigError(f"`{name}` is {value}: must be {allowed}", field=name)
 
 
 def _require_positive(config: object, names: str, prefix: str = "") -> None:
     for name in names.split():
         value = getattr(config, name)
         _require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Sizes and numerics of a decoder. Any model that `module` names may read them."""
-
-    module: str = "models.gpt:GPT"
-    """Where the model is: `package.module:Class`. Called as `Class(config.model, rngs=...)`."""
-    num_layers: int = 4
-    """Transformer blocks."""
-    d_model: int = 128
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Query heads; d_model / num_heads is the head size."""
-    num_kv_heads: int = 4
-    """Key and value heads; must divide num_heads (grouped-query attention when smaller)."""
-    d_ff: int = 512
-    """Hidden width of the MLP."""
-    vocab_size: int = 256
-    """Rows of the embedding; token ids must be smaller."""
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    """Non-linearity of the MLP; swiglu has a third matrix."""
-    head: Literal["tied", "untied"] = "tied"
-    """Whether the output projection is the embedding or a matrix of its own."""
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
-    scan_layers: bool = False
-    """Compile one block and loop over it: shorter compile time, slower step."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary frequencies."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    loss_chunk: int = 0
-    """Tokens whose logits are held at once; must divide a microbatch's; 0 takes the most that stay under 2**29 logits."""
-
-    def __post_init__(self):
-        _require_positive(
-            self, "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps", prefix="model."
-        )
-        _require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
-        _require(
-            self.module.count(":") == 1 and all(self.module.split(":")), "model.module", self.module, "package.module:Class"
-        )
-        _require(
-            self.d_model % self.num_heads == 0,
-            "model.num_heads",
-            self.num_heads,
-            f"a divisor of --model.d-model {self.d_model}",
-        )
-        _require(
-            self.head_size % 2 == 0, "model.num_heads", self.num_heads, f"such that the head size {self.head_size} is even"
-        )
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.num_kv_heads",
-            self.num_kv_heads,
-            f"a divisor of --model.num-heads {self.num_heads}",
-        )
-        if self.attention == "cudnn":
-            self.check_cudnn()
-
-    @property
-    def head_size(self) -> int:
-        return self.d_model // self.num_heads
-
-    def check_cudnn(self) -> None:
-        """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
-        _require(
-            self.head_size % 8 == 0 and self.head_size <= 128,
-            "model.num_heads",
-            self.num_heads,
-            f"such that the head size {self.head_size} is a multiple of 8 and at most 128 for cuDNN attention, "
-            "or choose --model.attention xla",
-        )
-        _require(
-            self.compute_dtype == "bfloat16",
-            "model.compute_dtype",
-            self.compute_dtype,
-            "bfloat16 for cuDNN attention, or choose --model.attention xla",
-        )
 
 
 class Usual(int):
@@ -121,7 +35,7 @@ class OptimizerConfig:
     learning_rate: float = 3e-4
     """Peak learning rate."""
     warmup_steps: int = Usual(100)
-    """Steps of linear warm-up; the first already moves. If not given, at most a tenth of --steps."""
+    """Steps of linear warm-up; the first already moves. If not given, at most a tenth of `steps`."""
     final_learning_rate: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
     beta1: float = 0.9
@@ -140,6 +54,7 @@ class OptimizerConfig:
     """Dtype in which the mean of squared gradients is kept."""
 
     def __post_init__(self):
+        check_types(self, prefix="optimizer.")
         _require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or positive")
         for name in ("beta1", "beta2"):
@@ -167,13 +82,14 @@ class DistributedConfig:
     """Which of them this one is, from 0."""
 
     def __post_init__(self):
+        check_types(self, prefix="distributed.")
         flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
         given = [name for name, value in flags.items() if value is not None]
         for name, value in flags.items() if given else ():
-            _require(value is not None, f"distributed.{name}", value, f"given where {flag(f'distributed.{given[0]}')} is")
+            _require(value is not None, f"distributed.{name}", value, f"given where `distributed.{given[0]}` is")
         if self.num_processes is None or self.process_id is None:
             return
-        _require(self.setup != "off", "distributed.setup", "off", "auto where --distributed.coordinator is given")
+        _require(self.setup != "off", "distributed.setup", "off", "auto where `distributed.coordinator` is given")
         host, _, port = self.coordinator.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
         _require(is_address, "distributed.coordinator", self.coordinator, "HOST:PORT, as all processes reach process 0")
@@ -182,7 +98,7 @@ class DistributedConfig:
             0 <= self.process_id < self.num_processes,
             "distributed.process_id",
             self.process_id,
-            f"at least 0 and less than --distributed.num-processes {self.num_processes}",
+            f"at least 0 and less than `distributed.num_processes` {self.num_processes}",
         )
 
 
@@ -190,8 +106,12 @@ class DistributedConfig:
 class TrainConfig:
     """A training run."""
 
-    preset: str = "cpu-tiny"
-    """Named configuration that the other flags override."""
+    preset: str = ""
+    """Named configuration that the others override."""
+    module: str = "jgraph_models.gpt:GPT"
+    """Where the model is: `package.module:Class`, of Flax NNX or Linen. What is set here of it are its own settings."""
+    model: Any = None
+    """Settings of the model: the dataclass that its constructor takes first, if it takes one."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
     batch_size: int = 32
@@ -205,9 +125,9 @@ class TrainConfig:
     fsdp: int = 1
     """Devices that share parameters, gradients and optimizer state, each with its part of the batch too."""
     reshard_after_forward: bool = False
-    """With --fsdp: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
+    """With `fsdp`: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
     shard_rules: tuple[str, ...] = ()
-    """With --fsdp: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*.down.kernel=1'."""
+    """With `fsdp`: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*.down.kernel=1'."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks.0.*'."""
     main_params_dtype: DtypeName = "float32"
@@ -215,7 +135,7 @@ class TrainConfig:
     main_grads_dtype: DtypeName = "float32"
     """Dtype in which gradients are summed, over microbatches and over devices."""
     decoupled_grad: bool = False
-    """The optimizer reads gradients in --main-grads-dtype though the parameters have another one."""
+    """The optimizer reads gradients in `main_grads_dtype` though the parameters have another one."""
     on_dtype_mismatch: Literal["error", "copy"] = "error"
     """Where these two dtypes differ and the gradient is not decoupled: refuse, or cast it to the parameters' dtype."""
     pp: int = 1
@@ -223,10 +143,10 @@ class TrainConfig:
     chunks: int = 1
     """Stages of each pipeline rank."""
     schedule: str = "aligned"
-    """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule --help`); a .csv or
+    """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule`); a .csv or
     .json file; or `auto`, which measures and takes the fastest that fits."""
     memory_limit: float = 0.0
-    """With --schedule auto: GiB of a device for what waits between the parts of the backward; 0 for no limit."""
+    """With `schedule` auto: GiB of a device for what waits between the parts of the backward; 0 for no limit."""
     remat: Literal["nothing", "layer"] = "nothing"
     """What of a pipeline's layer its backward makes again: nothing, or all but its input."""
     data: str = "python-docs"
@@ -236,7 +156,7 @@ class TrainConfig:
     seed: int = 0
     """Seeds the weights and the order of the data."""
     resume: bool = True
-    """Go on from the last checkpoint of the run directory; --no-resume starts over and replaces what is there."""
+    """Go on from the last checkpoint of the run directory; off, it starts over and replaces what is there."""
     graph: Literal["auto", "off", "full"] = "auto"
     """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included."""
     xla_options: tuple[str, ...] = ()
@@ -258,11 +178,14 @@ class TrainConfig:
     names; profile/profile.html and profile.json are written in the run directory."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 for none."""
-    model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
+        check_types(self)
+        _require(self.module.count(":") == 1 and all(self.module.split(":")), "module", self.module, "package.module:Class")
+        if self.model is None and (kind := settings_of(self.module)) is not None:
+            object.__setattr__(self, "model", kind())
         _require_positive(
             self,
             "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches checkpoint_every "
@@ -275,17 +198,17 @@ class TrainConfig:
             self.batch_size % self.num_microbatches == 0,
             "num_microbatches",
             self.num_microbatches,
-            f"a divisor of --batch-size {self.batch_size}",
+            f"a divisor of `batch_size` {self.batch_size}",
         )
         rows = self.batch_size // self.num_microbatches
         sequences = (
-            f"the {rows} sequences of a microbatch (--batch-size {self.batch_size}, --num-microbatches {self.num_microbatches})"
+            f"the {rows} sequences of a microbatch (`batch_size` {self.batch_size}, `num_microbatches` {self.num_microbatches})"
         )
         _require(rows % self.dp == 0, "dp", self.dp, f"a divisor of {sequences}")
-        _require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that --dp {self.dp} x --fsdp divides {sequences}")
+        _require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that `dp` {self.dp} x `fsdp` divides {sequences}")
         if self.fsdp == 1:
-            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where --fsdp is 1")
-            _require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where --fsdp is 1")
+            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where `fsdp` is 1")
+            _require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where `fsdp` is 1")
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
             _require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
@@ -295,42 +218,36 @@ class TrainConfig:
                 self.main_grads_dtype == "float32",
                 "main_grads_dtype",
                 self.main_grads_dtype,
-                "float32 in a pipeline, whose products add onto float32; parameters may be bfloat16 (--main-params-dtype)",
+                "float32 in a pipeline, whose products add onto float32; parameters may be bfloat16 (`main_params_dtype`)",
             )
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         _require(
             not differ or self.on_dtype_mismatch == "copy",
             "main_grads_dtype",
             self.main_grads_dtype,
-            f"--main-params-dtype {self.main_params_dtype}, or take --decoupled-grad (the optimizer reads "
-            f"{self.main_grads_dtype}), or --on-dtype-mismatch copy (one cast more)",
-        )
-        _require(
-            self.model.num_layers >= self.pp * self.chunks,
-            "pp",
-            self.pp,
-            f"such that --pp x --chunks {self.chunks} is at most the {self.model.num_layers} layers (--model.num-layers)",
+            f"`main_params_dtype` {self.main_params_dtype}, or take `decoupled_grad` (the optimizer reads "
+            f"{self.main_grads_dtype}), or `on_dtype_mismatch` copy (one cast more)",
         )
         _require(
             math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive"
         )
         if self.schedule != "auto":
-            _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where --schedule is not auto")
+            _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where `schedule` is not auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
-            _require(self.chunks == 1, "chunks", self.chunks, f"1 with --schedule {self.schedule}, which says it itself")
+            _require(self.chunks == 1, "chunks", self.chunks, f"1 with `schedule` {self.schedule}, which says it itself")
         _require(
             self.schedule != "interleaved-1f1b" or self.chunks > 1,
             "chunks",
             self.chunks,
-            "at least 2 with --schedule interleaved-1f1b; with 1, take --schedule 1f1b",
+            "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b",
         )
         if self.is_pipeline:
             _require(
                 not self.reshard_after_forward,
                 "reshard_after_forward",
                 "set",
-                "unset in a pipeline, where a rank gathers its stages once a step; for less memory, take more ranks (--pp) or "
-                "--remat layer",
+                "unset in a pipeline, where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or "
+                "`remat` layer",
             )
         for option in self.xla_options:
             _require("=" in option, "xla_options", option, "name=value")
@@ -338,16 +255,16 @@ class TrainConfig:
             first, stop = self.profile_steps
             steps = 2 * (stop - first) + 1
             is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
-            allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to --steps {self.steps}"
+            allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to `steps` {self.steps}"
             _require(is_window, "profile", self.profile, allowed)
         self._check_warmup()
         if not self.run_dir:
-            object.__setattr__(self, "run_dir", f"runs/{self.preset}")
+            object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
 
     def _check_warmup(self) -> None:
         warmup = self.optimizer.warmup_steps
         if not isinstance(warmup, Usual):
-            _require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most --steps {self.steps}")
+            _require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")
         elif warmup > self.steps // 10:
             object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
 
@@ -381,9 +298,10 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
-        fields = dict(fields)
+        fields = as_written_now(fields)
         try:
-            model = ModelConfig(**fields.pop("model"))
+            kind, model = settings_of(fields["module"]), fields.pop("model")
+            model = None if kind is None else kind(**model)
             optimizer = OptimizerConfig(**fields.pop("optimizer"))
             if optimizer.warmup_steps > fields["steps"]:  # as versions wrote it that took any
                 optimizer = replace(optimizer, warmup_steps=Usual(optimizer.warmup_steps))
@@ -393,3 +311,13 @@ class TrainConfig:
             return cls(**fields, model=model, optimizer=optimizer, distributed=distributed)
         except (TypeError, KeyError) as e:
             raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e
+
+
+def as_written_now(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a stored configuration by today's names: the module was once one of the model's settings."""
+    fields, model = dict(fields), fields.get("model")
+    if isinstance(model, dict) and "module" in model:
+        module = model["module"]
+        fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
+        fields["model"] = {name: value for name, value in model.items() if name != "module"}
+    return fields

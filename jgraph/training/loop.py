@@ -12,16 +12,15 @@ import numpy as np
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.device import peak_flops
-from jgraph.dispatch import in_turn
 from jgraph.errors import NonFiniteError, ProfileError
+from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
-from jgraph.training.assembly import Assembly
 from jgraph.training.console import Reporter
-from jgraph.training.metrics import MetricsLog, StepClock, flops_per_step, peak_memory_bytes
+from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes
 from jgraph.training.profiling import Recorder
+from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
-from jgraph.training.step import StepMetrics, TrainState
 
 # Steps handed over before the oldest of them is waited for: enough to hide the host, few enough to stop soon.
 _RUN_AHEAD = 4
@@ -32,8 +31,8 @@ class Loop:
 
     def __init__(
         self,
-        assembly: Assembly,
-        step: Callable[[TrainState, jax.Array | np.ndarray], tuple[TrainState, StepMetrics]],
+        setup: TrainSetup,
+        step: CompiledStep,
         batches: Batches,
         evaluate: Callable[[TrainState], float],
         checkpoints: Checkpoints,
@@ -42,12 +41,13 @@ class Loop:
         clock: StepClock,
         recorder: Recorder | None,
     ):
-        self.config = assembly.config
-        self.place = assembly.place
-        self.portable = assembly.portable
-        self.num_devices = assembly.num_devices
-        self.group_names = assembly.group_names()
-        self.trained_groups = assembly.trained_groups()
+        self.config = setup.config
+        self.place = setup.step.place
+        self.canonical = setup.step.canonical
+        self.num_devices = setup.num_devices
+        self.flops_per_step = setup.flops_per_step
+        self.group_names = setup.group_names()
+        self.trained_groups = setup.trained_groups()
         self.told_zero: set[str] = set()
         self.step = step
         self.batches = batches
@@ -70,7 +70,7 @@ class Loop:
                 done, state = self._profile(self.recorder, done, state)
                 continue
             self.clock.start()
-            state, metrics = in_turn(self.step(state, self.place(self.batches[done])))
+            state, metrics = self.step(state, self.place(self.batches[done]))
             self.pending.append((done, metrics))
             if len(self.pending) > _RUN_AHEAD:
                 jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)
@@ -105,7 +105,7 @@ class Loop:
             "grad_norm": float(last.grad_norm),
             "tokens_per_second": self.config.tokens_per_step / step_seconds,
             "step_time_ms": 1e3 * step_seconds,
-            "mfu": flops_per_step(self.config) / step_seconds / (peak * self.num_devices) if peak else None,
+            "mfu": self.flops_per_step / step_seconds / (peak * self.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
             "seconds": self.clock.seconds,
@@ -137,10 +137,10 @@ class Loop:
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
-        portable = self.portable.of(state)
-        self.checkpoints.save(done, portable)
+        canonical = self.canonical.of(state)
+        self.checkpoints.save(done, canonical)
         # Orbax keeps hold of it until all is written; the next step needs the room.
-        for leaf in jax.tree.leaves(portable):
+        for leaf in jax.tree.leaves(canonical):
             leaf.delete()
 
     def _settle(self) -> StepMetrics:
@@ -159,7 +159,7 @@ class Loop:
             for name in sorted(_zeros(metrics, self.group_names) & self.trained_groups - self.told_zero):
                 self.told_zero.add(name)
                 self.reporter.warn(
-                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by --freeze"
+                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by `freeze`"
                 )
 
     def _tell_non_finite(self, index: int, problem: str) -> None:
@@ -173,10 +173,10 @@ class Loop:
         saved = self.checkpoints.latest_step
         kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
         # Where there is a checkpoint, it is of the old rate, and the directory refuses another.
-        over = "" if saved is None else " with --no-resume or another --run-dir"
+        over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
             f"step {index}: {problem}; the run stops there and {kept}; "
-            f"try a lower --optimizer.learning-rate{over}, or go on past it with --on-nonfinite skip",
+            f"try a lower `optimizer.learning_rate`{over}, or go on past it with `on_nonfinite` skip",
             step=index,
         )
 

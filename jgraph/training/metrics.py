@@ -10,23 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jgraph.training.config import TrainConfig
-
-
-def flops_per_step(config: TrainConfig) -> float:
-    """FLOPs of one optimizer step, forward and backward: 6·N·tokens + 6·L·d·T·tokens.
-
-    N counts the weights of matrix products (attention, MLP, head; the embedding look-up is none), each used by one
-    multiplication and one addition forward and twice that backward. The second term is causal attention, which needs half of
-    its T x T scores: L layers, d = num_heads * head_size, T = seq_len. Recomputation and elementwise work do not count.
-    """
-    m = config.model
-    attention_width = m.num_heads * m.head_size
-    attention = m.d_model * (attention_width + 2 * m.num_kv_heads * m.head_size) + attention_width * m.d_model
-    mlp = (3 if m.mlp == "swiglu" else 2) * m.d_model * m.d_ff
-    weights = m.num_layers * (attention + mlp) + m.d_model * m.vocab_size
-    return 6.0 * config.tokens_per_step * (weights + m.num_layers * attention_width * config.seq_len)
-
 
 def peak_memory_bytes(device: Any) -> int:
     """Most bytes ever in use on a `jax.Device`; where the device does not count (a CPU), the process's largest resident set."""

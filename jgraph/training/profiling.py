@@ -7,7 +7,7 @@ import dataclasses
 import gzip
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,17 +15,14 @@ from typing import Any
 
 import jax
 
-from jgraph.dispatch import in_turn
+from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.schedule import files
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import TrainConfig, flag
+from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
-from jgraph.training.presets import preset
+from jgraph.training.presets import PRESETS
 from jgraph.training.rundir import flatten, versions
-from jgraph.training.step import StepMetrics, TrainState
+from jgraph.training.setup import TrainSetup
 from jgraph.xla.launches import profiler_options
-
-Step = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
 
 # XLA leaves command buffers aside while a profiler watches, unless it is told not to.
 _PROFILED = "xla_enable_command_buffers_during_profiling=true"
@@ -48,7 +45,7 @@ class Recorder:
     """What is needed to trace steps of a run.
 
     Attributes:
-        assembly: of the run.
+        setup: of the run.
         captured: the compiled step with command buffers; None where it has none.
         uncaptured: the compiled step without.
         first: the step at which recording begins.
@@ -56,9 +53,9 @@ class Recorder:
         directory: where traces go; what is there is removed.
     """
 
-    assembly: Assembly
-    captured: Step | None
-    uncaptured: jax.stages.Compiled
+    setup: TrainSetup
+    captured: CompiledStep | None
+    uncaptured: CompiledStep
     first: int
     count: int
     directory: Path
@@ -69,10 +66,10 @@ class Recorder:
         self.directory.mkdir(parents=True)
         metrics: list[StepMetrics] = []
 
-        def run(step: Step, state: TrainState, count: int) -> TrainState:
+        def run(step: CompiledStep, state: TrainState, count: int) -> TrainState:
             for _ in range(count):
                 with jax.profiler.StepTraceAnnotation("train", step_num=self.first + len(metrics)):
-                    state, one = in_turn(step(state, next(batches)))
+                    state, one = step(state, next(batches))
                 metrics.append(one)
             jax.block_until_ready((state, metrics))
             return state
@@ -84,8 +81,8 @@ class Recorder:
         with _trace(self.directory / "uncaptured"):
             state = run(self.uncaptured, state, self.count)
         with gzip.open(self.directory / "program.txt.gz", "wt") as file:
-            file.write(self.uncaptured.as_text() or "")
-        about = _about(self.assembly, self.uncaptured) | {"steps": self.count}
+            file.write(self.uncaptured.as_text())
+        about = _about(self.setup, self.uncaptured) | {"steps": self.count}
         (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
         return state, metrics
 
@@ -94,21 +91,21 @@ def _trace(directory: Path):
     return jax.profiler.trace(str(directory), profiler_options=profiler_options())
 
 
-def _about(assembly: Assembly, compiled: jax.stages.Compiled) -> dict[str, Any]:
+def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
     """What a report says of the run."""
-    config, devices = assembly.config, jax.local_devices()[: assembly.num_devices]
+    config, devices = setup.config, jax.local_devices()[: setup.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
     about: dict[str, Any] = {
-        "title": f"{config.preset}, {tokens}, {assembly.num_devices} x {kind}",
+        "title": f"{config.preset}, {tokens}, {setup.num_devices} x {kind}",
         "device": kind,
-        "devices": assembly.num_devices,
+        "devices": setup.num_devices,
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "flags": _flags(config),
-        "memory": assembly.memory(compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
+        "memory": setup.memory(compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    if (pipeline := assembly.pipeline) is not None:
+    if (pipeline := setup.pipeline) is not None:
         ranks = pipeline.mesh.devices[0].reshape(pipeline.schedule.num_ranks, -1)[:, 0]
         about["pipeline"] = {
             "runtime": pipeline.runtime,
@@ -120,9 +117,9 @@ def _about(assembly: Assembly, compiled: jax.stages.Compiled) -> dict[str, Any]:
 
 def _flags(config: TrainConfig) -> str:
     """Those that differ from the preset's."""
-    base, own = (flatten(dataclasses.asdict(of)) for of in (preset(config.preset), config))
-    words = [f"--preset {config.preset}"]
+    base, own = (flatten(dataclasses.asdict(of)) for of in (PRESETS.get(config.preset, config), config))
+    words = [f"preset {config.preset}"]
     for name, value in own.items():
         if value != base[name] and name not in ("run_dir", "preset"):
-            words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
+            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return " ".join(words)

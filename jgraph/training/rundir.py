@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jgraph.errors import ConfigError
-from jgraph.training.config import TrainConfig, flag
+from jgraph.training.config import TrainConfig, as_written_now
 
 # A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
 FREE_FIELDS = frozenset(
@@ -89,7 +89,7 @@ class RunDir:
         with self._open_locked() as file:
             if (left := _holder(file)) and left["host"] != socket.gethostname():
                 warn(
-                    f"--run-dir is {self.path}: process {left['pid']} on {left['host']} wrote there and did not end well; "
+                    f"`run_dir` is {self.path}: process {left['pid']} on {left['host']} wrote there and did not end well; "
                     "if it still runs there, stop one of the two"
                 )
             file.truncate(0)
@@ -126,7 +126,7 @@ class RunDir:
         holder = _holder(file)
         who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
         file.close()
-        return _error(f"--run-dir is {self.path}: {who} is writing there; {advice}, or name another --run-dir")
+        return _error(f"`run_dir` is {self.path}: {who} is writing there; {advice}, or name another `run_dir`")
 
     def check(self, config: TrainConfig, corpus: dict[str, Any]) -> None:
         """Changes nothing.
@@ -140,17 +140,17 @@ class RunDir:
                 another run.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise _error(f"--run-dir is {self.path}: a file; name a directory")
+            raise _error(f"`run_dir` is {self.path}: a file; name a directory")
         if not self.config.exists():
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
                 raise _error(
-                    f"--run-dir is {self.path}: not empty, and not a run directory (no config.json); name a new or empty one"
+                    f"`run_dir` is {self.path}: not empty, and not a run directory (no config.json); name a new or empty one"
                 )
             return
         if config.resume and not self._is_free() and (differences := self._differences(config, corpus)):
             raise _error(
-                f"--run-dir is {self.path}: holds a run of another configuration: {'; '.join(differences)}; "
-                "use another --run-dir, or --no-resume to start over and replace that run"
+                f"`run_dir` is {self.path}: holds a run of another configuration: {'; '.join(differences)}; "
+                "use another `run_dir`, or `resume` off to start over and replace that run"
             )
 
     def reset(self) -> None:
@@ -188,8 +188,8 @@ class RunDir:
                 raise ValueError("it is not an object")
             flatten(fields)  # which ends as json does where it is nested too deeply
         except (ValueError, RecursionError) as e:
-            raise _error(f"--run-dir is {self.path}: its config.json is damaged ({e}); name another --run-dir") from e
-        return fields
+            raise _error(f"`run_dir` is {self.path}: its config.json is damaged ({e}); name another `run_dir`") from e
+        return as_written_now(fields)
 
     def _differences(self, config: TrainConfig, corpus: dict[str, Any]) -> list[str]:
         there = flatten(self._read_fields())
@@ -197,13 +197,13 @@ class RunDir:
         here = flatten(json.loads(json.dumps(dataclasses.asdict(config) | {"corpus": {"fingerprint": corpus["fingerprint"]}})))
         names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
         differences = [
-            f"{flag(name)} is {_show(here, name)} and was {_show(there, name)}"
+            f"`{name}` is {_show(here, name)} and was {_show(there, name)}"
             for name in names
             if here.get(name) != there.get(name)
         ]
         now, before = (str(fields.get("corpus.fingerprint"))[:12] for fields in (here, there))
         if now != before:
-            differences.append(f"the text of --data {config.data} has fingerprint {now} and had {before}")
+            differences.append(f"the text of `data` {config.data} has fingerprint {now} and had {before}")
         return differences
 
 

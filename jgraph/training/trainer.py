@@ -20,16 +20,16 @@ from jgraph.data import Batches, Corpus, heldout_batches, load, verify_in_backgr
 from jgraph.dispatch import check_devices, in_turn
 from jgraph.errors import ConfigError
 from jgraph.inference.generate import generate
+from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
 from jgraph.training import profiling
-from jgraph.training.assembly import Assembly
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
 from jgraph.training.loop import Loop
 from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.training.rundir import RunDir, versions
+from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
-from jgraph.training.step import TrainState
 from jgraph.xla import compiler_options
 
 _PROMPT_TOKENS = 64
@@ -60,34 +60,33 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config)
     with contextlib.ExitStack() as held:
         with all_or_raise():
-            corpus = load(config.data, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+            corpus = load(config.data, seq_len=config.seq_len, vocab_size=getattr(config.model, "vocab_size", None))
             run_dir.check(config, _corpus_entry(corpus))
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
                 # Again: until now another process may have been there.
                 run_dir.check(config, _corpus_entry(corpus))
-            _check_attention(config)
-            assembly = Assembly.of(config)
-            no_sample = _check_model(assembly)
+            setup = TrainSetup.of(config)
+            no_sample = _check_model(setup)
         _check_alike(config, corpus)
         reporter.config()
         if jax.process_count() > 1:
-            reporter.line(f"devices: {assembly.num_devices}, of {jax.process_count()} processes")
+            reporter.line(f"devices: {setup.num_devices}, of {jax.process_count()} processes")
         if no_sample:
-            reporter.warn(f"no sample at the end: {no_sample}; --sample-tokens 0 asks for none")
+            reporter.warn(f"no sample at the end: {no_sample}; `sample_tokens` 0 asks for none")
         stop = held.enter_context(StopRequest())
         held.enter_context(_memory_errors(config, run_dir))
-        return _train(assembly, corpus, run_dir, reporter, stop, samples=bool(config.sample_tokens) and not no_sample)
+        return _train(setup, corpus, run_dir, reporter, stop, samples=bool(config.sample_tokens) and not no_sample)
 
 
-def _check_model(assembly: Assembly) -> str:
+def _check_model(setup: TrainSetup) -> str:
     """Traces what is first called long after the start. Returns why there can be no sample; empty if there can or need not be.
 
     Raises:
         ConfigError: the model's loss cannot be evaluated.
     """
-    assembly.check_loss()
-    return assembly.sampling_problem() if assembly.config.sample_tokens else ""
+    setup.check_loss()
+    return setup.sampling_problem() if setup.config.sample_tokens else ""
 
 
 @contextlib.contextmanager
@@ -98,29 +97,29 @@ def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        over = ", with --no-resume or another --run-dir" if config.resume and run_dir.has_checkpoint() else ""
+        over = ", with `resume` off or another `run_dir`" if config.resume and run_dir.has_checkpoint() else ""
         raise ConfigError(
-            f"--batch-size is {config.batch_size} in --num-microbatches {config.num_microbatches}: must fit the memory of a "
+            f"`batch_size` is {config.batch_size} in `num_microbatches` {config.num_microbatches}: must fit the memory of a "
             f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches{over} ({str(e).splitlines()[0]})",
             field="batch_size",
         ) from e
 
 
 def _train(
-    assembly: Assembly, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest, *, samples: bool
+    setup: TrainSetup, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest, *, samples: bool
 ) -> Summary:
-    config, shapes = assembly.config, assembly.portable.shapes()
+    config, shapes = setup.config, setup.step.canonical.shapes()
     if config.profile:
-        assembly = dataclasses.replace(assembly, config=profiling.profiled(config, jax.default_backend()))
+        setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
-    batches = _batches(assembly, corpus, check_files)
+    batches = _batches(setup, corpus, check_files)
     step = None
     # The first process's word, because it may already be writing where another looks.
     if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
         with all_or_raise():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Before the directory changes: what does not compile must not replace a run that did.
-        step = _compile(assembly, reporter)
+        step = _compile(setup, reporter)
     with all_or_raise():
         if is_process_zero():
             if not config.resume:
@@ -130,24 +129,24 @@ def _train(
     try:
         with all_or_raise():
             checkpoints.check_space(shapes)
-        done, state = _start(assembly, checkpoints, shapes)
+        done, state = _start(setup, checkpoints, shapes)
         if done >= config.steps:
-            reporter.line(f"this run is finished: {done} of --steps {config.steps} are done")
+            reporter.line(f"this run is finished: {done} of `steps` {config.steps} are done")
             outcome = "already finished"
         else:
             if done:
                 reporter.line(f"resumed from step {done}")
-            step = step or _compile(assembly, reporter)
+            step = step or _compile(setup, reporter)
             recorder = None
             if config.profile and done > config.profile_steps[0]:
-                reporter.warn(f"no profile: --profile is {config.profile}, and {done} steps are done already")
+                reporter.warn(f"no profile: `profile` is {config.profile}, and {done} steps are done already")
             elif config.profile:
-                recorder = _recorder(assembly, step, run_dir)
+                recorder = _recorder(setup, step, run_dir)
             metrics = run_dir.metrics if is_process_zero() else Path(os.devnull)
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
-                loop = Loop(assembly, step, batches, _evaluator(assembly, corpus), checkpoints, log, reporter, clock, recorder)
+                loop = Loop(setup, step, batches, _evaluator(setup, corpus), checkpoints, log, reporter, clock, recorder)
                 done, state = loop.run(done, state, stop)
             check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
@@ -155,7 +154,7 @@ def _train(
         checkpoints.close()
     if done < config.steps:
         reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to go on")
-    sample = _sample(assembly, state, corpus) if done >= config.steps and samples else ("", "")
+    sample = _sample(setup, state, corpus) if done >= config.steps and samples else ("", "")
     stopped_by = stop.name if done < config.steps else ""
     summary = dataclasses.replace(_summary(config, corpus, run_dir, outcome, state, sample), stopped_by=stopped_by)
     if done >= config.steps:
@@ -163,18 +162,10 @@ def _train(
     return summary
 
 
-def _start(assembly: Assembly, checkpoints: Checkpoints, shapes: TrainState) -> tuple[int, TrainState]:
+def _start(setup: TrainSetup, checkpoints: Checkpoints, shapes: TrainState) -> tuple[int, TrainState]:
     """Steps done, and the state after them: the last that was saved, or the first. A function, so that it is held once."""
     saved = checkpoints.restore_latest(shapes)
-    return (0, assembly.init()) if saved is None else (saved[0], assembly.portable.back(saved[1]))
-
-
-def _check_attention(config: TrainConfig) -> None:
-    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ConfigError(
-            f"--model.attention is cudnn: must be auto or xla on this device, a {jax.devices()[0].device_kind}",
-            field="model.attention",
-        )
+    return (0, setup.init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
 def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
@@ -184,32 +175,32 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
     differing = [process for process, total in enumerate(sums) if total != sums[0]]
     if differing:
         raise ConfigError(
-            f"process {differing[0]} was started with other flags or another text of --data than process 0: "
-            "only --distributed.process-id may differ",
+            f"process {differing[0]} was started with other flags or another text of `data` than process 0: "
+            "only `distributed.process_id` may differ",
             field="distributed.process_id",
         )
 
 
-def _compile(assembly: Assembly, reporter: Reporter):
-    step, capture = assembly.compile_step(assembly.config.batch_size)
-    if chosen := assembly.chosen_options(jax.default_backend()):
-        reporter.line(f"XLA options, as --xla-options would give them: {' '.join(chosen)}")
-    if capture is not None:
-        reporter.line(str(capture))
-    if about := assembly.about_pipeline(step):
+def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
+    step = setup.compile_step()
+    if chosen := setup.chosen_options(jax.default_backend()):
+        reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
+    if step.capture is not None:
+        reporter.line(str(step.capture))
+    if about := setup.about_pipeline(step):
         reporter.line(about)
     return step
 
 
-def _recorder(assembly: Assembly, step: jax.stages.Compiled, run_dir: RunDir) -> profiling.Recorder:
+def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profiling.Recorder:
     """Compiled before the loop, so that no pause cools the devices that are to be traced."""
-    first, stop = assembly.config.profile_steps
-    plain = dataclasses.replace(assembly, config=profiling.uncaptured(assembly.config))
-    is_captured = jax.default_backend() == "gpu" and assembly.config.graph != "off"
+    first, stop = setup.config.profile_steps
+    plain = dataclasses.replace(setup, config=profiling.uncaptured(setup.config))
+    is_captured = jax.default_backend() == "gpu" and setup.config.graph != "off"
     return profiling.Recorder(
-        assembly,
+        setup,
         step if is_captured else None,
-        plain.compile_step(plain.config.batch_size)[0] if is_captured else step,
+        plain.compile_step() if is_captured else step,
         first,
         stop - first,
         # Every process runs the steps; the first one's trace is reported.
@@ -217,9 +208,9 @@ def _recorder(assembly: Assembly, step: jax.stages.Compiled, run_dir: RunDir) ->
     )
 
 
-def _batches(assembly: Assembly, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
-    config = assembly.config
-    process_index, process_count = assembly.batch_part()
+def _batches(setup: TrainSetup, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
+    config = setup.config
+    process_index, process_count = setup.step.batch_part(config.batch_size)
     return Batches(
         corpus.train,
         batch_size=config.batch_size,
@@ -231,31 +222,31 @@ def _batches(assembly: Assembly, corpus: Corpus, check_files: Callable[[], None]
     )
 
 
-def _evaluator(assembly: Assembly, corpus: Corpus) -> Callable[[TrainState], float]:
+def _evaluator(setup: TrainSetup, corpus: Corpus) -> Callable[[TrainState], float]:
     """Mean held-out loss. In microbatches, whose activations are known to fit, over `eval_batches` whole batches' windows."""
-    config = assembly.config
+    config = setup.config
     batches = heldout_batches(
         corpus.heldout,
         batch_size=config.batch_size // config.num_microbatches,
         seq_len=config.seq_len,
         limit=config.eval_batches * config.num_microbatches,
     )
-    loss = jax.jit(assembly.loss)
+    loss = jax.jit(setup.loss)
 
     def evaluate(state: TrainState) -> float:
-        losses = [in_turn(loss(state.params, assembly.place_whole(tokens_BS))) for tokens_BS in batches]
+        losses = [in_turn(loss(state, setup.place_whole(tokens_BS))) for tokens_BS in batches]
         # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
         return float(np.mean(jax.device_get(losses)))
 
     return evaluate
 
 
-def _sample(assembly: Assembly, state: TrainState, corpus: Corpus) -> tuple[str, str]:
-    config = assembly.config
+def _sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
+    config = setup.config
     prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, config.seq_len)]).astype(np.int32)
     tokens = generate(
-        assembly.logits,
-        state.params,
+        setup.logits,
+        state,
         prompt,
         jax.random.key(config.seed),
         num_tokens=config.sample_tokens,

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgraph.training.config import ModelConfig
-from models.gpt import GPT, Block, rotary
+from jgraph_models.gpt import GPT, Block, GPTConfig, rotary
 
 B, T, D, F, V, LAYERS = 2, 16, 32, 64, 40, 3
 
@@ -53,9 +52,9 @@ def layer(i):
     return partial(jax.tree.map, lambda a: a[i])
 
 
-def config(**fields: Any) -> ModelConfig:
+def config(**fields: Any) -> GPTConfig:
     sizes = {"num_layers": LAYERS, "d_model": D, "num_heads": 4, "num_kv_heads": 4, "d_ff": F, "vocab_size": V}
-    return ModelConfig(**(sizes | {"compute_dtype": "float32"} | fields))
+    return GPTConfig(**(sizes | {"compute_dtype": "float32"} | fields))
 
 
 def of_module(module: nnx.Module, call: Callable[..., Any] | None = None, **fields: Any) -> Stage:

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.training.assembly import Assembly
-from jgraph.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from jgraph.training.config import OptimizerConfig, TrainConfig
+from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 20
-MODEL = ModelConfig(
+MODEL = GPTConfig(
     num_layers=4, d_model=128, num_heads=2, num_kv_heads=2, d_ff=256, vocab_size=256, attention="xla", compute_dtype="float32"
 )
 CONFIG = TrainConfig(
@@ -30,16 +31,16 @@ CONFIG = TrainConfig(
 @functools.cache
 def losses(config):
     """Of so many steps, and what of a step is captured."""
-    assembly = Assembly.of(config)
+    setup = TrainSetup.of(config)
     with jax.default_matmul_precision("highest"):
-        step, report = assembly.compile_step(config.batch_size)
-    state, values = assembly.init(), []
+        step = setup.compile_step()
+    state, values = setup.init(), []
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         tokens_BS = rng.geometric(0.05, (config.batch_size, config.seq_len + 1)).astype(np.int32) % MODEL.vocab_size
-        state, metrics = step(state, assembly.place(tokens_BS))
+        state, metrics = step(state, setup.step.place(tokens_BS))
         values.append(float(metrics.loss))
-    return values, report
+    return values, step.capture
 
 
 @pytest.mark.parametrize("graph", ["off", "auto", "full"])

@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.training.config import ModelConfig
 from jgraph.xla import compile_and_report, compiler_options
-from models.gpt import Block, attention_kernel, rotary
+from jgraph_models.gpt import Block, GPTConfig, attention_kernel, rotary
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = ModelConfig(num_layers=2, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096)
+CONFIG = GPTConfig(num_layers=2, d_model=1024, num_heads=8, num_kv_heads=8, d_ff=4096)
 
 
 def block():

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.training.assembly import Assembly
 from jgraph.training.presets import preset
-from models.gpt import attention_kernel
+from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import attention_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -20,16 +20,16 @@ def small(**changes):
 
 
 def losses(config, steps=8):
-    assembly = Assembly.of(config)
-    step, report = assembly.compile_step(config.batch_size)
-    state = assembly.init()
+    setup = TrainSetup.of(config)
+    step = setup.compile_step()
+    state = setup.init()
     shape = (steps, config.batch_size, config.seq_len + 1)
     batches = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     values = []
     for tokens_BS in batches:
         state, metrics = step(state, tokens_BS)
         values.append(float(metrics.loss))
-    return values, report
+    return values, step.capture
 
 
 def test_the_default_step_with_cudnn_attention_is_one_command_buffer():
@@ -57,10 +57,10 @@ def test_graph_full_runs_a_loop_over_microbatches_to_the_same_losses():
 
 
 def test_the_state_stays_at_its_addresses_from_step_to_step():
-    assembly = Assembly.of(small())
-    step, _ = assembly.compile_step(2)
+    setup = TrainSetup.of(small())
+    step = setup.compile_step()
     tokens_BS = np.zeros((2, 129), np.int32)
-    state, _ = step(assembly.init(), tokens_BS)
+    state, _ = step(setup.init(), tokens_BS)
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
     for _ in range(3):
         state, _ = step(state, tokens_BS)

@@ -8,15 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from jgraph.training.assembly import Assembly  # noqa: E402
+
 from jgraph.training.config import TrainConfig  # noqa: E402
-from jgraph.training.step import init_state  # noqa: E402
+from jgraph.training.setup import TrainSetup  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.parity import torch_fsdp, weights  # noqa: E402
 from tests.parity.test_gpt import (  # noqa: E402
@@ -95,7 +94,7 @@ def run_processes(folder: Path, arguments: list[str]) -> None:
 def our_training(case: str, dtype: str, layout: str) -> Arrays:
     """Loss and gradient norm of each step and every weight after the last, by the step that a run with --fsdp 2 does."""
     model = dataclasses.replace(CASES[case], compute_dtype=dtype)
-    assembly = Assembly.of(
+    setup = TrainSetup.of(
         TrainConfig(
             model=model,
             optimizer=OPTIMIZER,
@@ -107,15 +106,14 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
             **LAYOUTS[layout],
         )
     )
-    assert assembly.num_devices == RANKS
-    state = init_state(assembly.form.pack(weights.tree(model, weights.draw(model))), assembly.transform)
-    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, assembly.state_shapes()))
-    step, losses, norms = assembly.step(), [], []
+    assert setup.num_devices == RANKS
+    state = setup.step.init(weights.tree(model, weights.draw(model)))
+    step, losses, norms = setup.step.jitted(), [], []
     for tokens_BS in tokens(STEPS):
-        state, metrics = step(state, assembly.place(tokens_BS))
+        state, metrics = step(state, setup.step.place(tokens_BS))
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
-    arrays = weights.named(assembly.form.unpack(state.params))
+    arrays = weights.named(setup.step.bound.unpack(state.params))
     return {"losses": np.stack(losses), "gradient norms": np.stack(norms)} | arrays
 
 

@@ -15,13 +15,12 @@ torch = pytest.importorskip("torch")
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from jgraph.packing import Packing  # noqa: E402
-from jgraph.parallel.pipeline import Pipeline  # noqa: E402
+from jgraph.parallel import Pipelined, Replicated, elementwise, train_step  # noqa: E402
 from jgraph.schedule import generate  # noqa: E402
-from jgraph.training.config import ModelConfig, OptimizerConfig  # noqa: E402
-from jgraph.training.forms import Staged  # noqa: E402
-from jgraph.training.step import accumulate, init_state, optimizer, train_step  # noqa: E402
-from models import gpt  # noqa: E402
+from jgraph.training.config import OptimizerConfig  # noqa: E402
+from jgraph.training.optimizer import adamw  # noqa: E402
+from jgraph_models import gpt  # noqa: E402
+from jgraph_models.gpt import GPTConfig  # noqa: E402
 from tests.parity import weights  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.parity
 Arrays = dict[str, np.ndarray]
 
 # Neither the epsilon nor the rotary base is the default, and both are large enough that the default in their place would show.
-_MODEL = ModelConfig(
+_MODEL = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=61, norm_eps=1e-3, rope_theta=100.0,
     compute_dtype="float32", loss_chunk=16,
 )  # fmt: skip
@@ -145,7 +144,7 @@ def references(compute, case: str, *args: int) -> tuple[Arrays, Arrays]:
 # --- Our side ---
 
 
-def new_pass(config: ModelConfig):
+def new_pass(config: GPTConfig):
     """Jitted params -> (logits, loss, gradients); traced anew for each call, so that what is patched in the meantime counts."""
     graphdef = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
@@ -160,15 +159,13 @@ def new_pass(config: ModelConfig):
 unpatched_pass = functools.cache(new_pass)
 
 
-def our_pass(config: ModelConfig, arrays: Arrays, run=None) -> Arrays:
+def our_pass(config: GPTConfig, arrays: Arrays, run=None) -> Arrays:
     logits, loss, grads = (run or unpatched_pass(config))(weights.tree(config, arrays), tokens()[0])
     gradients = {f"gradient of {name}": g for name, g in weights.named(grads).items()}
     return {"logits": np.asarray(logits), "loss": np.asarray(loss)} | gradients
 
 
-def our_training(
-    config: ModelConfig, *, settings=OPTIMIZER, decay_vectors=False, before=lambda state: state, scale=1
-) -> Arrays:
+def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, before=lambda state: state, scale=1) -> Arrays:
     """As the trainer does it: packed parameters, our optimizer, our step.
 
     Args:
@@ -180,43 +177,39 @@ def our_training(
     """
     graphdef = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
     params = weights.tree(config, weights.draw(config))
-    packing = Packing.of(params, small=2000)  # some matrices are packed, others stay alone
-    decay_mask = {name: decayed or decay_vectors for name, decayed in packing.decay_mask().items()}
-    transform = optimizer(settings, STEPS, decay_mask=decay_mask)
 
-    def loss(packed, tokens_BS):
-        return scale * nnx.merge(graphdef, packing.unpack(packed)).loss(tokens_BS)
+    def transform(is_matrix):
+        return adamw(settings, STEPS, decay_mask={name: decayed or decay_vectors for name, decayed in is_matrix.items()})
 
-    loss_and_grads = accumulate(jax.value_and_grad(loss), MICROBATCHES)
-    step = train_step(loss_and_grads, transform, clip_norm=settings.clip_norm)
-    metrics, state = played(step, before(init_state(packing.pack(params), transform)), STEPS)
-    return metrics | weights.named(packing.unpack(state.params))
+    def loss(params, tokens_BS, key):
+        return scale * nnx.merge(graphdef, params).loss(tokens_BS)
+
+    choices = {"num_microbatches": MICROBATCHES, "clip_norm": settings.clip_norm}
+    step = train_step(loss, elementwise(transform), Replicated(None, params), **choices)
+    metrics, state = played(step, before(step.init(params)), STEPS)
+    return metrics | weights.named(step.bound.unpack(state.params))
 
 
 def played(step, state, steps: int):
     """Losses and gradient norms of so many steps, and the state after them."""
-    step = jax.jit(step, donate_argnums=0, keep_unused=True)
-    losses, norms = [], []
+    run, losses, norms = step.jitted(), [], []
     for tokens_BS in tokens(steps):
-        state, metrics = step(state, tokens_BS)
+        state, metrics = run(state, step.place(tokens_BS))
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
     return {"losses": np.stack(losses), "gradient norms": np.stack(norms)}, state
 
 
-def our_pipeline(config: ModelConfig, steps: int, schedule: str) -> Arrays:
+def our_pipeline(config: GPTConfig, steps: int, schedule: str) -> Arrays:
     """The same over two ranks, each with a layer and half of the vocabulary, which is padded."""
     params = weights.tree(config, weights.draw(config))
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "pipe"))
-    parts = gpt.pipeline_parts(config, 2)
-    pipeline = Pipeline.of(parts, generate(schedule, pp=2, microbatches=MICROBATCHES), mesh, num_layers=config.num_layers)
-    form = Staged.of(pipeline, params)
-    transform = optimizer(OPTIMIZER, steps, decay_mask=form.decay_mask)
-    step = train_step(form.loss_and_grads, transform, clip_norm=OPTIMIZER.clip_norm)
-    packed = form.pack(params)
-    state = init_state(jax.device_put(packed, form.shardings(packed)), transform)
-    metrics, state = played(step, state, steps)
-    return metrics | weights.named(form.unpack(state.params))
+    parts = gpt.pipeline_model(config, 2)
+    strategy = Pipelined(mesh, params, generate(schedule, pp=2, microbatches=MICROBATCHES))
+    transform = elementwise(lambda is_matrix: adamw(OPTIMIZER, steps, decay_mask=is_matrix))
+    step = train_step(parts, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=OPTIMIZER.clip_norm)
+    metrics, state = played(step, step.init(params), steps)
+    return metrics | weights.named(step.bound.unpack(state.params))
 
 
 # --- They agree ---
@@ -253,7 +246,7 @@ def edit(arrays: Arrays, name: str, change) -> Arrays:
 def with_heads(change):
     """Changes the query and key heads of every block."""
 
-    def mutate(arrays: Arrays, config: ModelConfig) -> Arrays:
+    def mutate(arrays: Arrays, config: GPTConfig) -> Arrays:
         def one(matrix):
             by_head = matrix.copy().reshape(-1, config.head_size, config.d_model)
             turned = config.num_heads + config.num_kv_heads

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from jgraph.training.config import ModelConfig, OptimizerConfig
+from jgraph.training.config import OptimizerConfig
+from jgraph_models.gpt import GPTConfig
 from tests.parity.torch_gpt import GPT
 
 Arrays = dict[str, np.ndarray]
 
 
-def write(path: Path, model: ModelConfig, optimizer: OptimizerConfig, microbatches: int, arrays: Arrays) -> None:
+def write(path: Path, model: GPTConfig, optimizer: OptimizerConfig, microbatches: int, arrays: Arrays) -> None:
     """A run to do.
 
     Args:
@@ -55,7 +56,7 @@ def main(rank: int, ranks: int, rendezvous: Path, paths: list[Path]) -> None:
 def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int, arrays: Arrays) -> Arrays:
     """Loss and gradient norm of each step and every weight after the last, on every rank."""
     steps_BS, rates = torch.tensor(arrays.pop("tokens"), dtype=torch.int64), arrays.pop("learning_rates").tolist()
-    gpt, settings = sharded(ModelConfig(**model), arrays, ranks), OptimizerConfig(**optimizer)
+    gpt, settings = sharded(GPTConfig(**model), arrays, ranks), OptimizerConfig(**optimizer)
     matrices, vectors = ([p for p in gpt.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -80,7 +81,7 @@ def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int
     return metrics | {name: full(p).numpy() for name, p in gpt.named_parameters()}
 
 
-def sharded(config: ModelConfig, weights: Arrays, ranks: int) -> GPT:
+def sharded(config: GPTConfig, weights: Arrays, ranks: int) -> GPT:
     """The GPT with these weights, every block and then what is left of it a group of its own."""
     gpt = GPT(config)
     gpt.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})

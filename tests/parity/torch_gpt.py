@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jgraph.training.config import ModelConfig
+from jgraph_models.gpt import GPTConfig
 
 
 class GPT(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.compute_dtype = getattr(torch, config.compute_dtype)
@@ -51,7 +51,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         D, F_ = config.d_model, config.d_ff
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.eps = config.norm_eps
         self.scale = nn.Parameter(torch.ones(config.d_model))
@@ -97,7 +97,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
-def rotary(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=dtype) / config.head_size
     angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * config.rope_theta**-exponents

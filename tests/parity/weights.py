@@ -5,19 +5,18 @@ import numpy as np
 import torch
 from flax import nnx
 
-from jgraph.training.config import ModelConfig
-from models.gpt import GPT
+from jgraph_models.gpt import GPT, GPTConfig
 from tests.parity import torch_gpt
 
 PyTree = object
 
 
-def shapes(config: ModelConfig) -> PyTree:
+def shapes(config: GPTConfig) -> PyTree:
     """Our parameters as a tree of `jax.ShapeDtypeStruct`."""
     return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[1])
 
 
-def draw(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def draw(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Float32 weights under which every part matters: activations of order one, and no two entries of a norm's scale alike."""
     rng = np.random.default_rng(seed)
     weights = {}
@@ -36,7 +35,7 @@ def named(params: PyTree, convert=np.asarray) -> dict[str, np.ndarray]:
     return arrays
 
 
-def tree(config: ModelConfig, weights: dict[str, np.ndarray]) -> PyTree:
+def tree(config: GPTConfig, weights: dict[str, np.ndarray]) -> PyTree:
     """Inverse of `named`, float32. Fresh arrays: a step may take their buffers."""
 
     def leaf(path, shape):
@@ -48,7 +47,7 @@ def tree(config: ModelConfig, weights: dict[str, np.ndarray]) -> PyTree:
     return jax.tree_util.tree_map_with_path(leaf, shapes(config))
 
 
-def torch_model(config: ModelConfig, weights: dict[str, np.ndarray], dtype: torch.dtype) -> torch_gpt.GPT:
+def torch_model(config: GPTConfig, weights: dict[str, np.ndarray], dtype: torch.dtype) -> torch_gpt.GPT:
     """PyTorch's GPT with these weights; loading is strict, so that none is left as it was."""
     model = torch_gpt.GPT(config)
     model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})

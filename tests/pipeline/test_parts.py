@@ -106,7 +106,7 @@ def test_ranks_with_unequal_numbers_of_stages_are_refused():
 
 
 def test_a_mesh_with_another_number_of_ranks_is_refused():
-    with pytest.raises(ConfigError, match="the schedule has 4 ranks, but --pp is 2") as caught:
+    with pytest.raises(ConfigError, match="the schedule has 4 ranks, but `pp` is 2") as caught:
         Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), num_layers=4)
     assert caught.value.field == "pp"
 

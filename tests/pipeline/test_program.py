@@ -10,14 +10,13 @@ import pytest
 
 from jgraph import split_backward
 from jgraph.parallel.pipeline.runtime import RankRuntime
-from jgraph.schedule import generate, phases
+from jgraph.schedule import generate, phases, tabulate
 from jgraph.schedule.action import WGRAD
-from jgraph.schedule.columns import columns
 from tests.pipeline import model
 
 P, M = 4, 12  # so many that rounds of all three kinds repeat
 SCHEDULE = generate("aligned", pp=P, microbatches=M)
-COLUMNS = columns(SCHEDULE, writing="makers")
+COLUMNS = tabulate(SCHEDULE, writing="makers")
 
 
 class Hlo:
@@ -141,7 +140,7 @@ def nbytes(pool) -> int:
 def test_pools_take_the_bytes_of_their_slots_and_no_more(monkeypatch, name, C, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)
     pools = started(monkeypatch, model.pipeline(schedule, P * C, runtime=runtime))
-    slots = columns(schedule, writing="makers" if runtime == "aligned" else "all").slots
+    slots = tabulate(schedule, writing="makers" if runtime == "aligned" else "all").slots
     x = jax.ShapeDtypeStruct((model.B, model.T, model.D), jnp.float32)
     one = split_backward(model.layer).spec(model.params(1)[1][0], x).nbytes()
     one |= dict.fromkeys(("activation", "gradient", "loss"), 4 * x.size)

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 import jgraph
-from jgraph.training.assembly import Assembly
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compiler_options
 
 pytestmark = pytest.mark.target
@@ -22,10 +22,10 @@ def config_of(preset, **changes):
 
 def compile_step(config, graph="auto", num_microbatches=1):
     """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
-    assembly = Assembly.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
+    setup = TrainSetup.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
     options = compiler_options(graph, config.xla_options, platform="gpu")
-    state, tokens_BS = assembly.step_shapes(config.batch_size)
-    compiled, report = aot.compile_for(assembly.step(), state, tokens_BS, compiler_options=options)
+    state, tokens_BS = (setup.step.state, setup.tokens())
+    compiled, report = aot.compile_for(setup.step.jitted(), state, tokens_BS, compiler_options=options)
     return compiled, report, state
 
 

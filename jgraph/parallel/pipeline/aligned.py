@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jgraph.parallel.pipeline.runtime import Made, RankRuntime, Row, State
 from jgraph.schedule.action import DGRAD, FORWARD, KINDS, WGRAD
-from jgraph.schedule.table import phases
+from jgraph.schedule.tables import phases
 
 
 def play(runtime: RankRuntime) -> State:

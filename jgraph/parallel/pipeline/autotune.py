@@ -29,14 +29,14 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
     if not name.endswith((".csv", ".json")):
         if name not in NAMES:
             raise ConfigError(
-                f"--schedule is {name}: must be auto, one of {', '.join(NAMES)}, or a .csv or .json file", field="schedule"
+                f"`schedule` is {name}: must be auto, one of {', '.join(NAMES)}, or a .csv or .json file", field="schedule"
             )
         return generate(name, pp=pp, microbatches=microbatches, chunks=chunks)
     schedule = read(Path(name))
     if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
         raise ConfigError(
-            f"--schedule {name} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches: must be for "
-            f"--pp {pp} and --num-microbatches {microbatches}",
+            f"`schedule` {name} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches: must be for "
+            f"`pp` {pp} and `num_microbatches` {microbatches}",
             field="schedule",
         )
     return schedule

@@ -20,9 +20,8 @@ from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
 from jgraph.schedule.action import BACKWARD
-from jgraph.schedule.columns import ScheduleTables, columns
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.table import phases, tick_table
+from jgraph.schedule.tables import ScheduleTables, phases, tabulate
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -67,7 +66,7 @@ class Pipeline:
         """
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
-            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but --pp is {ranks}: must be equal", field="pp")
+            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but `pp` is {ranks}: must be equal", field="pp")
         # With the explicit axes of jax.make_mesh, arguments would have to lie where they belong before the call.
         mesh = Mesh(mesh.devices, mesh.axis_names)
         pipeline = cls(parts, schedule, StageAssignment.of(schedule, num_layers), mesh, **choices)
@@ -209,7 +208,7 @@ class Pipeline:
         )
 
     def _columns(self) -> ScheduleTables:
-        return columns(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
+        return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, cut_of: Tree, impl: Any) -> tuple[Array, Tree]:
         """On one rank."""
@@ -286,7 +285,7 @@ class Pipeline:
         axis, ranks = self._axis(path), self.mesh.shape[AXIS]
         if axis is not None and leaf.shape[axis] % ranks:
             raise ConfigError(
-                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see --pp",
+                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see `pp`",
                 field="pp",
             )
 
@@ -304,7 +303,7 @@ def _name(path: Any) -> str:
 
 def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError where the aligned runtime cannot play a schedule."""
-    phases(tick_table(schedule))
+    phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
         raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
 

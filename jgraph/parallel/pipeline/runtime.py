@@ -13,7 +13,7 @@ from jax import Array, lax
 from jgraph.backward import Residuals, Stash
 from jgraph.parallel.pipeline.pools import Pool
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
-from jgraph.schedule.columns import ScheduleTables
+from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
 
 Tree = Any

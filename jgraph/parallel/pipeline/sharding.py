@@ -35,9 +35,9 @@ def by_place(parts: PipelineModel, layout: StageAssignment, tree: Tree, axes: Ma
         for path, i, length in _after_split(parts, tree, name, axis):
             place = _place(layout, path)
             if place.startswith("ends/") and parts.sharded.get(place.removeprefix("ends/")) == i:
-                raise _cannot(name, axis, "must be another one, --pp shards this one")
+                raise _cannot(name, axis, "must be another one, `pp` shards this one")
             if length % ranks:
-                raise _cannot(name, axis, f"its length {length} must be a multiple of --fsdp {ranks} in a pipeline")
+                raise _cannot(name, axis, f"its length {length} must be a multiple of `fsdp` {ranks} in a pipeline")
             other, before = found.setdefault(place, (i, name))
             if other != i:
                 raise _cannot(name, axis, f"must be as for {before}, which is of the same array in a pipeline")
@@ -76,4 +76,4 @@ def _place(layout: StageAssignment, path: Sequence[Any]) -> str:
 
 
 def _cannot(name: str, axis: int, why: str) -> ConfigError:
-    return ConfigError(f"--shard-rules cut {name} along axis {axis}: {why}", field="shard_rules")
+    return ConfigError(f"`shard_rules` cut {name} along axis {axis}: {why}", field="shard_rules")

@@ -17,8 +17,9 @@ from flax import nnx
 from jax import Array
 
 import jgraph
+from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
-from jgraph.training.config import ModelConfig
+from jgraph_models.gpt_config import GPTConfig as GPTConfig
 
 Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -30,7 +31,7 @@ _GELU_CUBIC = 0.044715
 class GPT(nnx.Module):
     """`loss(tokens_BS)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.blocks: Any  # a list of blocks, or one block whose arrays have the layers as their first axis
         init = nnx.initializers.normal(_INIT_SCALE)
@@ -42,6 +43,11 @@ class GPT(nnx.Module):
         self.norm = _norm(config, rngs)
         if config.head == "untied":
             self.head_DV = nnx.Param(init(rngs.params(), (config.d_model, config.vocab_size), jnp.float32))
+
+    @staticmethod
+    def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
+        """Returns the model in the pieces of a pipeline."""
+        return pipeline_model(config, ranks)
 
     def loss(self, tokens_BS: Array) -> Array:
         """Mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 of them predicted per row."""
@@ -71,7 +77,7 @@ class GPT(nnx.Module):
         return weights_DV.astype(self.config.compute_dtype)
 
 
-def pipeline_parts(config: ModelConfig, ranks: int) -> PipelineModel:
+def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     """A GPT for a pipeline of `ranks`, each with 1/ranks of the vocabulary, padded with zeros where it is indivisible."""
     block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
@@ -117,7 +123,7 @@ def pipeline_parts(config: ModelConfig, ranks: int) -> PipelineModel:
 class Block(nnx.Module):
     """Attention and MLP, each reading a norm of the residual stream and adding to it."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
@@ -131,7 +137,7 @@ class Block(nnx.Module):
 class Attention(nnx.Module):
     """Causal grouped-query attention over one fused projection (H query, G key and G value heads, in this order)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = _linear(config, config.d_model, heads * config.head_size, rngs)
@@ -156,7 +162,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """GELU (tanh form) or SwiGLU."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         width = 2 * config.d_ff if config.mlp == "swiglu" else config.d_ff
         self.up = _linear(config, config.d_model, width, rngs)
@@ -169,11 +175,15 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def attention_kernel(config: ModelConfig) -> Literal["cudnn", "xla"]:
-    """`cudnn` or `xla`, resolving `auto` by the default device. Raises ConfigError where cuDNN would refuse the sizes."""
-    if config.attention != "auto":
-        return config.attention
-    if jax.default_backend() != "gpu" or config.compute_dtype != "bfloat16":
+def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
+    """Returns the kernel, `auto` by the default device. Raises ConfigError where cuDNN or the device would refuse it."""
+    if config.attention == "xla":
+        return "xla"
+    is_gpu = jax.default_backend() == "gpu"
+    if config.attention == "cudnn" and not is_gpu:
+        kind = jax.devices()[0].device_kind
+        raise ConfigError(f"`model.attention` is cudnn: must be auto or xla on this device, a {kind}", field="model.attention")
+    if not is_gpu or config.compute_dtype != "bfloat16":
         return "xla"
     config.check_cudnn()
     return "cudnn"
@@ -222,11 +232,11 @@ def _gelu_backward(x: Array, dy: Array) -> tuple[Array]:
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
-def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
 
 
-def _linear(config: ModelConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
+def _linear(config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
     # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
     scale = _INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE
     return nnx.Linear(

@@ -1,0 +1,140 @@
+"""A Flax model as pure functions of its parameters: any NNX module, or a Linen one.
+
+Random number streams of the model (dropout) are seeded from the key of each call. What is neither a parameter nor a stream,
+such as running statistics, is carried: it goes in and comes out.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jgraph.packing import leaf_names
+
+Tree = Any
+Mode = Literal["train", "evaluate"]
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalModel:
+    """A Flax model as pure functions.
+
+    Attributes:
+        shapes: of the parameters, a nested dict of `jax.ShapeDtypeStruct`s.
+        carried: shapes of its other state; empty where it has none.
+        init: makes (parameters, carried state), to be jitted.
+        call: `call(name, mode, params, carried, key, *args)`, a method's result and the carried state after it.
+        annotations: Flax's partition names, a PartitionSpec or None by the name of a parameter.
+        methods: the names of what can be called.
+    """
+
+    shapes: Tree
+    carried: Tree
+    init: Callable[[], tuple[Tree, Tree]]
+    call: Callable[..., tuple[Any, Tree]]
+    annotations: dict[str, PartitionSpec | None] = field(default_factory=dict)
+
+    def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
+        """Returns the model's `loss(batch)` in training, and the carried state after it."""
+        return self.call("loss", "train", params, carried or {}, key, batch)
+
+    def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
+        """Returns what a method of the model gives in evaluation: without dropout, with the statistics as they are."""
+        return self.call(name, "evaluate", params, carried, jax.random.key(0), *args)[0]
+
+
+def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
+    """Makes pure functions of a Flax model; computes nothing.
+
+    Args:
+        make: makes the NNX module, with its parameters, or the Linen module.
+        batch: shapes of the arguments of `loss`, which a Linen module needs to make its parameters.
+        key: seed of a Linen module's parameters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import jgraph
+        >>> class Line(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+        ...     def loss(self, batch):
+        ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
+        >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
+        >>> sorted(model.shapes["linear"])
+        ['bias', 'kernel']
+    """
+    found: list[Any] = []
+    shapes = nnx.eval_shape(lambda: found.append(made := make()) or (made if isinstance(made, nnx.Module) else None))
+    if isinstance(found[0], nn.Module):
+        return _linen(found[0], batch, key)
+    return _nnx(make, shapes)
+
+
+def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
+    def split(model: Any) -> tuple[Any, Tree, Tree, Tree]:
+        graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        return graphdef, *map(nnx.to_pure_dict, states)
+
+    params = nnx.state(model, nnx.Param)
+    specs = jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    graphs = {}
+    for mode, turn in (("evaluate", model.eval), ("train", model.train)):
+        turn()
+        graphs[mode], shapes, streams, carried = split(model)
+
+    def init() -> tuple[Tree, Tree]:
+        _, params, _, carried = split(make())
+        return params, carried
+
+    def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
+        model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
+        found = getattr(model, name)(*args)
+        return found, split(model)[3]
+
+    return FunctionalModel(shapes, carried, init, call, dict(zip(leaf_names(shapes), specs, strict=True)))
+
+
+def _seeded(streams: Tree, key: Array) -> Tree:
+    """Returns the random number streams of a model as a call begins: each with a key of its own, none drawn from."""
+
+    def seed(index: int, leaf: Any) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        own = jax.random.fold_in(key, index)
+        return jax.random.split(own, leaf.shape) if leaf.shape else own
+
+    leaves, structure = jax.tree.flatten(streams)
+    return structure.unflatten([seed(index, leaf) for index, leaf in enumerate(leaves)])
+
+
+def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
+    def variables(key: Array, batch: Any) -> tuple[Tree, Tree]:
+        params, carried = {}, nn.meta.unbox(module.init(key, batch, method="loss", **_mode(module, "loss", "train")))
+        params = carried.pop("params")
+        return params, carried
+
+    def init() -> tuple[Tree, Tree]:
+        return variables(jax.random.key(seed), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch))
+
+    def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
+        # Streams that are not named here begin from this one.
+        how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
+        if mode == "train" and carried:
+            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
+        return module.apply({"params": params, **carried}, *args, **how), carried
+
+    shapes, carried = jax.eval_shape(init)
+    return FunctionalModel(shapes, carried, init, call)
+
+
+def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:
+    """Returns `train=` for a method that takes it, as Linen's models tell training from evaluation."""
+    return {"train": mode == "train"} if "train" in inspect.signature(getattr(module, name)).parameters else {}

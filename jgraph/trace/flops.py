@@ -1,0 +1,59 @@
+"""FLOPs of a function's matrix products, counted in its trace."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jgraph.trace.replay import SCAN
+
+
+def product_flops(fn: Callable[..., Any], *args: Any) -> float:
+    """Returns two FLOPs for every multiplication and addition of the `dot_general`s, `ragged_dot`s and convolutions of `fn`.
+
+    A loop counts as often as it is known to run, a branch as its largest. Kernels that are no jax program count nothing.
+
+    Args:
+        fn: traced, not run.
+        args: arrays or `jax.ShapeDtypeStruct`s.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jgraph.trace.flops import product_flops
+        >>> product_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 5)))
+        60.0
+    """
+    return _flops(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _flops(jaxpr: core.Jaxpr) -> float:
+    return sum(map(_of, jaxpr.eqns), 0.0)
+
+
+def _of(eqn: core.JaxprEqn) -> float:
+    x, y, out = (atom.aval for atom in (*eqn.invars[:2], *eqn.outvars)[:3]) if len(eqn.invars) > 1 else (None,) * 3  # pyright: ignore
+    match eqn.primitive.name:
+        case "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            return 2.0 * math.prod(out.shape) * math.prod(x.shape[axis] for axis in contracted)  # pyright: ignore
+        case "ragged_dot_general":
+            (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+            return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(x.shape[axis] for axis in contracted)  # pyright: ignore
+        case "conv_general_dilated":
+            # Every element of the kernel but its outputs is used once for each element of the result.
+            features = y.shape[eqn.params["dimension_numbers"].rhs_spec[0]]  # pyright: ignore
+            return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(y.shape) / features  # pyright: ignore
+        case "cond":
+            return max(_flops(branch.jaxpr) for branch in eqn.params["branches"])
+    times = eqn.params["length"] if eqn.primitive.name == SCAN else 1
+    return times * sum(map(_flops, _inner(eqn)), 0.0)
+
+
+def _inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """Yields the programs among an equation's parameters."""
+    for value in eqn.params.values():
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, core.Jaxpr):
+            yield inner

@@ -1,0 +1,64 @@
+"""A model found by name: its class, its settings, and what it raises told in one line."""
+
+import contextlib
+import importlib
+import inspect
+import traceback
+import typing
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from jgraph.errors import ConfigError, JgraphError
+
+
+def find_model(name: str) -> Any:
+    """Returns the class that `package.module:Class` names. Raises ConfigError where there is none."""
+    module, _, class_name = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), class_name)
+    except Exception as e:  # whatever the module does when it is imported
+        raise ConfigError(
+            f"`module` is {name}: must be package.module:Class of something that can be imported from here ({_told(e)})",
+            field="module",
+        ) from e
+
+
+def settings_of(name: str) -> type | None:
+    """Returns the dataclass that the constructor of a model takes first; None where it takes none.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    found = find_model(name)
+    try:
+        # Of the constructor itself: the class of an NNX module takes anything.
+        hints, (_, *names) = typing.get_type_hints(found.__init__), inspect.signature(found.__init__).parameters
+        first = hints.get(names[0]) if names else None
+    except (NameError, TypeError, ValueError):
+        return None
+    return first if isinstance(first, type) and is_dataclass(first) else None
+
+
+def _told(error: Exception) -> str:
+    """Returns an error in one line; of its traceback, the last place that is neither ours nor an installed package's."""
+    ours = str(Path(__file__).parent)
+    places = [
+        f" at {frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((ours, "<")) and not {"site-packages", "importlib"} & set(Path(frame.filename).parts)
+    ]
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {line}{places[-1] if places else ''}"
+
+
+@contextlib.contextmanager
+def model_errors(name: str, must: str) -> Iterator[None]:
+    """Raises whatever a user's model raises as a ConfigError of one line, with its place in the user's code."""
+    try:
+        yield
+    except JgraphError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"`module` is {name}: must {must} ({_told(e)})", field="module") from e

@@ -1,0 +1,344 @@
+"""From a configuration to the functions of a run: the model found by name, its optimizer, its strategy and its step."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jgraph.errors import ConfigError, JgraphError
+from jgraph.mesh import Axis
+from jgraph.modules import FunctionalModel, functional
+from jgraph.packing import leaf_names
+from jgraph.parallel import (
+    FullySharded,
+    Loss,
+    Pipelined,
+    PipelineModel,
+    Replicated,
+    Strategy,
+    TrainStep,
+    elementwise,
+    fsdp,
+    train_step,
+)
+from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
+from jgraph.parallel.pipelined import BoundPipeline
+from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.processes import all_gather_scalar, devices_of_ranks
+from jgraph.schedule import Costs, Schedule, generate, simulate
+from jgraph.trace.flops import product_flops
+from jgraph.training.config import TrainConfig
+from jgraph.training.model import find_model, model_errors
+from jgraph.training.optimizer import adamw
+from jgraph.xla import compiler_options
+from jgraph.xla.options import OptionValue, installed_options
+
+Tree = Any
+
+
+# Compared by identity: two setups are different programs, and functions bound to one are static arguments of a jit.
+@dataclass(frozen=True, eq=False)
+class TrainSetup:
+    """A model, its optimizer and its step, without arrays; made by `TrainSetup.of`.
+
+    Attributes:
+        config: the whole run.
+        model: as pure functions.
+        step: the training step.
+    """
+
+    config: TrainConfig
+    model: FunctionalModel
+    step: TrainStep
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "TrainSetup":
+        """Finds the model and traces its construction; computes nothing.
+
+        Raises:
+            ConfigError: as `find_model` does; there are more ranks than devices; the model cannot be a pipeline; the schedule
+                is for another one.
+            OrderError: there is no such schedule.
+        """
+        model, mesh = _model(config), _mesh(config)
+
+        def mean_loss(params: Tree, tokens_BS: Array, key: Array, carried: Tree = None) -> Array | Loss:
+            found, after = model.loss(params, tokens_BS, key, carried)
+            return Loss(found, carried=after) if after else found
+
+        loss: Any
+        strategy: Strategy
+        if config.is_pipeline:
+            assert mesh is not None
+            loss = _pipeline_model(config)
+            strategy = _pipelined(config, mesh, model, loss)
+        elif config.is_sharded:
+            assert mesh is not None
+            loss, strategy = (
+                mean_loss,
+                FullySharded(
+                    mesh,
+                    model.shapes,
+                    rules=config.shard_rules,
+                    annotations=model.annotations,
+                    compute_dtype=_compute_dtype(config),
+                    reshard_after_forward=config.reshard_after_forward,
+                ),
+            )
+        else:
+            loss, strategy = mean_loss, Replicated(mesh, model.shapes)
+        step = train_step(
+            loss,
+            elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
+            strategy,
+            num_microbatches=config.num_microbatches,
+            clip_norm=config.optimizer.clip_norm,
+            key=config.seed,
+            params_dtype=config.main_params_dtype,
+            grads_dtype=config.main_grads_dtype,
+            read_dtype=config.read_dtype,
+            freeze=config.freeze,
+            carried=model.carried,
+        )
+        return cls(config, model, step)
+
+    @property
+    def num_devices(self) -> int:
+        return self.step.num_devices
+
+    def on(self, devices: Sequence[Any]) -> "TrainSetup":
+        """Returns the same run over as many other devices, for example some that are described and not here."""
+        return replace(self, step=self.step.on(devices))
+
+    def place_whole(self, tokens_BS: np.ndarray) -> Array | np.ndarray:
+        """Returns a batch of which every process has all rows; those that the ranks cannot share evenly go to each."""
+        sharding = self.step.batch_sharding
+        if sharding is None or len(tokens_BS) % (self.config.dp * self.config.fsdp):
+            return tokens_BS
+        return jax.make_array_from_callback(tokens_BS.shape, sharding, lambda index: tokens_BS[index])
+
+    def loss(self, state: TrainState, tokens_BS: Array) -> Array:
+        """Returns the mean next-token loss of a state in evaluation, in nats."""
+        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.carried, tokens_BS)
+
+    def logits(self, state: TrainState, tokens_BT: Array) -> Array:
+        """Returns the logits (B, T, V) of a state in evaluation."""
+        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.carried, tokens_BT)
+
+    @cached_property
+    def flops_per_step(self) -> float:
+        """FLOPs of a step by the model's own count, or those of its loss's products and twice as many for their gradients."""
+        shape = jax.ShapeDtypeStruct((self.config.batch_size, self.config.seq_len + 1), jnp.int32)
+        count = getattr(self.config.model, "flops", None)
+        if count is not None:
+            return count(self.config.batch_size, self.config.seq_len)
+        return 3 * product_flops(self.loss, self.step.state, shape)
+
+    def check_loss(self) -> None:
+        """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
+        rows = self.config.batch_size // self.config.num_microbatches
+        self._traced(self.loss, "have loss(tokens_BS), a scalar of floats", (rows, self.config.seq_len + 1), ())
+
+    def sampling_problem(self) -> str:
+        """Traces the model's logits. Returns why a sample cannot be drawn from them; empty if it can."""
+        length = self.config.seq_len
+        try:
+            self._traced(self.logits, "have logits(tokens_BT), floats (B, T, V)", (1, length), (1, length, ...))
+        except JgraphError as e:
+            return str(e)
+        return ""
+
+    def _traced(self, function: Callable[[TrainState, Array], Array], must: str, tokens: tuple[int, ...], shape: tuple) -> None:
+        """Raises ConfigError where a function of the parameters and tokens fails or gives another shape; `...` is any size."""
+        name = self.config.module
+        with model_errors(name, must):
+            out = jax.eval_shape(function, self.step.state, jax.ShapeDtypeStruct(tokens, jnp.int32))
+            given, dtype = tuple(out.shape), out.dtype  # of one array; of anything else this fails
+        fits = len(given) == len(shape) and all(size in (..., own) for size, own in zip(shape, given, strict=True))
+        if not (fits and jnp.issubdtype(dtype, jnp.floating)):
+            raise ConfigError(f"`module` is {name}: must {must}; it gives {dtype}{list(given)}", field="module")
+
+    def init(self) -> TrainState:
+        """Returns the state before the first step, made in one program where it belongs."""
+        if not jax.tree.leaves(self.model.carried):
+            return self.step.init(lambda: self.model.init()[0])
+        carried = jax.jit(lambda: self.model.init()[1])()
+        return self.step.init(lambda: self.model.init()[0], carried)
+
+    def group_names(self) -> list[str]:
+        """Returns the names of the arrays of parameters, in the order of `StepMetrics.grad_square_sums`."""
+        return leaf_names(self.step.state.params)
+
+    def trained_groups(self) -> set[str]:
+        """Returns the names of the arrays that have a parameter which is not frozen."""
+        if not self.config.freeze:
+            return set(self.group_names())
+        some = jax.jit(lambda: [jnp.any(mask) for mask in jax.tree.leaves(self.step.trained())])()
+        return {name for name, is_trained in zip(self.group_names(), some, strict=True) if is_trained}
+
+    def tokens(self) -> jax.ShapeDtypeStruct:
+        """Returns a batch over all processes, int32 [B, S], as a shape."""
+        shape = (self.config.batch_size, self.config.seq_len + 1)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.step.batch_sharding)
+
+    def compile_step(self) -> CompiledStep:
+        """Compiles the step. Raises as `TrainStep.compile`."""
+        return self.step.compile(self.tokens(), graph=self.config.graph, xla_options=self.xla_options(jax.default_backend()))
+
+    def options(self, platform: str) -> dict[str, OptionValue]:
+        """Returns all options with which the step is compiled on a platform."""
+        return compiler_options(self.config.graph, self.xla_options(platform), platform=platform, num_devices=self.num_devices)
+
+    def xla_options(self, platform: str) -> tuple[str, ...]:
+        """Returns the step's XLA options on a platform: those that are chosen, then those asked for, which win."""
+        return (*self.chosen_options(platform), *self.config.xla_options)
+
+    def chosen_options(self, platform: str) -> tuple[str, ...]:
+        """Returns, on GPUs and with sharded parameters, the options that were fastest, as far as the installed XLA has them."""
+        if self.config.fsdp == 1 or platform not in ("gpu", "cuda"):
+            return ()
+        known = installed_options() or {}
+        return tuple(option for option in fsdp.XLA_OPTIONS if option.partition("=")[0] in known)
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        """The program that plays the schedule, if one is played."""
+        return self.step.bound.pipeline if isinstance(self.step.bound, BoundPipeline) else None
+
+    def memory(self, compiled: CompiledStep) -> dict[str, Any]:
+        """Returns bytes of a device: `pools` by what they hold; `predicted_peak`, of a pipeline, and `compiled_peak`, or None.
+
+        The pool `temporaries` is what the compiled step takes besides those that are predicted.
+        """
+        state = self.step.state
+
+        def own(tree: Tree) -> int:
+            leaves = jax.tree.leaves(tree)
+            shapes = [(leaf, leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves]
+            return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
+
+        held = {"parameters": own(state.params), "optimizer": own(state.opt_state)}
+        if self.pipeline is not None:
+            pools = {name.replace("forward_", "residuals to "): size for name, size in self._pipeline_bytes().items()}
+        else:
+            itemsize = jnp.dtype(self.config.main_params_dtype).itemsize
+            pools = {"main_grad": held["parameters"] // itemsize * jnp.dtype(self.config.main_grads_dtype).itemsize}
+        predicted = sum((*held.values(), *pools.values())) if self.pipeline else None
+        if (memory := compiled.memory) is not None:
+            pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
+        pools = {name: size for name, size in (held | pools).items() if size}
+        return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
+
+    def about_pipeline(self, compiled: CompiledStep) -> str:
+        """Returns a line on the schedule and on the memory of a step, predicted and taken; empty without a pipeline."""
+        if self.pipeline is None:
+            return ""
+        schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
+        idle = simulate(schedule, Costs(), execution="lockstep").bubble
+        text = (
+            f"pipeline: {schedule.name} ({self.pipeline.runtime} runtime), {schedule.num_ranks} ranks x "
+            f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
+        )
+        if compiled.memory is None:
+            return text
+        predicted = sum(self._pipeline_bytes().values())
+        return f"{text}; a step takes {predicted / 2**30:.2f} GiB predicted, {compiled.memory.temporaries / 2**30:.2f} compiled"
+
+    def _pipeline_bytes(self) -> dict[str, int]:
+        assert isinstance(self.step.bound, BoundPipeline)
+        return self.step.bound.pipeline.bytes_per_rank(self.step.bound.shapes, _tokens_by_microbatch(self.config))
+
+
+def _model(config: TrainConfig) -> FunctionalModel:
+    """Returns the model that the configuration names, as pure functions."""
+    found = find_model(config.module)
+    call: Callable[..., Any] = found
+    settings = [] if config.model is None else [config.model]
+    tokens_BS = jax.ShapeDtypeStruct((1, config.seq_len + 1), jnp.int32)
+    is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
+
+    def make() -> Any:
+        return call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
+
+    with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
+        return functional(make, tokens_BS, key=config.seed)
+
+
+def _compute_dtype(config: TrainConfig) -> Any:
+    """Returns the dtype of the matrices' copies that a step computes with; None where the model does not say."""
+    dtype = getattr(config.model, "compute_dtype", None)
+    return None if dtype is None else jnp.dtype(dtype)
+
+
+def _mesh(config: TrainConfig) -> Mesh | None:
+    counts = {"dp": config.dp, "pp": config.pp, "fsdp": config.fsdp}
+    ranks, needs_mesh = math.prod(counts.values()), config.is_pipeline or config.is_sharded
+    # Asked in this order: alone and on one device, nothing here starts a backend, which may be for a target that is not here.
+    if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
+        return None
+    fields = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
+    devices = devices_of_ranks(ranks, flags=fields or "a pipeline")
+    if len(devices) == 1 and not needs_mesh:
+        return None
+    # Neighbours share parameters: that is the most traffic.
+    axes = {Axis.DATA.value: config.dp}
+    if config.is_pipeline:
+        axes[Axis.PIPE.value] = config.pp
+    if config.is_sharded or config.fsdp > 1:
+        axes[Axis.FSDP.value] = config.fsdp
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def _pipeline_model(config: TrainConfig) -> PipelineModel:
+    """Returns the model in the pieces of a pipeline. Raises ConfigError where its module has none."""
+    make = getattr(find_model(config.module), "pipeline_model", None)
+    if make is None:
+        raise ConfigError(
+            f"`pp` is {config.pp}: must be 1 for {config.module}, which has no pipeline_model(config, ranks)", field="pp"
+        )
+    return make(config.model, config.pp)
+
+
+def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
+    """Returns the strategy with the schedule that is asked for; `auto` measures."""
+    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
+    if config.fsdp > 1:
+        choices |= {"rules": config.shard_rules, "annotations": found.annotations}
+    num_layers = len(jax.eval_shape(model.split, shapes)[1])
+    if num_layers < config.pp * config.chunks:
+        raise ConfigError(
+            f"`pp` is {config.pp}: must be such that `pp` x `chunks` {config.chunks} is at most the {num_layers} layers",
+            field="pp",
+        )
+
+    def under(schedule: Schedule) -> Pipelined:
+        return Pipelined(mesh, shapes, schedule, **choices)
+
+    sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
+    if config.schedule != "auto":
+        return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
+    pipeline = under(generate("gpipe", **sizes)).pipeline(model)
+    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
+    choice = choose(
+        pipeline,
+        params,
+        _tokens_by_microbatch(config),
+        memory_limit=config.memory_limit * 2**30 or None,
+        share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
+    )
+    return under(choice.schedule)
+
+
+def _tokens_by_microbatch(config: TrainConfig) -> jax.ShapeDtypeStruct:
+    rows = config.batch_size // config.num_microbatches
+    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), jnp.int32)

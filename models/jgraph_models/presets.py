@@ -1,0 +1,54 @@
+"""Named configurations of training runs. Sizes as in GPT-3 (arXiv:2005.14165, table 2.1)."""
+
+from jgraph.training.config import OptimizerConfig, TrainConfig, Usual
+from jgraph_models.gpt_config import GPTConfig
+
+_GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matrix product has whole tiles
+
+
+def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
+    return TrainConfig(
+        preset=preset,
+        steps=10_000,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        eval_every=1000,
+        checkpoint_every=1000,
+        # cuBLAS beats Triton at these sizes under the card's power limit, and it takes GELU as an epilogue (1% of a step of
+        # gpt-1b3 on an H200, notes/measurements.md); small products, as in launch-bound, are faster with Triton.
+        xla_options=("xla_gpu_enable_triton_gemm=false",),
+        model=GPTConfig(
+            num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=4 * width, vocab_size=_GPT_VOCAB
+        ),
+        optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=Usual(500)),
+    )
+
+
+PRESETS: dict[str, TrainConfig] = {
+    config.preset: config
+    for config in (
+        TrainConfig(
+            preset="cpu-tiny",
+            # Sized for three to four minutes on two CPU cores: many small steps learn more there than few large ones.
+            steps=1800,
+            batch_size=8,
+            seq_len=128,
+            log_every=20,
+            eval_every=600,
+            eval_batches=64,
+            checkpoint_every=300,
+            model=GPTConfig(compute_dtype="float32"),
+            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
+        ),
+        TrainConfig(
+            preset="launch-bound",
+            batch_size=2,
+            seq_len=128,
+            model=GPTConfig(num_layers=12, d_model=256, num_heads=4, num_kv_heads=4, d_ff=1024, vocab_size=8192),
+        ),
+        _gpt("gpt-124m", layers=12, width=768, heads=12, batch_size=16, seq_len=1024, peak=6e-4),
+        _gpt("gpt-350m", layers=24, width=1024, heads=16, batch_size=16, seq_len=1024, peak=3e-4),
+        _gpt("gpt-1b3", layers=24, width=2048, heads=16, batch_size=8, seq_len=2048, peak=2e-4),
+        _gpt("gpt-7b", layers=32, width=4096, heads=32, batch_size=4, seq_len=2048, peak=1.2e-4),
+    )
+}
