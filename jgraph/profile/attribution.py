@@ -21,13 +21,9 @@ _COMMUNICATION = frozenset(COLLECTIVES.values())
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a trace on one device.
+    """One step of a trace on one device: its events in ms from its start, and what each was for.
 
-    Attributes:
-        events: of the step alone, in ms from its start.
-        purposes: of the events.
-        ms: how long it took, to the start of the next one where that was traced too.
-        all_ms: of all steps of the trace.
+    It took `ms`, to the start of the next one where that was traced too; `all_ms` are those of all steps of the trace.
     """
 
     events: Events
@@ -223,7 +219,7 @@ def _of_step(events: Events, program: Program | None) -> Events:
     """Leaves out what other programs ran. Raises ProfileError where nothing is left, or nothing has a name."""
     if not any(events.op):
         raise ProfileError(
-            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run with `graph` off"
+            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run whose `graph` is off"
         )
     if program is None:
         return events

@@ -53,12 +53,9 @@ _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 
 @dataclass(frozen=True)
 class Purpose:
-    """What an instruction was for.
+    """What an instruction was for: one of `CATEGORIES`, and the action of a pipeline that it is part of, or "".
 
-    Attributes:
-        category: one of `CATEGORIES`.
-        action: the action of a pipeline that it is part of, `forward`, `dgrad` or `wgrad`; empty outside of one.
-        works: whether it is a matrix product or attention, which make up an action's time.
+    Those that `works` marks are matrix products and attention, which make up an action's time.
     """
 
     category: str
@@ -72,7 +69,7 @@ OTHER = Purpose("other")
 def purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
     """Returns what each event was for; without the program, by what the trace says of scopes."""
     if program is None:
-        return tuple(map(purpose_of_scopes, events.scopes))
+        return tuple(purpose_of_hidden("", scopes) for scopes in events.scopes)
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
     rows = zip(events.module, events.op, events.scopes, strict=True)
     return tuple(OTHER if m != program.name else known.get(op) or purpose_of_hidden(op, scopes) for m, op, scopes in rows)
@@ -104,19 +101,15 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     return Purpose(category or "other", action, works)
 
 
-def purpose_of_scopes(scopes: str) -> Purpose:
-    """Returns the purpose that jax's name of an operation alone tells: a joint backward is all dgrad then."""
-    return Purpose(_by_scopes(scopes) or "other", _action(scopes))
-
-
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
-    """Returns the purpose of an instruction within the start of an asynchronous one, which the program's text does not show.
+    """Returns the purpose of an instruction that no text of the program shows, by its name and jax's name of the operation.
 
-    XLA names instructions after jax's primitives, so that a collective's name begins with its primitive's or its opcode.
+    Such are all where the program is not at hand, when a joint backward is all dgrad, and those within the start of an
+    asynchronous one. XLA names instructions after jax's primitives: a collective's name begins with its primitive or opcode.
     """
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
     category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
-    return Purpose(category) if category else purpose_of_scopes(scopes)
+    return Purpose(category) if category else Purpose(_by_scopes(scopes) or "other", _action(scopes))
 
 
 def _names(parts: Iterable[Instruction]) -> list[str]:

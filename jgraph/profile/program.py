@@ -22,11 +22,11 @@ class Program(HloModule):
 
     @cached_property
     def home(self) -> dict[str, Computation]:
-        """The computation that each instruction is in."""
+        """Maps an instruction to the computation that it is in."""
         return {name: computation for computation in self.computations.values() for name in computation.instructions}
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """An instruction and, where it is a fusion or starts something asynchronous, those within, outermost first."""
+        """Yields an instruction and, where it is a fusion or starts something asynchronous, those within, outermost first."""
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -36,22 +36,20 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def product(self, instruction: Instruction) -> Instruction | None:
-        """The matrix product that an instruction is or has in it, the largest of several."""
+        """Returns the matrix product that an instruction is or has in it, the largest of several."""
         products = [inner for inner in self.inside(instruction) if inner.is_product]
         return max(products, key=self.own_flops, default=None)
 
     def sources(self, names: Sequence[str]) -> dict[str, str]:
-        """`file:line` of the instructions that have one."""
+        """Returns `file:line` of the instructions that have one."""
         return {name: op.source for name, op in operations(self, names).items() if op.source}
 
-    # Work
-
     def flops(self, instruction: Instruction) -> int:
-        """Of matrix products and attention: 2 for each multiplication with its addition. Elementwise work is not counted."""
+        """Counts those of matrix products and attention, 2 for each multiplication with its addition; not elementwise work."""
         return sum(self.own_flops(inner) for inner in self.inside(instruction))
 
     def own_flops(self, instruction: Instruction) -> int:
-        """Without those of what is called."""
+        """Counts the FLOPs without those of what is called."""
         if instruction.is_product:
             left = self._shape(instruction, 0)
             dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)', instruction.text)
@@ -64,9 +62,8 @@ class Program(HloModule):
         return 0
 
     def nbytes(self, instruction: Instruction) -> int:
-        """Read and written if every operand is read once; of what is sliced or updated within a fusion, only that part."""
-        home = self.home[instruction.name].instructions
-        operands = [home[name] for name in instruction.operands if name in home]
+        """Counts bytes read once and written; of what is sliced or updated within a fusion, only that part."""
+        operands = self._operands(instruction)
         # A result of bytes is room that a library works in.
         written = sum(shape.nbytes for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))
         if instruction.opcode in _SLICES:
@@ -91,16 +88,15 @@ class Program(HloModule):
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Of a collective, roughly: the larger of what goes in and what comes out, twice for an all-reduce."""
+        """Estimates the bytes of a collective: the larger of what goes in and what comes out, twice for an all-reduce."""
         inner = next((i for i in self.inside(instruction) if i.opcode.startswith("all-reduce")), None)
-        home = self.home[instruction.name].instructions
-        given = sum(shape.nbytes for name in instruction.operands if name in home for shape in home[name].shapes)
+        given = sum(shape.nbytes for operand in self._operands(instruction) for shape in operand.shapes)
         made = sum(shape.nbytes for shape in instruction.shapes)
         made -= given if instruction.opcode.endswith("-start") else 0  # which has the operands among its results
         return max(given, made) * (2 if inner else 1)
 
     def label(self, instruction: Instruction) -> str:
-        """What it is, the same for instructions that do the same with the same shapes."""
+        """Says what it is, the same for instructions that do the same with the same shapes."""
         product = self.product(instruction)
         if product is not None:
             shapes = [self._shape(product, i) for i in range(2)]
@@ -115,7 +111,7 @@ class Program(HloModule):
         return f"{what} {shapes}"
 
     def _attention_flops(self, instruction: Instruction) -> int:
-        """Two products forward, five backward (FlashAttention-2, arXiv:2307.08691); half of each under a causal mask."""
+        """Counts two products forward, five backward (FlashAttention-2, arXiv:2307.08691); half of each under a causal mask."""
         sizes = re.search(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]', instruction.text)
         query = self._shape(instruction, 0)
         if sizes is None or query is None:
@@ -124,17 +120,17 @@ class Program(HloModule):
         flops = products * 2 * math.prod(map(int, re.findall(r"\d+", sizes[1]))) * query.dims[-1]
         return flops // 2 if "CAUSAL" in instruction.text else flops
 
-    def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
+    def _operands(self, instruction: Instruction) -> list[Instruction]:
         home = self.home[instruction.name].instructions
-        if operand >= len(instruction.operands) or instruction.operands[operand] not in home:
-            return None
-        return home[instruction.operands[operand]].shapes[0]
+        return [home[name] for name in instruction.operands if name in home]
 
-    # Dependence
+    def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
+        given = self.home[instruction.name].instructions.get((*instruction.operands, "", "")[operand])
+        return given.shapes[0] if given else None
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """Instructions whose result depends on an argument that is not updated in place: on the batch, not on the state."""
+        """Names of instructions that depend on an argument that is not updated in place: on the batch, not on the state."""
         found: set[str] = set()
         computation = self.computations[self.entry]
         arguments = range(len(computation.parameters()))

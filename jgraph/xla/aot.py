@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.resources
-import importlib.util
 import platform
 import subprocess
 import sys
@@ -42,12 +41,9 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
     """Returns GPUs of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
 
     Args:
-        count: how many.
+        count: how many; the same ones at every call.
         gpu: which, one of `GPUS`.
         directory: where the plugin was installed; the default cache if None.
-
-    Returns:
-        Devices for a `jax.sharding.Mesh` or a `SingleDeviceSharding`, the same ones at every call.
 
     Raises:
         TargetError: no such GPU is described, the plugin is not installed, or it does not fit this jax.
@@ -69,16 +65,13 @@ def compile_for(
     gpu: str = "h200",
     compiler_options: Mapping[str, str | bool | int | float] | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a jitted function for a GPU that is not here.
+    """Compiles a jitted function for a GPU that is not here; returns the program, and what of it XLA captures.
 
     Args:
         jitted: from `jax.jit`.
         args: its arguments, as `placed` takes them.
         gpu: which, one of `GPUS`.
         compiler_options: as `jgraph.xla.compiler_options` returns them.
-
-    Returns:
-        The compiled program, and what of it XLA captures.
 
     Raises:
         CompilerOptionError: XLA refuses an option.
@@ -139,26 +132,18 @@ def cache_directory() -> Path:
 
 def find_library(directory: Path | None = None) -> Path | None:
     """Returns the plugin's shared library: in `directory` if given, else of the environment (on a GPU machine) or the cache."""
-    if directory is None:
-        for package in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
-            # Raised when there is no jax_plugins package at all, which is usual on a CPU.
-            with contextlib.suppress(ModuleNotFoundError):
-                spec = importlib.util.find_spec(package)
-                for location in (spec and spec.submodule_search_locations) or ():
-                    if (library := Path(location) / _LIBRARY).is_file():
-                        return library
-    library = (directory or cache_directory()) / "jax_plugins" / "xla_cuda13" / _LIBRARY
-    return library if library.is_file() else None
+    places = [directory] if directory else [*map(Path, sys.path), cache_directory()]
+    found = (place / "jax_plugins" / name / _LIBRARY for place in places for name in ("xla_cuda13", "xla_cuda12"))
+    return next((library for library in found if library.is_file()), None)
 
 
 def install(directory: Path | None = None) -> Path:
-    """Downloads the plugin for the installed jax, with pip, unless it is there. Safe to call from several processes at once.
+    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library.
+
+    Several processes may call it at once.
 
     Args:
         directory: where to, absent or empty; the default cache if None.
-
-    Returns:
-        The shared library.
 
     Raises:
         TargetError: there is no plugin for this machine, pip failed, or the directory holds something else.

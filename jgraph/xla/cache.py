@@ -27,13 +27,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass
 class Compiles:
-    """What was compiled, or read from the cache instead.
-
-    Attributes:
-        programs: all of them.
-        hits: those that the cache had.
-        seconds: for all of them together; threads that compile side by side are added up.
-    """
+    """What jax compiled: `programs`, of them `hits` out of the cache, in `seconds`; those of several threads are added up."""
 
     programs: int = 0
     hits: int = 0
@@ -49,20 +43,17 @@ def user_cache() -> Path:
 
 
 def enable(directory: Path | None = None) -> str:
-    """Turns on jax's persistent compilation cache in this process, for programs of every size.
+    """Turns on jax's persistent compilation cache in this process, for programs of every size; returns where it is.
 
     Args:
         directory: where programs are kept. None: where jax was told to keep them, else in the user's cache. Whoever can write
             there can run code in every process that reads it.
 
-    Returns:
-        The directory.
-
     Raises:
         ConfigError: the directory cannot be made or written.
     """
     place = str(directory or _CONFIG.jax_compilation_cache_dir or user_cache() / "compiled")
-    if _is_local(place):
+    if "://" not in place:
         place = str(Path(place).expanduser().absolute())
         try:
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,52 +69,38 @@ def enable(directory: Path | None = None) -> str:
 
 @contextlib.contextmanager
 def watch(*, all_threads: bool = True) -> Iterator[Compiles]:
-    """Counts what jax compiles in its block.
+    """Counts what jax compiles in its block, on all threads or on this one.
 
-        with watch() as compiles:
-            step.compile()
-        print(compiles)
-
-    Args:
-        all_threads: whether other threads count too.
+    with watch() as compiles:
+        step.compile(batch)
+    print(compiles)
     """
     found, thread, lock = Compiles(), threading.get_ident(), threading.Lock()
 
-    def counts() -> bool:
-        return all_threads or threading.get_ident() == thread
-
-    def on_event(event: str, **_: str | int) -> None:
-        if event == _HIT and counts():
+    def on_event(event: str, duration_secs: Any = 0.0, **_: str | int) -> None:
+        if all_threads or threading.get_ident() == thread:
             with lock:
-                found.hits += 1
-
-    def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _COMPILED and counts():
-            with lock:
-                found.programs, found.seconds = found.programs + 1, found.seconds + duration_secs
+                found.hits += event == _HIT
+                if event == _COMPILED:
+                    found.programs, found.seconds = found.programs + 1, found.seconds + duration_secs
 
     jax.monitoring.register_event_listener(on_event)
-    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
     try:
         yield found
     finally:
         jax.monitoring.unregister_event_listener(on_event)
-        jax.monitoring.unregister_event_duration_listener(on_duration)
+        jax.monitoring.unregister_event_duration_listener(on_event)
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
     """Returns where the report of a program is kept, there or not; None where there is no cache on this machine.
 
-    Its name hashes what jax's own key holds: the program without lines of source, options, versions, devices.
-
-    Args:
-        lowered: the program.
-        compiled: the same, compiled.
-        options: the compiler's, without those that only say where to dump.
+    Its name hashes what jax's own key holds: the program without lines of source, `options` but for dumps, versions, devices.
     """
     directory = _CONFIG.jax_compilation_cache_dir
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
-    if not (directory and _is_local(directory) and _CONFIG.jax_enable_compilation_cache and shardings):
+    if not (directory and _CONFIG.jax_enable_compilation_cache and shardings) or "://" in directory:
         return None
     devices = shardings[0].device_set
     device = min(devices, key=lambda device: device.id)
@@ -131,15 +108,3 @@ def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, opti
     told = [sorted(options.items()), versions, device.device_kind, len(devices), os.environ.get("XLA_FLAGS", "")]
     key = hashlib.sha256((lowered.as_text() + repr(told)).encode()).hexdigest()
     return Path(directory) / "capture" / f"{key}.json"
-
-
-def _is_local(directory: str) -> bool:
-    return "://" not in directory
-
-
-def write(file: Path, text: str) -> None:
-    """Writes a file that other processes see whole or not at all."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as new:
-        new.write(text)
-    os.replace(new.name, file)

@@ -4,6 +4,7 @@ Command buffers are made from thunks, the steps of an executable, after the last
 XLA writes the thunks down, before and after, into the directory that `xla_dump_to` names; that is what is read here.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -50,8 +51,7 @@ _CALLBACK = "return the values instead of calling Python with them"
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class _Why:
+class _Why(NamedTuple):
     reason: str
     remedy: str
 
@@ -141,8 +141,17 @@ def compile_and_report(
     if kept and compiles.hits:
         return compiled, _kept(kept) or report
     if kept and report:
-        cache.write(kept, json.dumps(asdict(report)))
+        _keep(kept, report)
     return compiled, report
+
+
+def _keep(file: Path, report: CaptureReport) -> None:
+    """Writes a report, if that is possible; other processes see all of it or nothing."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            new.write(json.dumps(asdict(report)))
+        Path(new.name).replace(file)
 
 
 def _kept(file: Path) -> CaptureReport | None:
@@ -223,8 +232,8 @@ class _Thunk:
 
 
 def _parse(text: str) -> _Thunk:
-    """A tree by indentation, with two of XLA's habits: labels such as `body:` separate sequences and are not always indented;
-    the first thunk of a kSequential stands on the same line, and has nothing below it."""
+    """Reads a tree by indentation. Labels such as `body:` separate sequences and are not always indented; the first thunk of a
+    kSequential stands on the same line, and has nothing below it."""
     top = _Thunk("", -1)
     open_thunks = [top]
     label = True
@@ -260,7 +269,9 @@ class _Reasons:
     unrolls: bool
 
     def outside(self, blocks: list[list[_Thunk]], around: tuple[_Thunk, _Why] | None = None) -> Iterator[tuple[_Thunk, _Why]]:
-        """Every leaf that no command buffer holds, and why. `around` speaks for those that a loop holds back."""
+        """Finds every leaf that no command buffer holds, and why. `around` speaks for those that a loop holds back."""
+        remedy = "`xla_options` xla_gpu_graph_min_graph_size=1, or `graph` full"
+        too_few = _Why(f"fewer than {self.min_size} in a row", remedy)
         for block in blocks:
             for obstacle, run in itertools.groupby(block, self.of):
                 thunks = list(run)
@@ -268,7 +279,7 @@ class _Reasons:
                 for thunk in thunks:
                     if thunk.kind == "CommandBuffer":
                         continue
-                    why = obstacle or (self.too_few() if short else _UNKNOWN)
+                    why = obstacle or (too_few if short else _UNKNOWN)
                     if thunk.kind in ("While", "Conditional"):
                         yield from self.outside(thunk.blocks, (thunk, why))
                     elif thunk.blocks:
@@ -276,11 +287,8 @@ class _Reasons:
                     elif thunk.is_leaf:
                         yield (thunk, why) if obstacle or around is None else around
 
-    def too_few(self) -> _Why:
-        return _Why(f"fewer than {self.min_size} in a row", "`xla_options` xla_gpu_graph_min_graph_size=1, or `graph` full")
-
     def of(self, thunk: _Thunk) -> _Why | None:
-        """Why XLA cannot record this thunk with all that it holds; None if it can, given enough neighbours."""
+        """Says why XLA cannot record this thunk with all that it holds; None if it can, given enough neighbours."""
         if thunk.kind == "CommandBuffer":
             return _Why("captured", "")  # ends the row of those that could be recorded
         if not self.commands:
@@ -297,7 +305,7 @@ class _Reasons:
         return _Why(" and ".join(found), "; ".join(dict.fromkeys(found.values()))) if found else None
 
     def alone(self, thunk: _Thunk) -> Iterator[_Why]:
-        """What of the thunk itself keeps it from being recorded, leaving aside what it holds."""
+        """Says what of the thunk itself keeps it from being recorded, leaving aside what it holds."""
         command = _COMMAND_OF_KIND.get(thunk.kind)
         if thunk.kind == "CommandBuffer" or thunk.kind in _BOOKKEEPING:
             return
@@ -309,7 +317,5 @@ class _Reasons:
                 remedies |= dict.fromkeys(("CONDITIONAL", "WHILE"), "unroll it: no graph can have branches and collectives")
             yield _Why(f"{command} is off by default", remedies.get(command, "`graph` full"))
         elif thunk.kind == "CustomCall":
-            yield _Why(
-                "its handler does not say that it can be recorded",
-                f"{_ELSEWHERE}; a kernel of your own can be registered as COMMAND_BUFFER_COMPATIBLE",
-            )
+            remedy = f"{_ELSEWHERE}; a kernel of your own can be registered as COMMAND_BUFFER_COMPATIBLE"
+            yield _Why("its handler does not say that it can be recorded", remedy)

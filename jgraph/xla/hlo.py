@@ -26,9 +26,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # `{output path}: (parameter, {path in the parameter}, kind)`. A path is empty, or one index a level of tuples.
 _ENTRY = r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, (?:may|must)-alias)?\)"
-_ALIASES = re.compile(rf"input_output_alias=\{{((?:[ ,]*{_ENTRY})*)")
+_ALIASES = re.compile(rf".*input_output_alias=\{{((?:[ ,]*{_ENTRY})*)")
 # Ordered side effects, such as printing, pass a token that jax puts before the arguments and outputs of the user.
-_TOKENS = re.compile(r"entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
+_TOKENS = re.compile(r".*?entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        bits = _BITS.get(self.dtype) if self.dtype in _BITS else int((re.findall(r"\d+", self.dtype) or ["8"])[0])
-        return self.size * (bits or 0) // 8
+        bits = _BITS[self.dtype] if self.dtype in _BITS else int((re.findall(r"\d+", self.dtype) or ["8"])[0])
+        return self.size * bits // 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -53,15 +53,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program.
-
-    Attributes:
-        name: without `%`.
-        opcode: XLA's.
-        shapes: of its result, or of all results of a tuple.
-        operands: names of instructions of the same computation.
-        text: the line.
-    """
+    """One line of a program, `text`: its name without `%`, XLA's opcode, the shapes of its results, its operands' names."""
 
     name: str
     opcode: str
@@ -79,8 +71,7 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
         branches = _BRANCHES.search(self.text)
-        listed = re.findall(r"[\w.\-]+", branches[1]) if branches else []
-        return (*_CALLED.findall(self.text), *listed)
+        return (*_CALLED.findall(self.text), *(re.findall(r"[\w.\-]+", branches[1]) if branches else ()))
 
     @property
     def target(self) -> str:
@@ -132,16 +123,12 @@ class HloModule:
         return module
 
     @property
-    def header(self) -> str:
-        return self.text.partition("\n")[0]
-
-    @property
     def name(self) -> str:
         """The program's name, as profilers give it."""
         found = re.match(r"HloModule ([\w.\-]+)", self.text)
         return found[1] if found else ""
 
-    @cached_property
+    @property
     def entry(self) -> str:
         """The name of the computation that is run."""
         found = re.search(r"^ENTRY %?([\w.\-]+) \(", self.text, re.MULTILINE)
@@ -171,29 +158,27 @@ class HloModule:
     @property
     def aliased_parameters(self) -> set[int]:
         """Numbers of the parameters whose buffers outputs take."""
-        return {int(parameter) for _, parameter, _ in self._aliases()}
+        return {int(parameter) for _, parameter, _ in self._aliases}
 
     @property
     def aliases(self) -> dict[int, int]:
         """Flat index of an output leaf to that of the argument leaf whose buffer it takes; tokens are not counted."""
-        tokens = _TOKENS.search(self.header)
-        before_outputs, before_arguments = (tokens[2].count("token"), tokens[1].count("token")) if tokens else (0, 0)
-        found: dict[int, int] = {}
-        for output, parameter, path in self._aliases():
-            # jax hands over flat leaves, so a path has one index at most: none for a single output or a parameter by itself,
-            # and one for an output among several or a parameter inside the one tuple that holds them all.
-            assert "," not in output + path, f"nested tuples in {self.header}"
-            found[int(output or 0) - before_outputs] = int(path or parameter) - before_arguments
-        return found
+        tokens = _TOKENS.match(self.text)
+        arguments, outputs = (text.count("token") for text in tokens.groups()) if tokens else (0, 0)
+        # jax hands over flat leaves, so a path has one index at most: none for a single output or a parameter by itself, and
+        # one for an output among several or a parameter inside the one tuple that holds them all.
+        assert not any("," in output + path for output, _, path in self._aliases), "nested tuples"
+        return {int(o or 0) - outputs: int(path or parameter) - arguments for o, parameter, path in self._aliases}
 
+    @cached_property
     def _aliases(self) -> list[tuple[str, str, str]]:
-        found = _ALIASES.search(self.header)
+        found = _ALIASES.match(self.text)
         return re.findall(_ENTRY, found[1]) if found else []
 
     def calls(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """(file, line) of the call that made an operation and of its callers, innermost first; of an older XLA only the call.
 
-        Older releases write the line beside the operation, newer ones a number in the tables at the top of the text.
+        An older XLA writes the line beside the operation, a newer one a number in the tables at the top of the text.
         """
         if line := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.text):
             yield line[1], line[2]

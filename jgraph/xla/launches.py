@@ -24,10 +24,7 @@ _FIRST = ("command_buffer::initialize", "command_buffer::record", "command_buffe
 class Launches:
     """What happened to command buffers on all devices; all 0 where there are none, as on a CPU.
 
-    Attributes:
-        launches: of graphs.
-        updates: recordings into a graph that was there, since an array lies somewhere else than at the last launch.
-        records: graphs made anew.
+    `records` are graphs made anew, `updates` recordings into one that was there, since an array lies elsewhere than last time.
     """
 
     launches: int

@@ -37,13 +37,10 @@ _COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHIL
 
 @dataclass(frozen=True)
 class Option:
-    """One field of XLA's DebugOptions.
+    """One field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`.
 
-    Attributes:
-        name: e.g. `xla_gpu_graph_min_graph_size`.
-        kind: type of the value; `message` cannot be set from a string.
-        repeated: several values are allowed, separated by commas; they replace XLA's default.
-        values: names that an `enum` may take, empty where the library keeps them elsewhere.
+    A `message` cannot be set from a text. A repeated one takes several values, separated by commas, instead of XLA's default.
+    `values` are the names that an `enum` may take, empty where the library keeps them elsewhere.
     """
 
     name: str
@@ -84,22 +81,17 @@ def compiler_options(
 
 
 def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
-    match graph:
-        case "off":
-            return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
-        case "full":
-            installed = installed_options() or {}
-            commands = installed[COMMAND_BUFFER].values if COMMAND_BUFFER in installed else _COMMON.split(",")
-            left_out = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
-            options: dict[str, OptionValue] = {
-                COMMAND_BUFFER: ",".join(c for c in commands if c not in left_out),
-                MIN_GRAPH_SIZE: 1,
-            }
-            if num_devices > 1 and _SMALL_COLLECTIVES in installed:
-                options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
-            return options
-        case _:
-            return {}
+    if graph == "auto":
+        return {}
+    if graph == "off":
+        return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
+    installed = installed_options() or {}
+    commands = installed[COMMAND_BUFFER].values if COMMAND_BUFFER in installed else _COMMON.split(",")
+    left_out = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
+    options: dict[str, OptionValue] = {COMMAND_BUFFER: ",".join(c for c in commands if c not in left_out), MIN_GRAPH_SIZE: 1}
+    if num_devices > 1 and _SMALL_COLLECTIVES in installed:
+        options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
+    return options
 
 
 def check_option(name: str, value: str) -> OptionValue:
@@ -197,7 +189,7 @@ _KINDS: dict[int, OptionKind] = {
 
 
 def _descriptor_of_installed_xla() -> _Fields | None:
-    """Fields of the FileDescriptorProto of xla/xla.proto inside jaxlib's shared library; None when it is not there.
+    """Returns fields of the FileDescriptorProto of xla/xla.proto inside jaxlib's shared library; None when it is not there.
 
     No public function of jax lists XLA's options. The protocol buffer runtime needs this descriptor for XLA's own lookup of
     option names, so the library has to carry it: this is the same list that XLA will check against, only earlier. It is still
@@ -216,7 +208,7 @@ def _descriptor_of_installed_xla() -> _Fields | None:
 
 
 def _fields(data: bytes) -> _Fields:
-    """(number, value) of each field of a message. Ends where no message can go on: the length is not stored with it."""
+    """Reads (number, value) of each field of a message. Ends where no message can go on: the length is not stored with it."""
     fields: _Fields = []
     position = number = 0
     while position < len(data):
