@@ -191,12 +191,12 @@ def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
-    """Which axis of each parameter is cut over fsdp, the axes of ranks not counted, by its name in the pipeline."""
+    """Which axis of each parameter is sharded over fsdp, the axes of ranks not counted, by its name in the pipeline."""
     form = TrainSetup.of(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)
     named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    lead = {"ends": 0, "layers": 1}
+    lead = {"outer": 0, "layers": 1}
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): spec.index("fsdp") - lead[path[0].key]
         for path, spec in named

@@ -239,9 +239,14 @@ def _bind(
     )
 
 
-def fold_key(key: Array, *, step: Any, index: Any, microbatch: Any) -> Array:
-    """The random key of a callable for a microbatch of a step, from that of the whole training."""
-    for number in (step, index, microbatch):
+def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
+    """Returns the random key of a layer for a microbatch of a step, as pipelines and graphed callables derive it.
+
+    Args:
+        key: of the whole training.
+        step, microbatch, layer: numbers from 0; a layer of a graphed callable is its place among them.
+    """
+    for number in (step, microbatch, layer):
         key = jax.random.fold_in(key, number)
     return key
 
@@ -258,7 +263,7 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[...,
     outs: list[Any]
     if task.kind == "key":
         key, step, microbatch = ins
-        outs = [fold_key(key, step=step, index=shaped.index, microbatch=microbatch)]
+        outs = [fold_key(key, step=step, microbatch=microbatch, layer=shaped.index)]
     elif task.kind == "loss":
         assert loss_fn is not None
         y, arguments = shaped.y.unflatten(ins[: len(shaped.y)]), jax.tree.unflatten(loss_tree, ins[len(shaped.y) :])

@@ -701,7 +701,7 @@ def test_a_runs_keys_are_folded_by_step_callable_and_microbatch():
         total = 0.0
         for m, (x, args) in enumerate(zip(xs, loss_args, strict=True)):
             for i, p in enumerate(params):
-                x = noisy(p, x, key=jgraph.fold_key(key, step=step, index=i, microbatch=m))
+                x = noisy(p, x, key=jgraph.fold_key(key, step=step, microbatch=m, layer=i))
             total += chain.loss_fn(x, *args)
         return total
 
