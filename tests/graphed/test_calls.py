@@ -690,7 +690,7 @@ def noisy(params, x, *, key):
     return chain.stage(params, x) * jax.random.bernoulli(key, 0.5, x.shape)
 
 
-def test_a_runs_keys_are_folded_by_step_callable_and_microbatch():
+def test_a_runs_keys_are_folded_by_step_microbatch_and_callable():
     params, key = tuple(map(chain.make_params, range(2))), jax.random.key(7)
     graphed = jgraph.make_graphed_callables(
         (noisy,) * 2, params, chain.sample(2), sample_kwargs=({"key": key},) * 2, order=[1, 1, 2, 2, -2, -1, -2, -1]
@@ -710,3 +710,9 @@ def test_a_runs_keys_are_folded_by_step_callable_and_microbatch():
         chain.assert_close(sum(run.losses), eager(step))
     assert float(sum(runs[0].losses)) != float(sum(runs[1].losses))
     chain.assert_same_bits(runs[0].grads, runs[2].grads)
+
+
+def test_a_layers_key_is_the_one_that_a_pipeline_program_folds_from_its_steps_key():
+    key = jax.random.key(7)
+    in_a_step = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 3), 1), 2)
+    assert jgraph.fold_key(key, step=3, microbatch=1, layer=2) == in_a_step

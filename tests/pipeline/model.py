@@ -97,7 +97,8 @@ def plain(
     for d in range(dp):
         for m in range(M):
             own = jax.tree.map(lambda leaf, d=d, m=m: leaf[m].reshape(dp, -1, T)[d], inputs)
-            folded = None if key is None else jax.random.fold_in(jax.random.fold_in(key, d), m)
+            own_key = jax.random.fold_in(key, d) if key is not None and dp > 1 else key
+            folded = None if own_key is None else jax.random.fold_in(own_key, m)
             one = jax.tree.map(partial(np.asarray, dtype=np.float64), _gradient(loss)(outer, layers, own, folded))
             total = one if total is None else jax.tree.map(np.add, total, one)
     return jax.tree.map(lambda a: a / (M * dp), total)
