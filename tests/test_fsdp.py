@@ -400,7 +400,7 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     _, report = compile_on_target("auto", num_layers=1)
     assert {"AllGather", "ReduceScatter"} & {outside.kind for outside in report.outside}
-    assert {outside.remedy for outside in report.outside if outside.kind == "AllGather"} == {"--graph full"}
+    assert {outside.remedy for outside in report.outside if outside.kind == "AllGather"} == {"`graph` full"}
 
 
 def test_on_gpus_the_fastest_options_come_before_the_users_which_win():

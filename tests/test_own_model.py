@@ -8,13 +8,12 @@ import pytest
 from jgraph.cli.train import main
 from tests import tiny
 
-FLAGS = shlex.split(
-    "--batch-size 4 --seq-len 32 --log-every 1 --eval-batches 2 --sample-tokens 0 --steps 30 --optimizer.learning-rate 0.03"
-)
+FLAGS = shlex.split("--batch-size 4 --seq-len 32 --log-every 1 --eval-batches 2 --sample-tokens 0 --steps 30")
 
 
 def run(run_dir, module, *flags):
-    return main([*FLAGS, "--run-dir", str(run_dir), "--model.module", f"tests.own:{module}", *flags])
+    model = ("--model.module", f"tests.own:{module}", "--optimizer.learning-rate", "0.03")
+    return main([*FLAGS, "--run-dir", str(run_dir), *model, *flags])
 
 
 @pytest.mark.parametrize("strategy", [(), ("--dp", "2"), ("--fsdp", "2", "--num-microbatches", "2")], ids=["one", "dp", "fsdp"])
