@@ -2,7 +2,8 @@
 
 Cards drift, by heat, clock and neighbours, and what ran first has the advantage. So no variant is timed in one go: every round
 times all of them one after the other, every second round backwards, and two are compared by the ratio of their times in each
-round that both were in. The processes import at once and build one after the other, since building times kernels.
+round that both were in. The processes import at once and build one after the other, since building times kernels; where kernels
+are so small that nothing depends on them, all build at once.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +74,12 @@ class Runner:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def build(self) -> None:
-        """Returns when it is ready for its first turn."""
+    def build(self) -> float:
+        """Returns when it is ready for its first turn: after so many seconds."""
+        start = time.monotonic()
         self._ask({}, until="ready")
         self.row.pop("ready", None)
+        return time.monotonic() - start
 
     def turn(self, clock: Clock) -> Row | None:
         """What it measures now; None where it has failed, now or before."""
@@ -159,18 +164,20 @@ def race(
     *,
     rounds: int,
     together: int = 0,
+    building: int = 1,
     timeout: float,
     number: int = 0,
 ) -> int:
-    """Times all entrants in turns.
+    """Times all entrants in turns; says on stderr how far it is.
 
     Args:
         entrants: the first one is ours, and takes part in every round.
         clock: of a turn.
-        save: gets all rows after every round. A row has what its process told, `ms` and whatever else it measured as medians
-            of its turns, `repeats_ms` and so on with every turn, and the number of each turn's round in `rounds`.
+        save: gets all rows after every build and every round. A row has what its process told, `ms` and whatever else it
+            measured as medians of its turns, `repeats_ms` and so on with every turn, and each turn's round in `rounds`.
         rounds: of each group.
         together: most processes that are on the GPUs at once; 0 for all. More entrants than that come in groups.
+        building: most processes that build at once; 0 for all.
         timeout: of each process, as `Runner`'s.
         number: of the first round.
 
@@ -198,6 +205,18 @@ def race(
     built = False
     runners: dict[int, Runner] = {}
 
+    def start(group: Sequence[Entrant]) -> None:
+        def build(entrant: Entrant) -> Entrant:
+            runner = runners[id(entrant)]
+            seconds = runner.build()
+            tell(f"{' '.join(map(str, entrant.named.values()))}: {runner.failed or 'ready'} after {seconds:.0f} s")
+            return entrant
+
+        with ThreadPoolExecutor(building or len(group) or 1) as pool:
+            for entrant in pool.map(build, group):
+                update(entrant, runners[id(entrant)])
+                save(list(rows.values()))
+
     def end(group: Sequence[Entrant]) -> None:
         for entrant in group:
             runner = runners[id(entrant)]
@@ -212,14 +231,14 @@ def race(
                 entrant.module, entrant.request, ranks=entrant.ranks, timeout=timeout, share=0.0 if entrant.ranks else share
             )
         for group in groups:
-            for entrant in [*([] if built else here[:1]), *group]:
-                runners[id(entrant)].build()
-                update(entrant, runners[id(entrant)])
+            start([*([] if built else here[:1]), *group])
             built = True
-            for _ in range(rounds):
+            for nth in range(rounds):
+                began = time.monotonic()
                 for entrant in [*here[:1], *group][:: -1 if number % 2 else 1]:
                     update(entrant, runner := runners[id(entrant)], runner.turn(clock))
                 number += 1
+                tell(f"round {nth + 1} of {rounds} took {time.monotonic() - began:.0f} s")
                 save(list(rows.values()))
             end(group)
         end(here[:1])
@@ -227,6 +246,10 @@ def race(
     finally:
         for runner in runners.values():
             runner.close()
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def last_error(stderr: str) -> str:

@@ -1,5 +1,6 @@
 """The benchmarks on several devices at tiny sizes on a CPU: every kind of process runs, and its answers meet in the table."""
 
+import copy
 import importlib.util
 import json
 import sys
@@ -19,20 +20,32 @@ SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01", "--r
 
 
 @pytest.fixture
-def compete(tmp_path):
+def compete(tmp_path, saved):
     """Races fakes, given by name as their times and where they fail; gives back their rows and what they did, in order."""
 
-    def compete(together: int = 0, rounds: int = 2, **fakes: tuple[list[float], str]) -> tuple[list[dict], list[str]]:
-        log, saved = tmp_path / "log", []
+    def compete(
+        together: int = 0, rounds: int = 2, building: int = 1, meets: int = 0, **fakes: tuple[list[float], str]
+    ) -> tuple[list[dict], list[str]]:
+        log, about = tmp_path / "log", {"log": str(tmp_path / "log"), "meets": meets}
         entrants = [
-            Entrant({"system": name}, "tests.fake_variant", {"name": name, "ms": ms, "log": str(log), "fails": fails})
+            Entrant({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
             for name, (ms, fails) in fakes.items()
         ]
         clock = Clock(seconds=0.0, repeats=1, warmup_seconds=0.0)
-        race(entrants, clock, saved.append, rounds=rounds, together=together, timeout=60)
+
+        def save(rows: list[dict]) -> None:
+            saved.append(copy.deepcopy(rows))
+
+        race(entrants, clock, save, rounds=rounds, together=together, building=building, timeout=60)
         return saved[-1], log.read_text().splitlines()
 
     return compete
+
+
+@pytest.fixture
+def saved():
+    """All that `compete` has saved, in order."""
+    return []
 
 
 def test_variants_are_built_one_by_one_and_take_turns_there_and_back(compete):
@@ -59,6 +72,19 @@ def test_those_that_do_not_fit_together_come_in_groups_with_the_first_in_each(co
     assert harness.ratio(b, a) == "2.000"
     assert harness.ratio(c, a) == "2.000"
     assert harness.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
+
+
+def test_variants_build_at_once_where_that_is_asked_for(compete):
+    rows, _ = compete(building=0, rounds=1, meets=3, a=([1.0], ""), b=([2.0], ""), c=([3.0], ""))
+    assert [row["ms"] for row in rows] == [1.0, 2.0, 3.0]
+
+
+def test_what_is_built_is_told_and_saved_before_the_first_turn(compete, saved, capfd):
+    compete(rounds=1, a=([1.0], ""), b=([2.0], "build"))
+    assert saved[1] == [{"system": "a", "device": "none"}, {"system": "b", "failed": "failed: RuntimeError: cannot build"}]
+    told = capfd.readouterr().err.splitlines()
+    for begins in ("a: ready after ", "b: failed: RuntimeError: cannot build after ", "round 1 of 1 took "):
+        assert any(line.startswith(begins) for line in told)
 
 
 @pytest.mark.parametrize("where", ["build", "turn", "finish"])
