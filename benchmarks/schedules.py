@@ -1,67 +1,67 @@
 """How long it takes to generate, check, colour and tabulate a schedule, and that it grows with the number of actions.
 
-python -m benchmarks.schedules
+python -m benchmarks run schedules
 """
 
 import itertools
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from benchmarks.harness import environment, write_results
+from benchmarks.rows import Row
+from benchmarks.runner import Benchmark, Options, Work
+from benchmarks.tables import Section
 from jgraph.schedule import NAMES, assign, generate, tick_table
 
-PP, CHUNKS = 64, 4
-MICROBATCHES = (128, 256, 512, 1024, 2048)
-REPEATS = 5
-ONE_CHUNK, TWO_CHUNKS = ("1f1b", "zb-h1", "zb-h2"), ("zb-v", "dualpipe-v")
+SIZES = {"full": (64, (128, 256, 512, 1024, 2048)), "tiny": (4, (8,))}  # ranks, microbatches
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}  # 4 of the others
 
 
-def measure(name: str, microbatches: int) -> dict[str, float]:
-    """Median seconds of `REPEATS`; generating checks, as an Order and a Schedule exist only if they can run."""
-    chunks = 1 if name in ONE_CHUNK else 2 if name in TWO_CHUNKS else CHUNKS
-    rows, actions = [], 0
-    for _ in range(REPEATS):
-        times = [time.perf_counter()]
-        schedule = generate(name, pp=PP, microbatches=microbatches, chunks=chunks)
-        times.append(time.perf_counter())
-        slots = assign(schedule)
-        times.append(time.perf_counter())
-        tick_table(schedule, slots)
-        times.append(time.perf_counter())
-        actions = sum(map(len, schedule))
-        rows.append([after - before for before, after in itertools.pairwise(times)])
-    generated, coloured, tabulated = (statistics.median(column) for column in zip(*rows, strict=True))
-    both = generated + coloured
-    return {
-        "chunks": chunks,
-        "microbatches": microbatches,
-        "actions": actions,
-        "generate_and_check_s": generated,
-        "colour_s": coloured,
-        "table_s": tabulated,
-        "microseconds_per_action": both / actions * 1e6,
+@dataclass(frozen=True, kw_only=True)
+class Flags(Options):
+    """What to run."""
+
+    name: str = "schedules"
+
+
+def works(options: Flags) -> Iterator[Work]:
+    ranks, microbatches = SIZES[options.sizes]
+    rows = (row for name in NAMES for row in measure(name, ranks, microbatches, options.repeats))
+    yield Work(f"{ranks} ranks", {"ranks": ranks}, rows=lambda: rows)
+
+
+def measure(name: str, ranks: int, microbatches: tuple[int, ...], repeats: int) -> Iterator[Row]:
+    """Median milliseconds on one core; generating checks, as an Order and a Schedule exist only if they can run."""
+    chunks = CHUNKS.get(name, 4)
+    for count in microbatches:
+        rows, actions = [], 0
+        for _ in range(repeats):
+            times = [time.perf_counter()]
+            schedule = generate(name, pp=ranks, microbatches=count, chunks=chunks)
+            times.append(time.perf_counter())
+            slots = assign(schedule)
+            times.append(time.perf_counter())
+            tick_table(schedule, slots)
+            times.append(time.perf_counter())
+            actions = sum(map(len, schedule))
+            rows.append([(after - before) * 1e3 for before, after in itertools.pairwise(times)])
+        kinds = ("generate and check", "colour", "table")
+        split = {kind: statistics.median(column) for kind, column in zip(kinds, zip(*rows, strict=True), strict=True)}
+        row = {"system": "jgraph", "schedule": name, "chunks": chunks, "microbatches": count, "actions": actions}
+        yield row | {"ms": sum(split.values()), "categories": split}
+
+
+def section(name: str, result: Row) -> Section:
+    columns = {
+        "schedule, chunks a rank, microbatches": lambda row: f"{row['schedule']}, {row['chunks']}, {row['microbatches']}",
+        "actions": lambda row: f"{row['actions']:,}",
+        "us an action": lambda row: f"{row['ms'] / row['actions'] * 1e3:.2f}",
     }
+    return Section(name, columns)
 
 
-def main() -> None:
-    results = {name: [measure(name, m) for m in MICROBATCHES] for name in NAMES}
-    lines = [
-        f"Seconds on one core, {PP} ranks, median of {REPEATS}; the last column is generate, check and colour by action.",
-        "",
-        "| schedule | chunks | microbatches | actions | generate, check | colour | table | us an action |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, rows in results.items():
-        for row in rows:
-            lines.append(
-                f"| {name} | {row['chunks']} | {row['microbatches']} | {row['actions']:,} | "
-                f"{row['generate_and_check_s']:.3f} | {row['colour_s']:.3f} | {row['table_s']:.3f} | "
-                f"{row['microseconds_per_action']:.2f} |"
-            )
-    table = "\n".join(lines) + "\n"
-    print(table)
-    write_results("schedules", {"environment": environment(), "pp": PP, "results": results}, table)
-
+BENCHMARK = Benchmark("Schedules, on one core", __doc__, Flags, works, section)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(BENCHMARK.main())

@@ -1,15 +1,17 @@
-"""What the pipelines of the tables train: layers x + gelu(x @ a) @ b, and GPT. `peers/pipelining.py` has both in torch."""
+"""What pipelines train: layers x + gelu(x @ a) @ b, and GPT. `peers/pipelining.py` has both in torch, and `torchs` asks it."""
 
 # L layers, M microbatches, B batch, S sequence and one more, N tokens, D model, F hidden
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.runner import Options, missing
+from benchmarks.turns import Entrant
 from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import Schedule, generate
 from jgraph.training.config import ModelConfig, TrainConfig
@@ -96,8 +98,20 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
+def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
+    """A schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
+    schedule, _, variant = peer.partition(":")
+    return Entrant(
+        {"system": "torch", "schedule": schedule, "variant": variant},
+        "benchmarks.peers.pipelining",
+        {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},
+        ranks=ranks,
+        missing=missing(ranks, options),
+    )
+
+
 @dataclass(frozen=True)
-class Work:
+class Model:
     """A model in parts with its parameters, and a batch.
 
     Attributes:
@@ -115,7 +129,7 @@ class Work:
     compute_dtype: Any
 
     @classmethod
-    def of(cls, size: Size, ranks: int) -> "Work":
+    def of(cls, size: Size, ranks: int) -> "Model":
         return _gpt(size, ranks) if isinstance(size, GPTSize) else _mlp(size)
 
     def cast(self, tree: Any) -> Any:
@@ -150,18 +164,18 @@ def mlp_layers(size: MLPSize) -> list[Any]:
     return [layer(key) for key in jax.random.split(jax.random.key(0), size.layers)]
 
 
-def _mlp(size: MLPSize) -> Work:
+def _mlp(size: MLPSize) -> Model:
     """Nothing but layers: no embedding, a loss of a pass."""
     parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
     shape = size.tokens, size.d_model
     inputs = jax.random.normal(jax.random.key(1), (size.microbatches, *shape), jnp.bfloat16)
-    return Work(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)
+    return Model(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)
 
 
 # GPT
 
 
-def _gpt(size: GPTSize, ranks: int) -> Work:
+def _gpt(size: GPTSize, ranks: int) -> Model:
     """Embedding, head and cross-entropy included."""
     config = size.model
     parts = pipeline_parts(config, ranks)
@@ -170,4 +184,4 @@ def _gpt(size: GPTSize, ranks: int) -> Work:
     shape = size.microbatches, size.batch, size.length + 1
     tokens_MBS = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
     dtype = jnp.dtype(config.compute_dtype)
-    return Work(parts, ends, layers, tokens_MBS, jax.ShapeDtypeStruct((size.batch, size.length, config.d_model), dtype), dtype)
+    return Model(parts, ends, layers, tokens_MBS, jax.ShapeDtypeStruct((size.batch, size.length, config.d_model), dtype), dtype)

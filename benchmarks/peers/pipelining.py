@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
+from benchmarks.peers.torch_gpt import Block, RMSNorm, linear, rotary
 from jgraph.training.config import ModelConfig
-from tests.parity.torch_gpt import Block, RMSNorm, linear, rotary
 
 # M microbatches, B batch, T sequence, N tokens, D model, V vocabulary
 

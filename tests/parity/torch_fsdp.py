@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.peers.torch_gpt import GPT
 from jgraph.training.config import ModelConfig, OptimizerConfig
-from tests.parity.torch_gpt import GPT
 
 Arrays = dict[str, np.ndarray]
 

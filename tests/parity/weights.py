@@ -5,9 +5,9 @@ import numpy as np
 import torch
 from flax import nnx
 
+from benchmarks.peers import torch_gpt
 from jgraph.training.config import ModelConfig
 from models.gpt import GPT
-from tests.parity import torch_gpt
 
 PyTree = object
 

@@ -1,0 +1,125 @@
+"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, or a soak."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.rows import Row
+from jgraph.training.assembly import Assembly
+from jgraph.training.config import TrainConfig
+from jgraph.training.metrics import peak_memory_bytes
+from jgraph.xla import count_launches
+
+TRACED = 3  # steps of the trace that categories are read from
+
+
+@dataclass
+class Step:
+    """A compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
+
+    devices: list[Any]
+    compiled: Any
+    state: Any
+    batch: Any
+    metrics: Any = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
+        if jax.default_backend() == "gpu":  # or command buffers are left aside while launches are counted
+            profiled = "xla_enable_command_buffers_during_profiling=true"
+            config = replace(config, xla_options=(*config.xla_options, profiled))
+        assembly = Assembly.of(config)
+        devices = jax.devices()[: assembly.num_devices]
+        tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
+        start = time.perf_counter()
+        compiled, report = assembly.compile_step(config.batch_size)
+        tell(compile_s=time.perf_counter() - start, capture=str(report) if report else None, **compiled_bytes(compiled))
+        shape = config.batch_size, config.seq_len + 1
+        rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
+        step = cls(devices, compiled, assembly.init(), jax.device_put(assembly.place(rows_BS)))
+        jax.block_until_ready(step.state)
+        # The state is made in a program that may take more than the step does, and a device's peak cannot be set back.
+        tell(init_peak_bytes=step.peak_bytes())
+        return step
+
+    def run(self) -> None:
+        self.state, self.metrics = self.compiled(self.state, self.batch)
+
+    def wait(self) -> None:
+        jax.block_until_ready((self.state, self.metrics))
+
+    def peak_bytes(self) -> int:
+        return max(peak_memory_bytes(device) for device in self.devices)
+
+    def result(self) -> Row:
+        return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped)}
+
+
+def compiled_bytes(compiled: Any) -> Row:
+    memory = compiled.memory_analysis()
+    names = ("argument", "temp", "output", "alias") if memory is not None else ()
+    return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
+
+
+def time_step(asked: Row) -> None:
+    config = TrainConfig.from_dict(asked["config"])
+    step = Step.of(config)
+    step.run()
+    step.wait()
+    answer(**step.result(), peak_bytes=step.peak_bytes())
+
+    def measure(clock: Clock) -> Row:
+        return told(clock.in_flight(step.run, step.wait, step.devices[0].platform))
+
+    take_turns(measure)
+    with count_launches() as count:
+        step.run()
+        step.wait()
+    skipped = step.result()["skipped"]
+    answer(launches=count.launches, updates=count.updates, skipped=skipped, peak_bytes=step.peak_bytes())
+    if asked["categories"]:
+        del step  # the other one has a state of its own
+        answer(categories=categories(config))
+
+
+def categories(config: TrainConfig) -> Row:
+    """Milliseconds of a step by cause, mean of the ranks: of the step without command buffers, whose kernels have names."""
+    from jgraph.profile.attribution import by_cause, choose_step
+    from jgraph.profile.program import Program
+    from jgraph.profile.trace import read
+
+    step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
+    step.run()
+    step.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED):
+                step.run()
+                step.wait()
+        chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text() or ""), TRACED)
+    ranks = [by_cause(rank, one) for rank, one in chosen.items()]
+    causes = dict.fromkeys(cause for rank in ranks for cause in rank["causes"])
+    found = {cause: sum(rank["causes"].get(cause, {"ms": 0.0})["ms"] for rank in ranks) for cause in causes}
+    return {cause: ms / len(ranks) for cause, ms in (found | {"idle": sum(rank["idle_ms"] for rank in ranks)}).items()}
+
+
+def soak_step(asked: Row) -> None:
+    step = Step.of(TrainConfig.from_dict(asked["config"]))
+    for _ in range(3):
+        step.run()
+        step.wait()
+    limits = {name: asked[name] for name in ("steps", "hang_seconds")}
+    for row in harness.soak(step.run, step.wait, step.devices, **limits):
+        answer(**row, **step.result())
+
+
+if __name__ == "__main__":
+    serve({"time": time_step, "soak": soak_step})
