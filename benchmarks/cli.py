@@ -10,10 +10,8 @@ python -m benchmarks readme --check
 import os
 import runpy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich import box
@@ -22,51 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import runner
-from benchmarks.compare import ResultsError, compare, distinct, read
+from benchmarks.compare import ResultsError, compared, distinct, read
 from benchmarks.readme import write_readme
 from benchmarks.rows import fastest, named, ratio
 from benchmarks.runner import benchmark_of, found, soaks
 from jgraph.cli.parse import one_line
 from jgraph.errors import JgraphError
 
-
-@dataclass(frozen=True)
-class List:
-    """Every benchmark, with the results it has left."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Run a benchmark; the flags after its name are its own."""
-
-    name: tyro.conf.Positional[str]
-    """As `list` has it."""
-
-
-@dataclass(frozen=True)
-class Compare:
-    """Times of two results files, row by row."""
-
-    a: tyro.conf.Positional[Path]
-    """What was before."""
-    b: tyro.conf.Positional[Path]
-    """What is now."""
-
-
-@dataclass(frozen=True)
-class Show:
-    """Every row of the results in a folder, short: its time, PyTorch's fastest and ours over it by rounds, what failed."""
-
-    folder: tyro.conf.Positional[Path]
-    """As `--out` of a benchmark."""
-
-
-@dataclass(frozen=True)
-class Readme:
-    """Write README's tables of speed from benchmarks/results."""
-
-    check: bool = False
-    """Write nothing; exit code 1 where README is not what would be written."""
+Command = Callable[[], int | None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,32 +39,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
-    commands = {"list": List, "run": Run, "compare": Compare, "show": Show, "readme": Readme}
+
+    def list_() -> Command:
+        """Every benchmark, with the results it has left."""
+        return lambda: show(("benchmark", "results", "date", "device", "revision", "what"), listed())
+
+    def run(name: tyro.conf.Positional[str]) -> Command:
+        """Run a benchmark; the flags after its name are its own."""
+        return lambda: start(name, rest)
+
+    def compare(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path]) -> Command:
+        """Times of two results files, row by row: what was before, and what is now."""
+        return lambda: show(("row", "A ms", "B ms", "B/A", "B is"), compared(a, b))
+
+    def show_(folder: tyro.conf.Positional[Path]) -> Command:
+        """Every row of the results in a folder, short: its time, PyTorch's fastest and ours over it by rounds, what failed."""
+        return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
+
+    def readme(*, check: bool = False) -> Command:
+        """Write README's tables of speed, and all others, from benchmarks/results; or only check whether they have drifted."""
+        return lambda: write_readme(check)
+
+    commands = {"list": list_, "run": run, "compare": compare, "show": show_, "readme": readme}
     parse = tyro.extras.subcommand_cli_from_dict
     try:
-        command: Any = one_line(lambda: parse(commands, prog="python -m benchmarks", description=__doc__, args=own))
-        match command:
-            case List():
-                show(("benchmark", "results", "date", "device", "revision", "what"), listed())
-            case Run(name) if name not in (scripts := found()):
-                raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
-            case Compare(a, b):
-                told, rows = compare(a, b)
-                print("\n".join(told))
-                show(("row", "A ms", "B ms", "B/A", "B is"), rows)
-            case Show(folder):
-                show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
-            case Readme(check):
-                return write_readme(check)
-            case _:
-                pass
+        command = one_line(lambda: parse(commands, prog="python -m benchmarks", description=__doc__, args=own))
+        return (command() if command else 0) or 0
     except (JgraphError, OSError) as e:
         print(f"benchmarks: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
-    if isinstance(command, Run):  # out here: what fails in it keeps its traceback
-        sys.argv = [command.name, *rest]
-        runpy.run_module(f"benchmarks.{command.name}", run_name="__main__", alter_sys=True)
-    return 0
+
+
+def start(name: str, flags: list[str]) -> None:
+    if name not in (scripts := found()):
+        raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
+    sys.argv = [name, *flags]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 
 def show(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:

@@ -1,6 +1,7 @@
 """Results files, and two of them side by side: what was timed in both, and whether it was timed in the same way."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from jgraph.errors import JgraphError
 from jgraph.training.config import TrainConfig
 
 _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to benchmarks/results"
-_VERSIONS = ("python", "jax", "jaxlib", "flax", "optax", "torch")
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")
 # Of those, what chooses rows or says where things go or when to give up does not alter what a row measures.
 _IDLE_OPTIONS = (
@@ -67,6 +67,7 @@ def timed(file: Path) -> dict[str, Timed]:
         for row in result["rows"]:
             name = ", ".join([work, *(str(row[key]) for key in _NAMES if row.get(key))])
             settings = dict(_flat("", {key: one[key] for one in (result, row) for key in _SETTINGS if key in one}))
+            settings["device"] = (result.get("device") or "not told").removeprefix("1 x ")
             if "config" in result:  # of a time when a field was not there: as if it had been left alone
                 settings = dict(_flat("config", json.loads(json.dumps(asdict(TrainConfig()))))) | settings
             if "ms" in row or "failed" in row:
@@ -87,32 +88,29 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def compare(a: Path, b: Path) -> tuple[list[str], list[list[str]]]:
-    """What is to be told of two files, and a row of cells for everything that both have timed."""
+def compared(a: Path, b: Path) -> list[list[str]]:
+    """A row of cells for everything that two files have timed; what else there is to say of them is printed."""
     before, after = timed(a), timed(b)
+    for side, file, rows in (("A", a, before), ("B", b, after)):
+        print("\n   ".join([f"{side}: {file}", *about(rows)]))
     both = {name: (row, after[name]) for name, row in before.items() if row.ms and name in after and after[name].ms}
-    told = [f"{side}: {file}\n   " + "\n   ".join(about(rows)) for side, file, rows in (("A", a, before), ("B", b, after))]
-    unlike: dict[str, int] = {}
-    for change in (change for pair in both.values() for change in changes(*pair)):
-        unlike[change] = unlike.get(change, 0) + 1
+    unlike = Counter(change for pair in both.values() for change in changes(*pair))
     if unlike:
         each = (change if rows == len(both) else f"{change} (of {rows} rows)" for change, rows in unlike.items())
-        told += [f"warning: B did not run as A did, so B/A is not of the code alone: {'; '.join(each)}"]
-    told += [] if both else ["no row is in both"]
+        print(f"warning: B did not run as A did, so B/A is not of the code alone: {'; '.join(each)}")
+    if not both:
+        print("no row is in both")
     for side, own, others in (("A", before, after), ("B", after, before)):
         for name in (name for name, row in own.items() if row.ms and name not in both):
-            told += [f"only in {side}: {name}" + (f" (in the other: {others[name].failed})" if name in others else "")]
+            print(f"only in {side}: {name}" + (f" (in the other: {others[name].failed})" if name in others else ""))
     cells = []
     for name, (one, other) in both.items():
         ms = one.ms or 0.0, other.ms or 0.0
         cells.append([name, *(f"{x:.3f}" for x in (*ms, ms[1] / ms[0])), verdict(one.repeats_ms, other.repeats_ms)])
-    return told, cells
+    return cells
 
 
 def changes(a: Timed, b: Timed) -> Iterator[str]:
-    devices = [(one.result.get("device") or "not told").removeprefix("1 x ") for one in (a, b)]
-    if devices[0] != devices[1]:
-        yield f"device {devices[0]} -> {devices[1]}"
     # A flag that one of the scripts did not have cannot be compared.
     for key in sorted((a.settings.keys() & b.settings.keys()) - _IDLE):
         if a.settings[key] != b.settings[key]:
@@ -123,9 +121,8 @@ def about(rows: dict[str, Timed]) -> list[str]:
     """What ran where and when: a line for each run that the file is made of."""
     runs: dict[str, dict[str, None]] = {}
     for name, row in rows.items():
-        told = row.result["environment"]
-        versions = ", ".join(f"{key} {told[key]}" for key in _VERSIONS if key in told) or "versions not told"
-        facts = told.get("date", "date not told"), f"revision {told.get('revision', 'not told')}", versions
-        run = ", ".join([*facts, row.result.get("device") or "device not told"])
+        told, device = row.result["environment"], row.settings["device"]
+        versions = (f"{key} {told[key]}" for key in ("python", "jax", "jaxlib", "flax", "optax", "torch") if key in told)
+        run = ", ".join([told["date"], f"revision {told['revision']}", *versions, device])
         runs.setdefault(run, {})[name.partition(",")[0]] = None
     return [run + (f": {', '.join(works)}" if len(runs) > 1 else "") for run, works in runs.items()]

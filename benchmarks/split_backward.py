@@ -8,26 +8,25 @@ residuals pass through memory. All variants add the weight gradients into a floa
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import jgraph
+from benchmarks.peers.protocol import Clock
+from benchmarks.programs.models import gpt_blocks
 from benchmarks.rows import Row, ratio, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
-from jgraph.training.config import ModelConfig
-from models.gpt import Block, rotary
 
-# Width, heads, width of the MLP; tokens.
-SIZES = {
+SIZES: dict[str, dict[str, Row]] = {
     "full": {
-        "d 4096, 4096 tokens": ((4096, 32, 16384), (2, 2048)),
-        "launch-bound, d 256, 256 tokens": ((256, 4, 1024), (2, 128)),
+        "d 4096, 4096 tokens": {"d_model": 4096, "num_heads": 32, "d_ff": 16384, "batch": 2, "length": 2048},
+        "launch-bound, d 256, 256 tokens": {"d_model": 256, "num_heads": 4, "d_ff": 1024, "batch": 2, "length": 128},
     },
-    "tiny": {"tiny": ((64, 4, 256), (2, 32))},
+    "tiny": {"tiny": {"d_model": 64, "num_heads": 4, "d_ff": 256, "batch": 2, "length": 32}},
 }
 
 
@@ -39,36 +38,21 @@ class Flags(Options):
 
 
 def works(options: Flags) -> Iterator[Work]:
-    for name, (widths, tokens) in SIZES[options.sizes].items():
-
-        def rows(widths: Any = widths, tokens: Any = tokens) -> Iterator[Row]:
-            stage, params, x, dy = build(widths, tokens)
-            for variant, run in variants(stage, params, x, dy).items():
-                total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)]
-
-                def step(run: Any = run, total: Any = total) -> None:
-                    total[0] = run(total[0])
-
-                timing = options.clock.back_to_back(step, lambda total=total: jax.block_until_ready(total))
-                row = {"system": "jgraph" if "split" in variant or "alone" in variant else "jax", "variant": variant}
-                row |= {"ms": timing.ms, "repeats_ms": timing.repeats_ms, "sm_clock_mhz": timing.sm_clock_mhz}
-                yield row | {"device": jax.devices()[0].device_kind}
-
-        yield Work(name, {"ranks": 1}, rows=rows)
+    for name, size in SIZES[options.sizes].items():
+        yield Work(name, {"ranks": 1, "size": size}, rows=partial(rows, size, options.clock))
 
 
-def build(widths: tuple[int, int, int], tokens: tuple[int, int]) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """The stage, its float32 parameters, and bfloat16 x and dy."""
-    width, heads, hidden = widths
-    config = ModelConfig(vocab_size=256, num_layers=12, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=hidden)
-    graph, params = nnx.split(Block(config, rngs=nnx.Rngs(0)))
-    table = rotary(tokens[1], config.head_size, config.rope_theta)
+def rows(size: Row, clock: Clock) -> Iterator[Row]:
+    stage, (params,), x, dy = gpt_blocks(size | {"num_blocks": 1})
+    for variant, run in variants(stage, params, x, dy).items():
+        total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)]
 
-    def stage(params, x):
-        return nnx.merge(graph, params)(x, table)
+        def step(run: Any = run, total: Any = total) -> None:
+            total[0] = run(total[0])
 
-    x, dy = (jax.random.normal(jax.random.key(i), (*tokens, width), jnp.bfloat16) for i in (1, 2))
-    return stage, params, x, dy
+        timing = clock.back_to_back(step, partial(jax.block_until_ready, total))
+        row = {"system": "jgraph" if "split" in variant else "jax", "variant": variant, "device": jax.devices()[0].device_kind}
+        yield row | {"ms": timing.ms, "repeats_ms": timing.repeats_ms, "sm_clock_mhz": timing.sm_clock_mhz}
 
 
 def add(total: Any, gradients: Any) -> Any:
@@ -108,25 +92,19 @@ def variants(stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> dict[str, 
     one, two, both, backward, dgrad, accumulate = (
         jax.jit(program, donate_argnums=0) for program in (joint, parts, twice, vjp_backward, split_dgrad, split.accumulate)
     )
-    forward, plain, forward_vjp = jax.jit(split.forward), jax.jit(stage), jax.jit(lambda params, x: jax.vjp(stage, params, x))
+    forward, forward_vjp = jax.jit(split.forward), jax.jit(lambda params, x: jax.vjp(stage, params, x))
 
     def three(total):
         _, residuals = forward(params, x)
         total, _, stash = dgrad(total, params, residuals, dy)
         return accumulate(total, params, residuals.after_dgrad(), stash)
 
-    _, residuals = forward(params, x)
-    _, _, stash = jax.jit(split.dgrad)(params, residuals, dy)
     return {
         "jax.vjp, one program": lambda total: one(total, params, x, dy)[0],
         "split, one program": lambda total: two(total, params, x, dy)[0],
         "two jax.vjp, one program": lambda total: both(total, params, x, dy)[0],
         "jax.vjp, two programs": lambda total: backward(total, forward_vjp(params, x)[1], dy)[0],
         "split, three programs": three,
-        "forward alone": lambda total: (total, forward(params, x))[0],
-        "dgrad alone": lambda total: dgrad(total, params, residuals, dy)[0],
-        "wgrad alone": lambda total: accumulate(total, params, residuals, stash),
-        "forward without residuals": lambda total: (total, plain(params, x))[0],
     }
 
 

@@ -9,10 +9,9 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from benchmarks import convergence, fsdp, pipeline, rows, runner, schedules, single_gpu, split_backward
+from benchmarks import convergence, fsdp, pipeline, rows, runner, single_gpu, split_backward
 from benchmarks.peers.protocol import Clock
 from benchmarks.turns import Entrant, race
-from jgraph.schedule import NAMES
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import flops_per_step
 
@@ -274,13 +273,6 @@ def test_loss_curves_are_compared_with_the_first(run_here, tmp_path, capsys):
     assert works["tiny"]["device"] == "X"
     assert "| off | off | 1.00 | 1.7500 | 1.7500 | +0.1250, 0.3750, 0.5000 |" in capsys.readouterr().out
     assert (tmp_path / "convergence.svg").stat().st_size > 0
-
-
-def test_every_schedule_tells_how_long_each_part_of_it_takes(run_here):
-    works = run_here(schedules.BENCHMARK, "--sizes", "tiny", "--repeats", "1")
-    timed = [row for result in works.values() for row in result["rows"]]
-    assert {row["schedule"] for row in timed} == set(NAMES)
-    assert all(row["ms"] == pytest.approx(sum(row["categories"].values())) for row in timed)
 
 
 def test_the_split_backward_is_timed_beside_the_vjp(run_here):

@@ -21,8 +21,6 @@ CLOCKS = {
     "peers/fsdp.py": {"main"},
     # Ranks must agree on the number of steps and on the slowest's time, so peers under torchrun time by themselves.
     "peers/ranks.py": {"timed"},
-    # No step: how long numpy takes to make a schedule.
-    "schedules.py": {"measure"},
 }
 
 
@@ -95,7 +93,7 @@ def test_a_difference_counts_where_the_repeats_do_not_overlap(told, write):
 def test_other_devices_and_sizes_are_a_warning(told, write):
     a, b = write("a", row("", 1, 1)), write("b", row("", 1, 1), device="8 x Y", batch=16)
     (warning,) = (line for line in told("compare", a, b) if line.startswith("warning"))
-    assert warning.endswith("device 4 x X -> 8 x Y; config.batch_size 8 -> 16")
+    assert warning.endswith(": config.batch_size 8 -> 16; device 4 x X -> 8 x Y")
 
 
 def test_a_field_that_was_not_there_yet_had_its_default(tmp_path, told, write):
@@ -141,7 +139,7 @@ def test_what_is_no_result_is_refused_with_its_name(text, tmp_path, write, refus
 
 def test_the_list_has_every_benchmark_and_what_it_left(told):
     lines = told("list")
-    for name in ("callables", "convergence", "fsdp", "pipeline", "schedules", "single_gpu", "split_backward"):
+    for name in ("callables", "convergence", "fsdp", "pipeline", "single_gpu", "split_backward"):
         assert any(line.startswith(f"{name} {name}.json ") for line in lines)
     assert any(line.startswith("single_gpu single_gpu_1b3.json ") and "NVIDIA H200" in line for line in lines)
     assert any(line.startswith("dtype_rules dtype_rules.json ") for line in lines)  # its script is gone

@@ -8,15 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import jgraph
 from benchmarks.harness import resident_bytes
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
 from benchmarks.rows import Row
-from benchmarks.works import MLPSize, half_square, mlp_layer, mlp_layers, schedule_of
-from jgraph.training.config import ModelConfig
-from models.gpt import Block, rotary
+from benchmarks.works import MLPSize, schedule_of
 
 # N tokens, D model, B batch, T sequence
 
@@ -32,23 +30,8 @@ class Blocks:
 
     @classmethod
     def of(cls, size: Row) -> "Blocks":
-        num_blocks, batch, length = (size[key] for key in ("num_blocks", "batch", "length"))
-        fields = {key: size[key] for key in ("d_model", "num_heads", "d_ff")}
-        config = ModelConfig(vocab_size=256, num_layers=num_blocks, num_kv_heads=size["num_heads"], **fields)
-        rngs = nnx.Rngs(0)
-        splits = [nnx.split(Block(config, rngs=rngs)) for _ in range(num_blocks)]
-        graph = splits[0][0]
-        # As dicts, which jax flattens in C++; an nnx.State takes Python 9 us.
-        params = tuple(jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.to_pure_dict(params)) for _, params in splits)
-        table_T1K = rotary(length, config.head_size, config.rope_theta)
-
-        def stage(params: Any, x_BTD: jax.Array) -> jax.Array:
-            block: Any = nnx.merge(graph, params)
-            return block(x_BTD, table_T1K)
-
-        shape = (batch, length, config.d_model)
-        x, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2))
-        return cls(stage, params, x, dy)
+        stage, params, x, dy = gpt_blocks(size)
+        return cls(stage, tuple(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)), x, dy)
 
     @property
     def order(self) -> list[int]:

@@ -15,13 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import harness
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
-from benchmarks.programs.step import compiled_bytes
+from benchmarks.programs.models import Model
+from benchmarks.programs.step import compiled_bytes, launched
 from benchmarks.rows import Row
-from benchmarks.works import Model, schedule_of, size_from
+from benchmarks.works import schedule_of, size_from
 from jgraph.backward import split_backward
 from jgraph.parallel.pipeline import Pipeline
 from jgraph.training.metrics import peak_memory_bytes
-from jgraph.xla import compile_and_report, compiler_options, count_launches
+from jgraph.xla import compile_and_report, compiler_options
 
 # Calls in a timed program. Alone, a small action takes less time than the host needs to hand it over.
 CALLS = 4
@@ -68,7 +69,9 @@ class Program:
         stacked = pipe.stack(model.ends, model.layers)
         params = jax.device_put(stacked, pipe.shardings(stacked))
         inputs = jax.device_put(model.inputs, NamedSharding(pipe.mesh, PartitionSpec()))
-        stage = model.cast(model.layers[: pipe.layout.layers_per_stage]) if asked["task"] == "actions" else []
+        stage = model.layers[: pipe.layout.layers_per_stage] if asked["task"] == "actions" else []
+        if model.compute_dtype:
+            stage = jax.tree.map(lambda p: p.astype(model.compute_dtype) if p.ndim > 1 else p, stage)
         model.layers.clear()  # they would count as the first device's memory
         return cls(Clock(**asked["clock"]), options, pipe, params, inputs, model, stage)
 
@@ -112,10 +115,7 @@ def time_schedule(asked: Row) -> None:
     take_turns(lambda clock: told(clock.one_by_one(program.run, program.wait)))
     stream = clock.in_flight(program.run, program.wait, device.platform)
     answer(stream_ms=stream.ms, host_ms=clock.handover_seconds(program.run, program.wait) * 1e3)
-    with count_launches() as count:
-        program.run()
-        program.wait()
-    answer(launches=count.launches, updates=count.updates)
+    answer(**launched(program.run, program.wait))
 
 
 def time_actions(asked: Row) -> None:

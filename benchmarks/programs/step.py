@@ -69,6 +69,14 @@ def compiled_bytes(compiled: Any) -> Row:
     return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
 
 
+def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
+    """How many CUDA graphs a step launches, and updates before."""
+    with count_launches() as count:
+        run()
+        wait()
+    return {"launches": count.launches, "updates": count.updates}
+
+
 def time_step(asked: Row) -> None:
     config = TrainConfig.from_dict(asked["config"])
     step = Step.of(config)
@@ -80,11 +88,7 @@ def time_step(asked: Row) -> None:
         return told(clock.in_flight(step.run, step.wait, step.devices[0].platform))
 
     take_turns(measure)
-    with count_launches() as count:
-        step.run()
-        step.wait()
-    skipped = step.result()["skipped"]
-    answer(launches=count.launches, updates=count.updates, skipped=skipped, peak_bytes=step.peak_bytes())
+    answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
     if asked["categories"]:
         del step  # the other one has a state of its own
         answer(categories=categories(config))
