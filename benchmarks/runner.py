@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,17 +231,9 @@ class Results:
 
 def environment(*, revision: str = "") -> Row:
     """Versions, date and git revision; `revision` where the tree travelled without its .git."""
-    packages = ("jax", "jaxlib", "flax", "optax", "torch")
-    installed = {name: version for name in packages if (version := _version(name))}
+    installed = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch") if find_spec(name)}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": date, "revision": revision or _git_revision(), "python": platform.python_version(), **installed}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_revision() -> str:
@@ -259,9 +252,8 @@ def missing(ranks: int, options: Options) -> str:
 
 def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
     """Ours: the step of `python -m jgraph.train`."""
-    return Entrant(
-        named, "benchmarks.programs.step", {"task": "time", "config": asdict(config), "categories": options.categories}
-    )
+    asked = {"task": "time", "config": asdict(config), "categories": options.categories}
+    return Entrant(named, "benchmarks.programs.step", asked)
 
 
 def soaks(works: Row) -> Iterator[list[str]]:

@@ -13,6 +13,7 @@ import jgraph
 from benchmarks.harness import resident_bytes
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
+from benchmarks.programs.step import stepping
 from benchmarks.rows import Row
 from benchmarks.works import MLPSize, schedule_of
 
@@ -108,14 +109,7 @@ def time_blocks(asked: Row) -> None:
     jax.block_until_ready(iteration())
     device = f"1 x {jax.devices()[0].device_kind}"
     answer(build_and_first_s=time.perf_counter() - start, replays=handed, device=device)
-    latest: list[Any] = [None]
-
-    def run():
-        latest[0] = None  # as torch's, which are None before the next iteration
-        latest[0] = iteration()
-
-    def wait():
-        jax.block_until_ready(latest)
+    run, wait, _ = stepping(iteration)  # as torch's gradients, which are None before the next iteration
 
     def measure(clock: Clock) -> Row:
         return told(clock.back_to_back(run, wait)) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
@@ -158,11 +152,7 @@ def time_pipeline(asked: Row) -> None:
     )
     answer(device=f"{ranks} x {devices[0].device_kind}", build_s=time.perf_counter() - start)
     placed = graphed.place(params)
-    latest: list[Any] = [None]
-
-    def run():
-        latest[0] = None
-        latest[0] = graphed.run(None, inputs, half_square, params=placed, join=asked["join"])
+    run, _, latest = stepping(lambda: graphed.run(None, inputs, half_square, params=placed, join=asked["join"]))
 
     def wait():
         jax.block_until_ready((latest[0].losses, latest[0].grads))
@@ -198,15 +188,10 @@ def count_bytes(asked: Row) -> None:
             gc.collect()
             stats = jax.devices()[0].memory_stats()
             after.append((stats["bytes_in_use"] if stats else None, resident_bytes()))
-    (device, host), (device_later, host_later) = after
-    answer(
-        device=f"1 x {jax.devices()[0].device_kind}",
-        replays=asked["replays"],
-        device_bytes=[device, device_later],
-        device_growth=None if device is None or device_later is None else device_later - device,
-        host_bytes=[host, host_later],
-        host_growth=host_later - host,
-    )
+    bytes_of = {place: [one[i] for one in after] for i, place in enumerate(("device", "host"))}
+    for place, (first, last) in bytes_of.items():
+        answer(**{f"{place}_bytes": [first, last], f"{place}_growth": None if first is None else last - first})
+    answer(device=f"1 x {jax.devices()[0].device_kind}", replays=asked["replays"])
 
 
 if __name__ == "__main__":

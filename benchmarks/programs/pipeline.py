@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks import harness
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
 from benchmarks.programs.models import Model
-from benchmarks.programs.step import compiled_bytes, launched
+from benchmarks.programs.step import compiled_bytes, launched, stepping
 from benchmarks.rows import Row
 from benchmarks.works import schedule_of, size_from
 from jgraph.backward import split_backward
@@ -28,16 +28,15 @@ from jgraph.xla import compile_and_report, compiler_options
 CALLS = 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
-    """What is asked about, with its parameters in place; `run` hands over a step, `wait` returns when it is done.
+    """What is asked about, with its parameters in place.
 
     Attributes:
         clock, options: how to time and to compile.
         pipe, params, inputs: of `loss_and_grads`.
         model: without its layers, which are in `params`.
         stage: parameters of one stage on the first device, as it reads them.
-        compiled: set by whoever compiles `loss_and_grads`.
     """
 
     clock: Clock
@@ -47,8 +46,6 @@ class Program:
     inputs: Any
     model: Model
     stage: list[Any]
-    compiled: Any = None
-    latest: Any = None
 
     @classmethod
     def of(cls, asked: Row) -> "Program":
@@ -78,21 +75,10 @@ class Program:
     def compile(self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         return jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=self.options)
 
-    def run(self) -> None:
-        self.latest = None  # gradients of the step before, whose memory this one takes
-        self.latest = self.compiled(self.params, self.inputs)
-
-    def wait(self) -> None:
-        jax.block_until_ready(self.latest)
-
     def milliseconds(self, call: Callable[[], Any]) -> float:
         """Of a program of `CALLS` calls, a call."""
-
-        def run() -> None:
-            self.latest = None
-            self.latest = call()
-
-        return self.clock.in_flight(run, self.wait, jax.default_backend()).ms / CALLS
+        run, wait, _ = stepping(call)
+        return self.clock.in_flight(run, wait, jax.default_backend()).ms / CALLS
 
 
 def time_schedule(asked: Row) -> None:
@@ -105,17 +91,18 @@ def time_schedule(asked: Row) -> None:
     start = time.perf_counter()
     lowered = jax.jit(pipe.loss_and_grads).lower(program.params, program.inputs)
     traced = time.perf_counter()
-    program.compiled, report = compile_and_report(lowered, options)
+    compiled, report = compile_and_report(lowered, options)
     seconds = {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
-    answer(**seconds, capture=str(report) if report else None, **compiled_bytes(program.compiled))
-    program.run()
-    program.wait()
+    answer(**seconds, capture=str(report) if report else None, **compiled_bytes(compiled))
+    run, wait, latest = stepping(lambda: compiled(program.params, program.inputs))
+    run()
+    wait()
     # The last device: the first one held the whole model, before it was spread.
-    answer(loss=float(program.latest[0]), peak_bytes=peak_memory_bytes(pipe.mesh.devices.flat[-1]))
-    take_turns(lambda clock: told(clock.one_by_one(program.run, program.wait)))
-    stream = clock.in_flight(program.run, program.wait, device.platform)
-    answer(stream_ms=stream.ms, host_ms=clock.handover_seconds(program.run, program.wait) * 1e3)
-    answer(**launched(program.run, program.wait))
+    answer(loss=float(latest[0][0]), peak_bytes=peak_memory_bytes(pipe.mesh.devices.flat[-1]))
+    take_turns(lambda clock: told(clock.one_by_one(run, wait)))
+    stream = clock.in_flight(run, wait, device.platform)
+    answer(stream_ms=stream.ms, host_ms=clock.handover_seconds(run, wait) * 1e3)
+    answer(**launched(run, wait))
 
 
 def time_actions(asked: Row) -> None:
@@ -174,14 +161,15 @@ def time_actions(asked: Row) -> None:
 def soak(asked: Row) -> None:
     """Steps, each waited for; ten answers on the way. A step that hangs ends the process, and where is written down."""
     program = Program.of(asked)
-    program.compiled = program.compile(program.pipe.loss_and_grads, program.params, program.inputs)
+    compiled = program.compile(program.pipe.loss_and_grads, program.params, program.inputs)
+    run, wait, latest = stepping(lambda: compiled(program.params, program.inputs))
     for _ in range(3):
-        program.run()
-        program.wait()
-    first, devices = float(program.latest[0]), list(program.pipe.mesh.devices.flat)
+        run()
+        wait()
+    first, devices = float(latest[0][0]), list(program.pipe.mesh.devices.flat)
     answer(device=f"{len(devices)} x {devices[0].device_kind}")
-    for row in harness.soak(program.run, program.wait, devices, steps=asked["steps"], hang_seconds=asked["hang_seconds"]):
-        answer(**row, same_loss=float(program.latest[0]) == first)
+    for row in harness.soak(run, wait, devices, steps=asked["steps"], hang_seconds=asked["hang_seconds"]):
+        answer(**row, same_loss=float(latest[0][0]) == first)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,17 @@ def compiled_bytes(compiled: Any) -> Row:
     return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
 
 
+def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
+    """How to hand over a step and to wait for it; and where what it gives is, until the next one takes its memory."""
+    latest: list[Any] = [None]
+
+    def run() -> None:
+        latest[0] = None
+        latest[0] = call()
+
+    return run, lambda: jax.block_until_ready(latest), latest
+
+
 def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
     """How many CUDA graphs a step launches, and updates before."""
     with count_launches() as count:
