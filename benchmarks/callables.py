@@ -44,8 +44,6 @@ class Flags(Options):
     """Pipelines whose name begins so."""
     schedules: tuple[str, ...] = ("aligned", "zb-h1", "1f1b", "zb-v", "aligned:2")
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon; the first one is in every round."""
-    joins: tuple[Literal["segments", "nothing"], ...] = ("segments", "nothing")
-    """What is joined into one executable."""
     peers: tuple[str, ...] = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
     """Schedules of torch.distributed.pipelining; none where the flag stands alone."""
     name: str = "callables"
@@ -81,7 +79,7 @@ def entrant(system: str, variant: str, asked: Row) -> Entrant:
 
 def pipeline(name: str, size: MLPSize, options: Flags) -> Work:
     asked = {"task": "pipeline", "size": asdict(size), "ranks": options.ranks}
-    ours = [{"schedule": text, "join": join} for text in options.schedules for join in options.joins]
+    ours = [{"schedule": text, "join": join} for text in options.schedules for join in ("segments", "nothing")]
     entrants = [Entrant({"system": "jgraph", **one}, PROGRAM, asked | one) for one in ours]
     entrants += [torchs(peer, size, options.ranks, options) for peer in options.peers]
     return Work(name, {"ranks": options.ranks, "size": asdict(size)}, [entrants])

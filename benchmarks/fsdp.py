@@ -24,7 +24,7 @@ from jgraph.training.presets import preset
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
 
-SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}
+SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}  # of a GPU in a step
 ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
 _TINY = ModelConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
 
@@ -42,8 +42,6 @@ class Options(Several, Traced):
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets that are trained."""
-    sequences: int = 0
-    """Of a GPU in a step; 0 for 8 of gpt-1b3, 2 of the others."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
     """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward; none where
     the flag stands alone."""
@@ -93,7 +91,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
         config = replace(config, model=_TINY, seq_len=32)
     return replace(
         config,
-        batch_size=ranks * (options.sequences or SEQUENCES[work]),
+        batch_size=ranks * SEQUENCES[work],
         fsdp=ranks,
         graph=options.graph,
         xla_options=(*config.xla_options, *options.xla_option),

@@ -8,7 +8,7 @@ its bubble: in lockstep for the aligned runtime, by data flow for the general on
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import jax
@@ -32,8 +32,6 @@ class Options(Several):
 
     work: tuple[WorkName, ...] = ("mlp-large", "mlp-launch-bound", "gpt-1b3")
     """What is trained; 4 MLP layers a rank."""
-    microbatches: int = 0
-    """Of a step; 0 for 16, on a machine without a GPU 8."""
     schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b")
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon; none where the flag stands alone."""
     peers: tuple[str, ...] = (*KINDS, *(f"{kind}:compile" for kind in KINDS))
@@ -51,7 +49,6 @@ def works(options: Options) -> Iterator[Work]:
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         size = sizes_of(options.sizes, ranks)[work]
-        size = replace(size, microbatches=options.microbatches) if options.microbatches else size
         named = [(text, "") for text in options.schedules]
         named += [(text, variant) for text in options.schedules[:1] for variant in options.variant]
         ours = [jgraphs(schedule, variant, size, ranks, options) for schedule, variant in named]
