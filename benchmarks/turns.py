@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.protocol import Clock
-from benchmarks.rows import Row
+from benchmarks.rows import Row, named
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Runner:
         """Returns when it is ready for its first turn."""
         start = time.monotonic()
         self._ask({}, until="ready")
-        name = " ".join(map(str, self.entrant.named.values()))
-        tell(f"{name}: {self.row.get('failed', 'ready')} after {time.monotonic() - start:.0f} s")
+        tell(f"{named(self.entrant.named)}: {self.row.get('failed', 'ready')} after {time.monotonic() - start:.0f} s")
 
     def turn(self, clock: Clock, number: int) -> None:
         """Adds to the row what is measured now, in the round of this number; nothing where it has failed, now or before."""

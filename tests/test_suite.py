@@ -270,6 +270,13 @@ def test_parameters_that_are_kept_are_not_compared_with_those_gathered_again():
     assert "| 30.0 (compile:reshard; alone) | 24.0 (reshard=yes) | 1.25 |" in again
 
 
+def test_benchmarks_import_no_tests():
+    imports = [node for file in FOLDER.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    modules = [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in modules if name.partition(".")[0] == "tests"]
+
+
 def test_steps_are_timed_by_the_harness_and_the_protocol_alone():
     found = set()
     for file in FOLDER.rglob("*.py"):

@@ -13,10 +13,15 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
 from benchmarks.rows import Row
+from jgraph.dispatch import in_turn
+from jgraph.profile.attribution import by_cause, choose_step
+from jgraph.profile.program import Program
+from jgraph.profile.trace import read
 from jgraph.training.assembly import Assembly
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
 from jgraph.xla import count_launches
+from jgraph.xla.launches import profiler_options
 
 TRACED = 3  # steps of the trace that categories are read from
 
@@ -107,18 +112,15 @@ def time_step(asked: Row) -> None:
 
 def categories(config: TrainConfig) -> Row:
     """Milliseconds of a step by cause, mean of the ranks: of the step without command buffers, whose kernels have names."""
-    from jgraph.profile.attribution import by_cause, choose_step
-    from jgraph.profile.program import Program
-    from jgraph.profile.trace import read
-
     step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
     step.run()
     step.wait()
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=profiler_options()):
             for _ in range(TRACED):
                 step.run()
-                step.wait()
+                in_turn(step.metrics)
+            step.wait()
         chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text() or ""), TRACED)
     ranks = [by_cause(rank, one) for rank, one in chosen.items()]
     causes = dict.fromkeys(cause for rank in ranks for cause in rank["causes"])
