@@ -1,10 +1,12 @@
 """The benchmarks from one command: which there are, running one, comparing two results, and README's tables.
 
-python -m benchmarks list
-python -m benchmarks run fsdp --work gpt-1b3            # flags are the benchmark's own; so is --help
-python -m benchmarks compare before.json after.json
-python -m benchmarks show results/
-python -m benchmarks readme --check
+    python -m benchmarks list
+    python -m benchmarks run fsdp --work gpt-1b3            # flags are the benchmark's own; so is --help
+    python -m benchmarks compare before.json after.json
+    python -m benchmarks show results/
+    python -m benchmarks readme --check
+
+A results file has rows of the schema in `benchmarks/rows.py`.
 """
 
 import os

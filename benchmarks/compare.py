@@ -74,7 +74,7 @@ def timed(file: Path) -> dict[str, Timed]:
                 rows[name] = Timed(row.get("ms"), row.get("repeats_ms", []), row.get("failed", ""), result, settings)
             for category, ms in row.get("categories", {}).items():
                 if ms > 0:
-                    rows[f"{name}, {category}"] = Timed(ms, [], "", result, settings)
+                    rows[f"{name}: {category}"] = Timed(ms, [], "", result, settings)
     if not any(row.ms for row in rows.values()):
         raise ResultsError(f"{file} has no times; {_EXPECTED}")
     return rows
@@ -101,7 +101,7 @@ def compared(a: Path, b: Path) -> list[list[str]]:
     if not both:
         print("no row is in both")
     for side, own, others in (("A", before, after), ("B", after, before)):
-        for name in (name for name, row in own.items() if row.ms and name not in both):
+        for name in (name for name, row in own.items() if row.ms and name not in both and ": " not in name):
             print(f"only in {side}: {name}" + (f" (in the other: {others[name].failed})" if name in others else ""))
     cells = []
     for name, (one, other) in both.items():

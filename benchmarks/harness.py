@@ -29,13 +29,7 @@ class Timing:
 
 
 def time_steps(
-    run: Callable[[], object],
-    wait: Callable[[], object],
-    *,
-    steps: int,
-    seconds: float,
-    repeats: int,
-    warmup_seconds: float,
+    run: Callable[[], object], wait: Callable[[], object], *, steps: int, seconds: float, repeats: int, warmup_seconds: float
 ) -> Timing:
     """Times a step that is handed to the device asynchronously.
 

@@ -17,14 +17,7 @@ from jgraph.training.metrics import flops_per_step
 from jgraph.training.presets import preset
 
 # The first is in every comparison.
-VARIANTS = (
-    "jgraph",
-    "jgraph graph=off",
-    "torch eager",
-    "torch CUDA graph",
-    "torch compile",
-    "torch compile + CUDA graph",
-)
+VARIANTS = ("jgraph", "jgraph graph=off", "torch eager", "torch CUDA graph", "torch compile", "torch compile + CUDA graph")
 _TINY = ModelConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
