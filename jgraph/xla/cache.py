@@ -71,9 +71,10 @@ def enable(directory: Path | None = None) -> str:
 def watch() -> Iterator[Compiles]:
     """Counts what jax compiles in its block, on all threads.
 
-    with watch() as compiles:
-        step.compile(batch)
-    print(compiles)
+    >>> with watch() as compiles:
+    ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    >>> compiles.programs
+    1
     """
     found, lock = Compiles(), threading.Lock()
 
