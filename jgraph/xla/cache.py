@@ -68,21 +68,21 @@ def enable(directory: Path | None = None) -> str:
 
 
 @contextlib.contextmanager
-def watch(*, all_threads: bool = True) -> Iterator[Compiles]:
-    """Counts what jax compiles in its block, on all threads or on this one.
+def watch() -> Iterator[Compiles]:
+    """Counts what jax compiles in its block, on all threads.
 
-    with watch() as compiles:
-        step.compile(batch)
-    print(compiles)
+    >>> with watch() as compiles:
+    ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    >>> compiles.programs
+    1
     """
-    found, thread, lock = Compiles(), threading.get_ident(), threading.Lock()
+    found, lock = Compiles(), threading.Lock()
 
     def on_event(event: str, duration_secs: Any = 0.0, **_: str | int) -> None:
-        if all_threads or threading.get_ident() == thread:
-            with lock:
-                found.hits += event == _HIT
-                if event == _COMPILED:
-                    found.programs, found.seconds = found.programs + 1, found.seconds + duration_secs
+        with lock:
+            found.hits += event == _HIT
+            if event == _COMPILED:
+                found.programs, found.seconds = found.programs + 1, found.seconds + duration_secs
 
     jax.monitoring.register_event_listener(on_event)
     jax.monitoring.register_event_duration_secs_listener(on_event)

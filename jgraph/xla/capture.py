@@ -127,7 +127,7 @@ def compile_and_report(
     program = lowered.compiler_ir()
     assert program is not None
     module = program.operation.attributes["sym_name"].value
-    with tempfile.TemporaryDirectory(prefix="jgraph-capture-") as directory, cache.watch(all_threads=False) as compiles:
+    with tempfile.TemporaryDirectory(prefix="jgraph-capture-") as directory:
         # The module itself and not the small ones that the autotuner compiles, as protocol buffers: the shortest of XLA's
         # formats, and naming one turns off the long text with the buffer assignment.
         dumps = {
@@ -137,8 +137,10 @@ def compile_and_report(
         } | options
         compiled = lowered.compile(compiler_options=dumps)
         report = _read_dump(Path(dumps["xla_dump_to"]), module, compiled)
+        # XLA writes down what it is given only where it compiles.
+        hit = not any(Path(dumps["xla_dump_to"]).glob("*.before_optimizations*"))
     kept = cache.report_file(lowered, compiled, options)
-    if kept and compiles.hits:
+    if kept and hit:
         return compiled, _kept(kept) or report
     if kept and report:
         _keep(kept, report)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from jgraph.errors import CompilerOptionError
+from jgraph.errors import CompilerOptionError, check_choice
 
 Graph = Literal["auto", "off", "full"]
 OptionValue: TypeAlias = str | bool | int | float
@@ -65,10 +65,10 @@ def compiler_options(
         Option name to value, of the type that XLA wants.
 
     Raises:
-        CompilerOptionError: `graph` is none of the three, or an option or its value is not one the installed XLA has.
+        ConfigError: `graph` is none of the three.
+        CompilerOptionError: an option or its value is not one the installed XLA has.
     """
-    if graph not in get_args(Graph):
-        raise CompilerOptionError(f"`graph` is {graph}: must be one of {', '.join(get_args(Graph))}", field="graph")
+    check_choice("graph", graph, get_args(Graph))
     options: dict[str, OptionValue] = {}
     if platform in ("gpu", "cuda"):
         options |= _graph_options(graph, num_devices)

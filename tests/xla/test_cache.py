@@ -67,6 +67,7 @@ def test_what_is_compiled_for_a_gpu_that_is_not_here_is_compiled_again_in_silenc
     first = start(tmp_path, "", AOT_START)
     assert "Fft" in first[0]
     assert start(tmp_path, "", AOT_START) == first
+    assert len(list((tmp_path / "capture").iterdir())) == 1
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):

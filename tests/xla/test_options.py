@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.errors import CompilerOptionError
+from jgraph.errors import CompilerOptionError, ConfigError
 from jgraph.xla import aot, compile_and_report, compiler_options, option_errors, options
 from jgraph.xla.options import installed_options
 
@@ -45,9 +45,10 @@ def test_full_on_several_devices_captures_collectives_and_no_branches():
     assert (small in found) == (small in (installed_options() or {}))
 
 
-def test_a_wrong_graph_is_refused_with_the_flag_and_the_choices():
-    with pytest.raises(CompilerOptionError, match="`graph` is on: must be one of auto, off, full"):
+def test_a_wrong_graph_is_refused_with_its_field_and_the_choices():
+    with pytest.raises(ConfigError, match="must be one of auto, off, full") as error:
         compiler_options("on", platform="cpu")
+    assert error.value.field == "graph"
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,9 @@ def test_an_extra_option_wins_over_the_graph():
     ],
 )
 def test_an_extra_option_that_xla_would_refuse_is_refused_by_name(text, message):
-    with pytest.raises(CompilerOptionError, match=message):
+    with pytest.raises(CompilerOptionError, match=message) as error:
         compiler_options("auto", [text], platform="cpu")
+    assert error.value.field == "xla_options"
 
 
 @pytest.mark.parametrize(
