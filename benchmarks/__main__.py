@@ -1,3 +1,3 @@
-from benchmarks.suite import main
+from benchmarks.cli import main
 
 raise SystemExit(main())

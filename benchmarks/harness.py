@@ -4,25 +4,17 @@ A card at its power limit runs its first second faster than all others, so the w
 """
 
 import faulthandler
-import json
 import math
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from jgraph_models.gpt_config import GPTConfig
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -37,13 +29,7 @@ class Timing:
 
 
 def time_steps(
-    run: Callable[[], object],
-    wait: Callable[[], object],
-    *,
-    steps: int,
-    seconds: float,
-    repeats: int,
-    warmup_seconds: float,
+    run: Callable[[], object], wait: Callable[[], object], *, steps: int, seconds: float, repeats: int, warmup_seconds: float
 ) -> Timing:
     """Times a step that is handed to the device asynchronously.
 
@@ -128,188 +114,4 @@ def soak(
         times.append((time.perf_counter() - start) * 1e3)
         faulthandler.cancel_dump_traceback_later()
         if step * 10 // steps > (step - 1) * 10 // steps:
-            yield {"done": step, "median_ms": statistics.median(times), "slowest_ms": max(times), **memory()}
-
-
-def save_soak(options: "Common", named: dict[str, Any], row: dict[str, Any]) -> int:
-    """Adds what `soak` has found to soaks.json, a row for each name, and prints it. The exit status: 1 where it has failed."""
-    file = options.folder / "soaks.json"
-    before = json.loads(file.read_text())["soaks"] if file.exists() else []
-    others = [one for one in before if any(one.get(key) != value for key, value in named.items())]
-    soaks = [*others, named | {"environment": environment(revision=options.revision)} | row]
-    write_results("soaks", {"soaks": soaks}, draw_soaks(soaks), options.folder)
-    print(draw_soaks(soaks[-1:]))
-    return int("failed" in row)
-
-
-def draw_soaks(soaks: list[dict[str, Any]]) -> str:
-    columns = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
-    lines = ["# Soaks", "", line(columns), "|---" * len(columns) + "|"]
-    for row in soaks:
-        named = [str(row[key]) for key in ("work", "schedule", "variant") if row.get(key)]
-        cells = [", ".join([*named, f"graph {row['graph']}"]), row.get("device", ""), f"{row.get('done', 0)} of {row['steps']}"]
-        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("median_ms", "slowest_ms")]
-        for place in ("device", "host"):
-            first, last = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
-            cells += ["not told" if first is None or last is None else f"{last:,}, {last - first:+,}"]
-        facts = [f"{key.replace('_', ' ')} {row[key]}" for key in ("same_loss", "loss", "skipped") if key in row]
-        cells += [row.get("failed") or ", ".join(["no hang", *facts]), row["environment"]["date"][:10]]
-        lines += [line(cells)]
-    return "\n".join(lines) + "\n"
-
-
-def environment(*, revision: str = "") -> dict[str, Any]:
-    """Versions, date and git revision, for the JSON; `revision` where the tree travelled without its .git."""
-    packages = ("jax", "jaxlib", "flax", "optax", "torch")
-    installed = {name: version for name in packages if (version := _version(name))}
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": revision or _git_revision(),
-        "python": platform.python_version(),
-        **installed,
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Common:
-    """What every comparison with a peer can be told."""
-
-    rounds: int = 5
-    """How often every variant has its turn."""
-    seconds: float = 0.3
-    """Shortest time of a repeat."""
-    repeats: int = 3
-    """Repeats of a turn, of which the median is taken."""
-    warmup_seconds: float = 0.7
-    """Time that a variant runs in its turn before it is timed."""
-    together: int = 0
-    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
-    timeout: float = 240.0
-    """Seconds after which a process is ended that says nothing."""
-    table: bool = False
-    """Print the results that there are; nothing is run."""
-    revision: str = ""
-    """Git revision for the JSON, where there is no .git."""
-    out: str = ""
-    """Folder for the results; benchmarks/results if it is left out."""
-    name: str
-    """Results go to NAME.json and .md there."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.out) if self.out else RESULTS
-
-
-def write_results(name: str, results: dict[str, Any], table: str, folder: Path | None = None) -> None:
-    """Writes NAME.json and .md, to benchmarks/results if no folder is given."""
-    folder = folder or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(table)
-
-
-class Table:
-    """Rows by work, written after each round; what an earlier run has left there stays until its work is run again.
-
-    Args:
-        options: say where.
-        draw: makes the Markdown of all works.
-    """
-
-    def __init__(self, options: Common, draw: Callable[[dict[str, Any]], str]):
-        self.options, self.draw = options, draw
-        file = options.folder / f"{options.name}.json"
-        self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
-
-    def begin(self, work: str, **about: Any) -> None:
-        told = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
-        self.works[work] = {**told, **about, "device": None, "rows": []}
-
-    def put(self, work: str, rows: list[dict[str, Any]]) -> None:
-        """All rows of a work, as far as they are known."""
-        result = self.works[work]
-        result["rows"] = rows
-        result["device"] = next((row["device"] for row in rows if row["system"] == "jgraph" and "device" in row), None)
-        write_results(self.options.name, {"works": self.works}, str(self), self.options.folder)
-        print(f"{work}: " + ", ".join(shown(row) for row in rows), flush=True)
-
-    def __str__(self) -> str:
-        return self.draw(self.works)
-
-
-def named(row: dict[str, Any]) -> str:
-    """System, schedule, variant and join."""
-    join = f"join {row['join']}" if "join" in row else ""
-    return " ".join(filter(None, (row["system"], row.get("schedule"), row.get("variant"), join)))
-
-
-def shown(row: dict[str, Any]) -> str:
-    last = f"{row['repeats_ms'][-1]:.3f}" if "ms" in row else "..."
-    return f"{named(row)} {'failed' if 'failed' in row else last}"
-
-
-def fastest(rows: list[dict[str, Any]], system: str) -> dict[str, Any] | None:
-    return min((row for row in rows if row["system"] == system and "ms" in row), key=lambda row: row["ms"], default=None)
-
-
-PARAMETERS = ("kept", "gathered again", "whole")
-
-
-def parameters(row: dict[str, Any]) -> str:
-    """Whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
-    words = set(row["variant"].split())
-    if "layout=dp" in words:
-        return "whole"
-    return "gathered again" if words & {"reshard=yes", "compile:reshard", "eager:reshard"} else "kept"
-
-
-def line(cells: list[str]) -> str:
-    """A row of a table."""
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def spread(row: dict[str, Any]) -> str:
-    return f"{min(row['repeats_ms']):.3f}, {max(row['repeats_ms']):.3f}"
-
-
-def ratios(row: dict[str, Any], to: dict[str, Any] | None, key: str = "ms") -> list[float]:
-    """How much longer a row took than another in each round that both were in; where there was none, by their medians."""
-    if not to or key not in row or key not in to:
-        return []
-    if not (row.get("rounds") and to.get("rounds")):
-        return [row[key] / to[key]]
-    own, others = (dict(zip(one["rounds"], one[f"repeats_{key}"], strict=True)) for one in (row, to))
-    return [own[number] / others[number] for number in own if number in others] or [row[key] / to[key]]
-
-
-def ratio(row: dict[str, Any], to: dict[str, Any] | None, key: str = "ms", *, digits: int = 3) -> str:
-    """The median of the rounds' ratios, and from the least to the most of them."""
-    found = [] if row is to else ratios(row, to, key)
-    if len(found) < 2:
-        return f"{found[0]:.{digits}f}" if found else ""
-    return f"{statistics.median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git_revision() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def gpt_of(fields: dict[str, Any]) -> GPTConfig:
-    """The model of a stored configuration; earlier ones had its module among its settings."""
-    return GPTConfig(**{name: value for name, value in fields.items() if name != "module"})
-
-
-def step_flops(config: dict[str, Any]) -> float:
-    """Of a training step of a stored configuration."""
-    return gpt_of(config["model"]).flops(config["batch_size"], config["seq_len"])
+            yield {"done": step, "ms": statistics.median(times), "slowest_ms": max(times), **memory()}

@@ -2,7 +2,8 @@
 
 Cards drift, by heat, clock and neighbours, and what ran first has the advantage. So no variant is timed in one go: every round
 times all of them one after the other, every second round backwards, and two are compared by the ratio of their times in each
-round that both were in. The processes import at once and build one after the other, since building times kernels.
+round that both were in. The processes import at once and build one after the other, since building times kernels; where kernels
+are so small that nothing depends on them, all build at once.
 """
 
 import contextlib
@@ -15,51 +16,54 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.protocol import Clock
-
-Row = dict[str, Any]
+from benchmarks.rows import Row, named
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """What is to be timed: the names of its row, and how its process is started; see `Runner` for those."""
+    """What is to be timed.
+
+    Attributes:
+        named: what its row begins with.
+        module: of a script that reads `protocol.request()`.
+        request: anything JSON; the script's only argument.
+        ranks: processes under torchrun; 0 runs the script alone.
+        missing: why it cannot run here.
+    """
 
     named: Row
     module: str
     request: Row
     ranks: int = 0
     missing: str = ""
-    """Why it cannot run here."""
 
 
 class Runner:
-    """A process that answers in JSON lines. It never raises: what goes wrong is `failed`, one line, and the rest is the row.
+    """An entrant's process, which answers in JSON lines. It never raises: what goes wrong is `failed` of its row, one line.
 
     Args:
-        module: of a script that reads `protocol.request()`.
-        request: anything JSON; the script's only argument.
-        ranks: processes under torchrun; 0 runs the script alone.
         timeout: seconds without an answer that is waited for.
         share: of a GPU's memory, which jax takes at once; 0 leaves it to jax.
     """
 
-    def __init__(self, module: str, request: Row, *, ranks: int = 0, timeout: float, share: float = 0.0):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    def __init__(self, entrant: Entrant, *, timeout: float, share: float = 0.0):
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entrant.ranks)] if entrant.ranks else []
         environment = dict(os.environ)
-        if share:
+        if share and not ranks:
             environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
             environment["XLA_CLIENT_MEM_FRACTION"] = f"{share:.2f}"
-        self.timeout = timeout
-        self.row: Row = {}
-        self.failed = ""
+        self.entrant, self.timeout, self.row = entrant, timeout, dict(entrant.named)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", module, json.dumps(request)],
+            [sys.executable, *ranks, "-m", entrant.module, json.dumps(entrant.request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -73,22 +77,29 @@ class Runner:
 
     def build(self) -> None:
         """Returns when it is ready for its first turn."""
+        start = time.monotonic()
         self._ask({}, until="ready")
-        self.row.pop("ready", None)
+        tell(f"{named(self.entrant.named)}: {self.row.get('failed', 'ready')} after {time.monotonic() - start:.0f} s")
 
-    def turn(self, clock: Clock) -> Row | None:
-        """What it measures now; None where it has failed, now or before."""
-        self._ask(asdict(clock), until="turn")
-        return self.row.pop("turn", None)
+    def turn(self, clock: Clock, number: int) -> None:
+        """Adds to the row what is measured now, in the round of this number; nothing where it has failed, now or before."""
+        if turn := self._ask(asdict(clock), until="turn"):
+            self.row.setdefault("rounds", []).append(number)
+            for key, value in turn.items():
+                repeats = self.row.setdefault(f"repeats_{key}", [])
+                repeats.append(value)
+                known = [value for value in repeats if value is not None]
+                self.row[key] = statistics.median(known) if known else None
 
     def finish(self) -> None:
         """There are no more turns, or never were any; gathers what else it has to say."""
         self._ask(None, until="")
         try:
-            if not self.failed and self._process.wait(30):
+            if "failed" not in self.row and self._process.wait(30):
                 self._fail("")
         except subprocess.TimeoutExpired:
             self._fail("does not end")
+        self.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -97,10 +108,10 @@ class Runner:
                 self._answers.put(json.loads(line))
         self._answers.put(None)
 
-    def _ask(self, line: Row | None, *, until: str) -> None:
-        """Hands over a line, or that there are none, and gathers answers until one has that key, or all."""
-        if self.failed:
-            return
+    def _ask(self, line: Row | None, *, until: str) -> Any:
+        """Hands over a line, or that there are none, and gathers answers until one has that key, whose value it returns."""
+        if "failed" in self.row:
+            return None
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended; its last answers are still to be read
             if line is None:
@@ -111,12 +122,10 @@ class Runner:
             while (answer := self._answers.get(timeout=self.timeout)) is not None:
                 self.row |= answer
                 if until in answer:
-                    return
+                    return self.row.pop(until)
         except queue.Empty:
-            self._fail(f"not done after {self.timeout:g} s")
-        else:
-            if until:
-                self._fail("")
+            return self._fail(f"not done after {self.timeout:g} s")
+        return self._fail("") if until else None
 
     def _fail(self, why: str) -> None:
         """Ends the process; without a reason, the last error that it wrote is it."""
@@ -128,8 +137,8 @@ class Runner:
             self._process.wait()
         self._errors.seek(0)
         text = self._errors.read()
-        print(text[-4000:], file=sys.stderr)
-        self.failed = f"failed: {why or last_error(text)}"
+        tell(text[-4000:])
+        self.row["failed"] = f"failed: {why or last_error(text)}"
 
     def close(self) -> None:
         """Ends the process if it has not ended."""
@@ -142,12 +151,12 @@ class Runner:
                 file.close()
 
 
-def ask(module: str, request: Row, *, timeout: float) -> Row:
-    """The answers of a process that takes no turns, as one row; with `failed`, and why, if it stopped early."""
-    runner = Runner(module, request, timeout=timeout)
+def ask(entrant: Entrant, *, timeout: float) -> Row:
+    """The row of a process that takes no turns; with `failed`, and why, if it stopped early."""
+    runner = Runner(entrant, timeout=timeout)
     try:
         runner.finish()  # it begins where stdin ends, too
-        return runner.row | ({"failed": runner.failed} if runner.failed else {})
+        return runner.row
     finally:
         runner.close()
 
@@ -159,74 +168,63 @@ def race(
     *,
     rounds: int,
     together: int = 0,
+    building: int = 1,
     timeout: float,
     number: int = 0,
-) -> int:
-    """Times all entrants in turns.
+) -> list[Row]:
+    """Times all entrants in turns; says on stderr how far it is.
 
     Args:
         entrants: the first one is ours, and takes part in every round.
         clock: of a turn.
-        save: gets all rows after every round. A row has what its process told, `ms` and whatever else it measured as medians
-            of its turns, `repeats_ms` and so on with every turn, and the number of each turn's round in `rounds`.
-        rounds: of each group.
+        save: gets all rows after every build and every round. A row has what its process told, `ms` and whatever else it
+            measured as medians of its turns, `repeats_ms` and so on with every turn, and each turn's round in `rounds`.
+        rounds: of each group; with none, processes answer one after the other, and take no turns.
         together: most processes that are on the GPUs at once; 0 for all. More entrants than that come in groups.
+        building: most processes that build at once; 0 for all.
         timeout: of each process, as `Runner`'s.
         number: of the first round.
 
     Returns:
-        The number of the round that would have come next.
+        All rows.
     """
     here = [entrant for entrant in entrants if not entrant.missing]
-    rows: dict[int, Row] = {id(e): dict(e.named) | ({"failed": e.missing} if e.missing else {}) for e in entrants}
     size = max(min(together or len(here), len(here)) - 1, 1)
-    groups = [here[1:][i : i + size] for i in range(0, len(here) - 1, size)] or [[]]
-    share = 0.9 / (size + 1)
+    share = 0.9 / (size + 1) if rounds else 0.0
+    runners: list[Runner] = []
 
-    def update(entrant: Entrant, runner: Runner, turn: Row | None = None) -> None:
-        row = rows[id(entrant)]
-        row |= runner.row | ({"failed": runner.failed} if runner.failed else {})
-        if turn is None:
-            return
-        row.setdefault("rounds", []).append(number)
-        for key, value in turn.items():
-            repeats = row.setdefault(f"repeats_{key}", [])
-            repeats.append(value)
-            known = [value for value in repeats if value is not None]
-            row[key] = statistics.median(known) if known else None
-
-    built = False
-    runners: dict[int, Runner] = {}
-
-    def end(group: Sequence[Entrant]) -> None:
-        for entrant in group:
-            runner = runners[id(entrant)]
-            runner.finish()
-            update(entrant, runner)
-            runner.close()
-        save(list(rows.values()))
+    def rows() -> list[Row]:
+        own = {id(runner.entrant): runner.row for runner in runners}
+        return [own[id(one)] if id(one) in own else one.named | {"failed": one.missing} for one in entrants]
 
     try:
         for entrant in here:
-            runners[id(entrant)] = Runner(
-                entrant.module, entrant.request, ranks=entrant.ranks, timeout=timeout, share=0.0 if entrant.ranks else share
-            )
-        for group in groups:
-            for entrant in [*([] if built else here[:1]), *group]:
-                runners[id(entrant)].build()
-                update(entrant, runners[id(entrant)])
-            built = True
-            for _ in range(rounds):
-                for entrant in [*here[:1], *group][:: -1 if number % 2 else 1]:
-                    update(entrant, runner := runners[id(entrant)], runner.turn(clock))
+            runners.append(Runner(entrant, timeout=timeout, share=share))
+        ours, groups = runners[:1], [runners[i : i + size] for i in range(1, len(runners), size)] or [[]]
+        for nth, group in enumerate(groups):
+            new = [*([] if nth else ours), *group] if rounds else []
+            with ThreadPoolExecutor(building or len(new) or 1) as pool:
+                for _ in pool.map(Runner.build, new):
+                    save(rows())
+            for done in range(rounds):
+                start = time.monotonic()
+                for runner in [*ours, *group][:: -1 if number % 2 else 1]:
+                    runner.turn(clock, number)
                 number += 1
-                save(list(rows.values()))
-            end(group)
-        end(here[:1])
-        return number
+                save(rows())
+                tell(f"round {done + 1} of {rounds} took {time.monotonic() - start:.0f} s")
+            for runner in [*group, *(ours if nth == len(groups) - 1 else [])]:
+                runner.finish()
+                save(rows())
+        save(rows())
+        return rows()
     finally:
-        for runner in runners.values():
+        for runner in runners:
             runner.close()
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def last_error(stderr: str) -> str:

@@ -1,20 +1,14 @@
-"""What the pipelines of the tables train: layers x + gelu(x @ a) @ b, and GPT. `peers/pipelining.py` has both in torch."""
+"""Sizes of what pipelines train, by which schedule, and PyTorch's pipelines, which two benchmarks ask."""
 
-# L layers, M microbatches, B batch, S sequence and one more, N tokens, D model, F hidden
-
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
-from benchmarks.harness import gpt_of
-from jgraph.parallel.pipeline import PipelineModel
+from benchmarks.rows import gpt_of
+from benchmarks.runner import Options, missing
+from benchmarks.turns import Entrant
 from jgraph.schedule import Schedule, generate
 from jgraph.training.presets import preset
-from jgraph_models.gpt import GPT, GPTConfig, pipeline_model
+from jgraph_models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -95,78 +89,13 @@ def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
-@dataclass(frozen=True)
-class Work:
-    """A model in parts with its parameters, and a batch.
-
-    Attributes:
-        parts, ends, layers: as `jgraph.parallel.pipeline.Pipeline` takes them.
-        inputs: of all microbatches.
-        x: shape and dtype of what passes between layers.
-        compute_dtype: as `Pipeline`'s.
-    """
-
-    parts: PipelineModel
-    ends: Any
-    layers: list[Any]
-    inputs: Any
-    x: jax.ShapeDtypeStruct
-    compute_dtype: Any
-
-    @classmethod
-    def of(cls, size: Size, ranks: int) -> "Work":
-        return _gpt(size, ranks) if isinstance(size, GPTSize) else _mlp(size)
-
-    def cast(self, tree: Any) -> Any:
-        """Parameters as layers and head read them."""
-        return jax.tree.map(lambda p: p.astype(self.compute_dtype) if self.compute_dtype and p.ndim > 1 else p, tree)
-
-
-# MLP
-
-
-def mlp_layer(params: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
-    a_DF, b_FD = params
-    return x_ND + jax.nn.gelu(x_ND @ a_DF, approximate=True) @ b_FD
-
-
-def half_square(y_ND: jax.Array) -> jax.Array:
-    return 0.5e-3 * jnp.sum(jnp.square(y_ND.astype(jnp.float32)))
-
-
-def mlp_layers(size: MLPSize) -> list[Any]:
-    """Parameters in bfloat16, uniform as torch's nn.Linear."""
-
-    @jax.jit
-    def layer(key):
-        shapes = (size.d_model, size.d_ff), (size.d_ff, size.d_model)
-        keys = jax.random.split(key)
-        return tuple(
-            jax.random.uniform(k, shape, jnp.bfloat16, -(shape[0] ** -0.5), shape[0] ** -0.5)
-            for k, shape in zip(keys, shapes, strict=True)
-        )
-
-    return [layer(key) for key in jax.random.split(jax.random.key(0), size.layers)]
-
-
-def _mlp(size: MLPSize) -> Work:
-    """Nothing but layers: no embedding, a loss of a pass."""
-    parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
-    shape = size.tokens, size.d_model
-    inputs = jax.random.normal(jax.random.key(1), (size.microbatches, *shape), jnp.bfloat16)
-    return Work(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)
-
-
-# GPT
-
-
-def _gpt(size: GPTSize, ranks: int) -> Work:
-    """Embedding, head and cross-entropy included."""
-    config = size.model
-    parts = pipeline_model(config, ranks)
-    make: Callable[[], Any] = jax.jit(lambda: nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param)))
-    ends, layers = parts.split(make())
-    shape = size.microbatches, size.batch, size.length + 1
-    tokens_MBS = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
-    dtype = jnp.dtype(config.compute_dtype)
-    return Work(parts, ends, layers, tokens_MBS, jax.ShapeDtypeStruct((size.batch, size.length, config.d_model), dtype), dtype)
+def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
+    """A schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
+    schedule, _, variant = peer.partition(":")
+    return Entrant(
+        {"system": "torch", "schedule": schedule, "variant": variant},
+        "benchmarks.peers.pipelining",
+        {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},
+        ranks=ranks,
+        missing=missing(ranks, options),
+    )

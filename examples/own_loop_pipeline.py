@@ -20,16 +20,16 @@ def make_params():
     return {"embed": jax.random.normal(keys[-1], (2, WIDTH)), "layers": layers, "head": jnp.zeros((WIDTH, 1))}
 
 
-def embed(ends, batch):
-    return batch["x"] @ ends["embed"]
+def embed(outer, batch):
+    return batch["x"] @ outer["embed"]
 
 
 def layer(params, x):
     return x + 0.3 * jax.nn.gelu(x @ params["kernel"])
 
 
-def head(ends, x, batch):
-    return jnp.mean((x @ ends["head"] - batch["y"]) ** 2)
+def head(outer, x, batch):
+    return jnp.mean((x @ outer["head"] - batch["y"]) ** 2)
 
 
 def split(params):
@@ -37,8 +37,8 @@ def split(params):
     return {"embed": params["embed"], "head": params["head"]}, params["layers"]
 
 
-def join(ends, layers):
-    return ends | {"layers": layers}
+def join(outer, layers):
+    return outer | {"layers": layers}
 
 
 ranks = min(4, jax.device_count())

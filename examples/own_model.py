@@ -1,21 +1,35 @@
 """A model of one's own, trained from the command line: a Flax NNX module with `loss(tokens)` and `logits(tokens)`.
 
-python -m jgraph.train --model.module examples.own_model:Bigram --steps 50 --run-dir /tmp/bigram
+python -m jgraph.train --model.module examples.own_model:Bigram --model.width 64 --steps 50 --run-dir /tmp/bigram
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 
+@dataclass(frozen=True)
+class BigramConfig:
+    """What the constructor takes first: its fields become flags, their docstrings the flags' help."""
+
+    width: int = 32
+    """Rank of the table of which byte follows which."""
+    dropout: float = 0.1
+    """Part of the activations that training drops."""
+
+
 class Bigram(nnx.Module):
     """Predicts a byte from the one before it."""
 
-    def __init__(self, config, *, rngs: nnx.Rngs):
-        self.table = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.vocab_size)))
+    def __init__(self, config: BigramConfig, *, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(256, config.width, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.head = nnx.Linear(config.width, 256, rngs=rngs)
 
     def logits(self, tokens):
-        return self.table[...][tokens]
+        return self.head(self.dropout(self.embed(tokens)))
 
     def loss(self, tokens):
         inputs, labels = tokens[:, :-1], tokens[:, 1:]

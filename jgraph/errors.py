@@ -1,23 +1,33 @@
 """Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
 
 import typing
+from collections.abc import Collection
 from typing import Any, Literal
 
 
 class JgraphError(ValueError):
-    """Base of the family. The message names the thing, its value, what is allowed and what to change."""
+    """Base of the family. The message names the thing, its value, what is allowed and what to change.
+
+    Attributes:
+        field: name of the argument at fault, dotted where it is a field of one (`model.num_heads`); empty where there is none.
+    """
+
+    def __init__(self, message: str, *, field: str = ""):
+        super().__init__(message)
+        self.field = field
 
 
 class ConfigError(JgraphError):
-    """A flag or a field has a value that cannot work.
-
-    Attributes:
-        field: dotted name of the field, e.g. `model.num_heads`.
-    """
+    """An argument or a field has a value that cannot work."""
 
     def __init__(self, message: str, *, field: str):
-        super().__init__(message)
-        self.field = field
+        super().__init__(message, field=field)
+
+
+def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
+    """Raises ConfigError if the value of an argument is none of those allowed."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"`{field}` is {value!r}: must be one of {', '.join(allowed)}", field=field)
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:
@@ -30,8 +40,9 @@ def check_types(config: Any, *, prefix: str = "") -> None:
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if typing.get_origin(kind) is Literal:
-            fits, allowed = value in typing.get_args(kind), f"one of {', '.join(map(str, typing.get_args(kind)))}"
-        elif kind == tuple[str, ...]:
+            check_choice(prefix + name, value, typing.get_args(kind))
+            continue
+        if kind == tuple[str, ...]:
             fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"
         elif kind in (int, float, str, bool):
             fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
@@ -78,8 +89,8 @@ class OrderError(JgraphError):
         rank: the rank whose order it is; None for an order on its own.
     """
 
-    def __init__(self, message: str, *, position: int | None = None, rank: int | None = None):
-        super().__init__(message)
+    def __init__(self, message: str, *, position: int | None = None, rank: int | None = None, field: str = ""):
+        super().__init__(message, field=field)
         self.position = position
         self.rank = rank
 
@@ -91,8 +102,8 @@ class SplitError(JgraphError):
         path: of the parameter or input at fault, e.g. `embed/embedding`; empty where it is none.
     """
 
-    def __init__(self, message: str, *, path: str = ""):
-        super().__init__(message)
+    def __init__(self, message: str, *, path: str = "", field: str = ""):
+        super().__init__(message, field=field)
         self.path = path
 
 
@@ -103,8 +114,8 @@ class CallableError(JgraphError):
         mismatches: everything that differs from what was built, one text each, with its path; empty for other errors.
     """
 
-    def __init__(self, message: str, *, mismatches: tuple[str, ...] = ()):
-        super().__init__(message)
+    def __init__(self, message: str, *, mismatches: tuple[str, ...] = (), field: str = ""):
+        super().__init__(message, field=field)
         self.mismatches = mismatches
 
 

@@ -10,6 +10,7 @@ exception: XLA of jax 0.10 fuses the chunks' last kernels into one, and so holds
 
 import functools
 from dataclasses import dataclass
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,9 @@ def cross_entropy(
     Raises:
         ShapeError: the shapes or dtypes disagree, there are no tokens, or `chunk` does not divide B*T.
     """
+    for name, array in (("x_BTD", x_BTD), ("head_DV", head_DV), ("labels_BT", labels_BT)):
+        if not hasattr(array, "dtype"):
+            raise ShapeError(f"`{name}` is {type(array).__name__}: must be an array", field=name)
     fits = head_DV.ndim == 2 and x_BTD.shape == (*labels_BT.shape, head_DV.shape[0]) and x_BTD.dtype == head_DV.dtype
     if not fits or not jnp.issubdtype(x_BTD.dtype, jnp.floating) or not jnp.issubdtype(labels_BT.dtype, jnp.integer):
         raise ShapeError(
@@ -66,14 +70,13 @@ def cross_entropy(
         )
     d_model, width = head_DV.shape
     num_tokens = labels_BT.size
-    if not num_tokens or not width or vocab_size < 0:
-        raise ShapeError(
-            f"cross_entropy got {num_tokens} tokens and {width} columns of the head, vocab_size is {vocab_size}: there must be "
-            "at least one of each, and vocab_size 0 or more"
-        )
+    if not num_tokens or not width:
+        raise ShapeError(f"cross_entropy got {num_tokens} tokens and {width} columns of the head: give at least one of each")
+    if not isinstance(vocab_size, Integral) or vocab_size < 0:
+        raise ShapeError(f"`vocab_size` is {vocab_size!r}: must be a whole number, 0 or more", field="vocab_size")
     chunk = chunk or auto_chunk(num_tokens, width, x_BTD.dtype)
-    if chunk < 1 or num_tokens % chunk:
-        raise ShapeError(f"loss chunk is {chunk}: must divide the {num_tokens} tokens of a microbatch; see --model.loss-chunk")
+    if not isinstance(chunk, Integral) or chunk < 1 or num_tokens % chunk:
+        raise ShapeError(f"`chunk` is {chunk!r}: must divide the {num_tokens} tokens of a microbatch", field="chunk")
     vocabulary = _Vocabulary(axis, vocab_size)
     with scope("loss"):
         # Of a type that has all columns: those of the gradient are compared with the labels.

@@ -3,6 +3,7 @@
 python -m tests.fake_variant '{"name": "x", "ms": [1.0, 2.0], "log": "FILE", "fails": ""}'
 """
 
+import time
 from pathlib import Path
 
 from benchmarks.peers.protocol import answer, request, take_turns
@@ -18,6 +19,9 @@ def main() -> None:
             raise RuntimeError(f"cannot {what}")
 
     note("build")
+    deadline = time.monotonic() + 10
+    while len(Path(asked["log"]).read_text().splitlines()) < asked.get("meets", 0):  # so many builds are under way
+        assert time.monotonic() < deadline, "alone"
     answer(device="none")
     left = list(asked["ms"])
 

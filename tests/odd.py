@@ -33,8 +33,8 @@ class BadLoss(Mute):
 
 
 class OtherArguments(Mute):
-    def __init__(self, width: int, depth: int):
-        super().__init__(GPTConfig(), rngs=nnx.Rngs(width + depth))
+    def __init__(self, config: GPTConfig, depth: int):
+        super().__init__(config, rngs=nnx.Rngs(depth))
 
 
 class NoModule:

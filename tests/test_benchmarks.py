@@ -1,16 +1,18 @@
 """The benchmarks on several devices at tiny sizes on a CPU: every kind of process runs, and its answers meet in the table."""
 
+import copy
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from benchmarks import convergence, fsdp, harness, pipeline, pipeline_trace, single_gpu
+from benchmarks import convergence, fsdp, pipeline, rows, runner, single_gpu, split_backward
 from benchmarks.peers.protocol import Clock
+from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, race
-from jgraph.schedule import Costs, generate, simulate
 
 pytestmark = pytest.mark.once
 
@@ -19,20 +21,32 @@ SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01", "--r
 
 
 @pytest.fixture
-def compete(tmp_path):
+def compete(tmp_path, saved):
     """Races fakes, given by name as their times and where they fail; gives back their rows and what they did, in order."""
 
-    def compete(together: int = 0, rounds: int = 2, **fakes: tuple[list[float], str]) -> tuple[list[dict], list[str]]:
-        log, saved = tmp_path / "log", []
+    def compete(
+        together: int = 0, rounds: int = 2, building: int = 1, meets: int = 0, **fakes: tuple[list[float], str]
+    ) -> tuple[list[dict], list[str]]:
+        log, about = tmp_path / "log", {"log": str(tmp_path / "log"), "meets": meets}
         entrants = [
-            Entrant({"system": name}, "tests.fake_variant", {"name": name, "ms": ms, "log": str(log), "fails": fails})
+            Entrant({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
             for name, (ms, fails) in fakes.items()
         ]
         clock = Clock(seconds=0.0, repeats=1, warmup_seconds=0.0)
-        race(entrants, clock, saved.append, rounds=rounds, together=together, timeout=60)
+
+        def save(rows: list[dict]) -> None:
+            saved.append(copy.deepcopy(rows))
+
+        race(entrants, clock, save, rounds=rounds, together=together, building=building, timeout=60)
         return saved[-1], log.read_text().splitlines()
 
     return compete
+
+
+@pytest.fixture
+def saved():
+    """All that `compete` has saved, in order."""
+    return []
 
 
 def test_variants_are_built_one_by_one_and_take_turns_there_and_back(compete):
@@ -48,17 +62,30 @@ def test_variants_are_built_one_by_one_and_take_turns_there_and_back(compete):
         "power_watts": None,
         "peak_bytes": 1,
     }
-    assert harness.ratios(b, a) == [2.0, 2 / 3]
+    assert rows.ratios(b, a) == [2.0, 2 / 3]
 
 
 def test_those_that_do_not_fit_together_come_in_groups_with_the_first_in_each(compete):
-    rows, did = compete(together=2, rounds=1, a=([1.0, 1.5], ""), b=([2.0], ""), c=([3.0], ""))
+    timed, did = compete(together=2, rounds=1, a=([1.0, 1.5], ""), b=([2.0], ""), c=([3.0], ""))
     assert did == ["a build", "b build", "a turn", "b turn", "b finish", "c build", "c turn", "a turn", "c finish", "a finish"]
-    a, b, c = rows
+    a, b, c = timed
     assert (a["rounds"], b["rounds"], c["rounds"]) == ([0, 1], [0], [1])
-    assert harness.ratio(b, a) == "2.000"
-    assert harness.ratio(c, a) == "2.000"
-    assert harness.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
+    assert rows.ratio(b, a) == "2.000"
+    assert rows.ratio(c, a) == "2.000"
+    assert rows.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
+
+
+def test_variants_build_at_once_where_that_is_asked_for(compete):
+    timed, _ = compete(building=0, rounds=1, meets=3, a=([1.0], ""), b=([2.0], ""), c=([3.0], ""))
+    assert [row["ms"] for row in timed] == [1.0, 2.0, 3.0]
+
+
+def test_what_is_built_is_told_and_saved_before_the_first_turn(compete, saved, capfd):
+    compete(rounds=1, a=([1.0], ""), b=([2.0], "build"))
+    assert saved[1] == [{"system": "a", "device": "none"}, {"system": "b", "failed": "failed: RuntimeError: cannot build"}]
+    told = capfd.readouterr().err.splitlines()
+    for begins in ("a: ready after ", "b: failed: RuntimeError: cannot build after ", "round 1 of 1 took "):
+        assert any(line.startswith(begins) for line in told)
 
 
 @pytest.mark.parametrize("where", ["build", "turn", "finish"])
@@ -71,11 +98,12 @@ def test_a_variant_that_fails_says_why_in_its_row_and_stops_no_other(compete, wh
 
 def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_table(tmp_path, monkeypatch, capsys):
     flags = ["--presets", "launch-bound", "--sizes", "tiny", "--out", str(tmp_path), *SHORT]
-    monkeypatch.setattr(sys, "argv", ["single_gpu", *flags, "--variants", "jgraph", "torch eager"])
-    assert single_gpu.main() == 0
+    monkeypatch.setattr(sys, "argv", ["single_gpu", *flags, "--variants", "jgraph", "torch eager", "--categories"])
+    assert single_gpu.BENCHMARK.main() == 0
     ours, peer = json.loads((tmp_path / "single_gpu.json").read_text())["works"]["launch-bound"]["rows"]
     assert len(ours["repeats_ms"]) == 2
-    assert ours["step_bytes"] > 0
+    assert ours["temp_bytes"] > 0
+    assert {"forward", "dgrad", "wgrad", "idle"} <= set(ours["categories"])
     assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: no GPU here"}
     assert "| torch eager | skipped: no GPU here |" in capsys.readouterr().out
 
@@ -83,11 +111,11 @@ def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the benchmark and gives back its exit status; results go to `tmp_path`."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(*flags: str) -> int:
         monkeypatch.setattr(sys, "argv", ["pipeline", *TINY, *SHORT, *flags])
-        return pipeline.main()
+        return pipeline.BENCHMARK.main()
 
     return run
 
@@ -97,11 +125,12 @@ def test_a_schedule_is_timed_and_compared_with_its_actions(run, tmp_path, capsys
     work = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]
     (row,) = work["rows"]
     assert row["runtime"] == "aligned"
-    assert row["ms"] == pytest.approx(row["actions_ms"] + sum(row["rest_ms"].values()))
+    assert row["ms"] == pytest.approx(sum(row["categories"].values()))
+    assert {"actions", "bubble", "not told"} == set(row["categories"])
     assert row["temp_bytes"] > 0
     capsys.readouterr()
     assert run("--table") == 0
-    assert "| mlp-launch-bound | 2 | none ran |  | aligned |" in capsys.readouterr().out
+    assert "\n| jgraph aligned | " in capsys.readouterr().out
 
 
 def test_a_schedule_that_cannot_be_had_is_a_row_that_says_why(run, tmp_path):
@@ -113,9 +142,10 @@ def test_a_schedule_that_cannot_be_had_is_a_row_that_says_why(run, tmp_path):
 def test_a_soak_leaves_how_many_steps_ran_and_what_memory_grew(run, tmp_path, capsys):
     assert run("--schedules", "aligned", "--soak", "3") == 0
     assert "| 3 of 3 |" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "soaks.json").read_text())["soaks"]
-    assert (row["work"], row["steps"], row["done"], row["same_loss"]) == ("pipeline mlp-launch-bound", 3, 3, True)
-    assert row["slowest_ms"] >= row["median_ms"] > 0
+    works = json.loads((tmp_path / "soaks.json").read_text())["works"]
+    (row,) = works["pipeline mlp-launch-bound, aligned, graph auto"]["rows"]
+    assert (row["steps"], row["done"], row["same_loss"]) == (3, 3, True)
+    assert row["slowest_ms"] >= row["ms"] > 0
     assert row["host_bytes"] > 0
 
 
@@ -128,29 +158,14 @@ def test_a_peer_is_timed_on_the_same_work(run, tmp_path):
     assert row["schedule"] == "ScheduleDualPipeV"
 
 
-def test_a_traced_step_is_drawn_beside_its_plan(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    schedule = generate("aligned", pp=2, microbatches=4)
-    costs = {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0}
-    run = simulate(schedule, Costs(**costs), execution="lockstep")
-    results = {"work": "mlp-large", "schedule": "aligned", "device": "2 x H200", "microbatches": 4, "costs_ms": costs}
-    results |= {"starts_ms": [row.tolist() for row in run.starts], "ends_ms": [(row + 0.5).tolist() for row in run.ends]}
-    (tmp_path / "pipeline_trace.json").write_text(json.dumps(results))
-    pipeline_trace.main(pipeline_trace.Options(draw=str(tmp_path)))
-    assert f"planned {run.makespan:.2f} ms" in capsys.readouterr().out
-    planned, ran = pipeline_trace.both(results)
-    assert (planned.makespan, ran.makespan) == (run.makespan, run.makespan + 0.5)
-    assert {path.name for path in tmp_path.glob("*.svg")} == {"pipeline-planned.svg", "pipeline-measured.svg"}
-
-
 @pytest.fixture
 def run_fsdp(tmp_path, monkeypatch):
     """Runs the benchmark of sharded training and gives back its exit status; results go to `tmp_path`."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(*flags: str) -> int:
         monkeypatch.setattr(sys, "argv", ["fsdp", "--work", "gpt-1b3", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
-        return fsdp.main()
+        return fsdp.BENCHMARK.main()
 
     return run
 
@@ -166,13 +181,14 @@ def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
     capsys.readouterr()
     assert run_fsdp("--table") == 0
-    assert "| gpt-1b3 | 2 | kept | not run |" in capsys.readouterr().out
+    assert "\n| jgraph | " in capsys.readouterr().out
 
 
 def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tmp_path, capsys):
     assert run_fsdp("--soak", "3", "--variant", "reshard=yes") == 0
     assert "reshard=yes" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "soaks.json").read_text())["soaks"]
+    works = json.loads((tmp_path / "soaks.json").read_text())["works"]
+    (row,) = works["fsdp gpt-1b3, reshard=yes, graph auto"]["rows"]
     assert (row["variant"], row["done"], row["skipped"]) == ("reshard=yes", 3, 0)
 
 
@@ -182,7 +198,7 @@ def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
     assert run_fsdp("--peers", "eager:reshard", "--variant", "reshard=yes", "--one-gpu", "no") == 0
     kept, ours, peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
     assert "failed" not in peer
-    assert len(harness.ratios(peer, ours)) == 2
+    assert len(rows.ratios(peer, ours)) == 2
     assert not set(peer["rounds"]) & set(kept["rounds"])  # parameters are kept there, gathered again here
     assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
 
@@ -198,54 +214,67 @@ def test_a_variant_is_words_for_jgraph_and_options_for_xla():
 
 
 @pytest.fixture
-def summary_of():
-    """Cells of the summary of GPT 1.3B on four GPUs, a row each, from milliseconds by system and variant."""
+def cells_of():
+    """Cells of GPT 1.3B on four GPUs by head, a dict each row, from milliseconds by system and variant."""
 
-    def summary_of(times: dict[tuple[str, str], float]) -> tuple[list[list[str]], dict]:
-        config = fsdp.asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
-        rows = [
-            {
-                "system": system,
-                "variant": variant,
-                "ranks": 1 if system == "one GPU" else 4,
-                "ms": ms,
-                "device": "4 x NVIDIA H200",
-            }
+    def cells_of(times: dict[tuple[str, str], float]) -> tuple[list[dict[str, str]], dict]:
+        config = asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
+        timed = [
+            {"system": system, "variant": variant, "ranks": 1 if system == "one GPU" else 4, "ms": ms, "repeats_ms": [ms]}
             for (system, variant), ms in times.items()
         ]
-        lines = fsdp.summary({"gpt-1b3": {"config": config, "ranks": 4, "rows": rows}})[2:]
-        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines], config
+        timed = [row | {"device": f"{row['ranks']} x NVIDIA H200"} for row in timed]
+        section = fsdp.section("gpt-1b3", {"config": config, "ranks": 4, "rows": timed})
+        return [{head: cell(row) for head, cell in section.columns.items()} for row in timed], config
 
-    return summary_of
-
-
-def test_the_ratios_that_count_are_those_of_tokens_per_second(summary_of):
-    (cells,), config = summary_of({("torch", "compile"): 110.0, ("one GPU", ""): 95.0, ("jgraph", ""): 100.0})
-    assert "**1.100**" in cells
-    assert "95.0%" in cells
-    assert f"{8 * 2048 * 4 / 0.1:,.0f}" in cells
-    flops = fsdp.step_flops(config) / 4
-    assert f"{flops / 0.1 / 989e12:.1%}" in cells
+    return cells_of
 
 
-def test_parameters_kept_and_gathered_again_are_compared_each_with_its_like(summary_of):
+def test_the_ratios_that_count_are_those_of_tokens_per_second(cells_of):
+    (torch, alone, ours), config = cells_of({("torch", "compile"): 110.0, ("one GPU", ""): 95.0, ("jgraph", ""): 100.0})
+    assert (torch["torch / this"], alone["torch / this"], ours["torch / this"]) == ("", "", "1.100")
+    assert ours["of 4 x one GPU"] == "95.0%"
+    assert ours["tokens/s"] == f"{8 * 2048 * 4 / 0.1:,.0f}"
+    flops = step_flops(config) / 4
+    assert ours["MFU"] == f"{flops / 0.1 / 989e12:.1%}"
+
+
+def test_parameters_kept_and_gathered_again_are_compared_each_with_its_like(cells_of):
     times = {("torch", "compile:reshard"): 110.0, ("jgraph", ""): 50.0, ("jgraph", "reshard=yes xla_a=1"): 100.0}
-    (kept, again), _ = summary_of(times)
-    assert kept[2:4] == ["kept", "not run"]
-    assert not any("**" in cell for cell in kept)
-    assert again[2:4] == ["gathered again", "compile:reshard"]
-    assert "**1.100**" in again
+    (_, kept, again), _ = cells_of(times)
+    assert (kept["torch / this"], again["torch / this"]) == ("", "1.100")
 
 
-def test_loss_curves_are_compared_with_the_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+@pytest.fixture
+def run_here(tmp_path, monkeypatch):
+    """Runs a benchmark that needs no other process; gives back its results by work."""
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+
+    def run(benchmark: runner.Benchmark, *flags: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["benchmark", *flags])
+        assert benchmark.main() == 0
+        (file,) = tmp_path.glob("*.json")
+        return json.loads(file.read_text())["works"]
+
+    return run
+
+
+def test_loss_curves_are_compared_with_the_first(run_here, tmp_path, capsys):
     runs = {"auto": [3.0, 2.0], "off": [3.5, 1.75]}
     for name, losses in runs.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"graph": name, "versions": {}}))
+        config = {"graph": name, "preset": "tiny", "versions": {"device": "X"}}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
         entries = [{"step": step, "loss": loss, "step_time_ms": 1.0, "eval_loss": loss} for step, loss in enumerate(losses)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    named = tuple(f"{name}={tmp_path / name}" for name in runs)
-    convergence.main(convergence.Options(runs=named, draw=str(tmp_path)))
-    assert "| off | off | 1.00 | 1.7500 | 1.7500 | +0.1250 | 0.3750 | 0.5000 |" in capsys.readouterr().out
+    named = [f"{name}={tmp_path / name}" for name in runs]
+    works = run_here(convergence.BENCHMARK, "--runs", *named, "--draw", str(tmp_path))
+    assert works["tiny"]["device"] == "X"
+    assert "| off | off | 1.00 | 1.7500 | 1.7500 | +0.1250, 0.3750, 0.5000 |" in capsys.readouterr().out
     assert (tmp_path / "convergence.svg").stat().st_size > 0
+
+
+def test_the_split_backward_is_timed_beside_the_vjp(run_here):
+    (result,) = run_here(split_backward.BENCHMARK, "--sizes", "tiny", *SHORT).values()
+    assert {row["system"] for row in result["rows"]} == {"jax", "jgraph"}
+    assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 1 for row in result["rows"])

@@ -27,43 +27,43 @@ WRONG = [
     (
         {"coordinator": "a:1", "num_processes": 2},
         "process_id",
-        "--distributed.process-id is None: must be given where --distributed.coordinator is",
+        "`distributed.process_id` is None: must be given where `distributed.coordinator` is",
     ),
     (
         {"num_processes": 2, "process_id": 0},
         "coordinator",
-        "--distributed.coordinator is None: must be given where --distributed.num-processes is",
+        "`distributed.coordinator` is None: must be given where `distributed.num_processes` is",
     ),
     (
         {"process_id": 0},
         "coordinator",
-        "--distributed.coordinator is None: must be given where --distributed.process-id is",
+        "`distributed.coordinator` is None: must be given where `distributed.process_id` is",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
         "process_id",
-        "--distributed.process-id is 2: must be at least 0 and less than --distributed.num-processes 2",
+        "`distributed.process_id` is 2: must be at least 0 and less than `distributed.num_processes` 2",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": -1},
         "process_id",
-        "--distributed.process-id is -1: must be at least 0 and less than --distributed.num-processes 2",
+        "`distributed.process_id` is -1: must be at least 0 and less than `distributed.num_processes` 2",
     ),
     (
         {"coordinator": "a:1", "num_processes": 0, "process_id": 0},
         "num_processes",
-        "--distributed.num-processes is 0: must be positive",
+        "`distributed.num_processes` is 0: must be positive",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": 0, "setup": "off"},
         "setup",
-        "--distributed.setup is off: must be auto where --distributed.coordinator is given",
+        "`distributed.setup` is off: must be auto where `distributed.coordinator` is given",
     ),
     *(
         (
             {"coordinator": address, "num_processes": 2, "process_id": 0},
             "coordinator",
-            f"--distributed.coordinator is {address}: must be HOST:PORT, as all processes reach process 0",
+            f"`distributed.coordinator` is {address}: must be HOST:PORT, as all processes reach process 0",
         )
         for address in ("localhost", "localhost:", ":1234", "localhost:none", "localhost:0", "localhost:65536")
     ),
@@ -126,7 +126,7 @@ def test_a_process_that_finds_no_other_says_so_in_one_line():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith(
-        "--distributed.coordinator is localhost:1: the processes could not be connected: no connection"
+        "`distributed.coordinator` is localhost:1: the processes could not be connected: no connection"
     )
     assert len(run.stdout.splitlines()) == 1
 
@@ -136,7 +136,7 @@ def test_a_process_that_finds_no_other_says_so_in_one_line():
 
 @pytest.mark.parametrize("dp", [0, 3, 4])
 def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
-    with pytest.raises(ConfigError, match=f"--dp is {dp}: must be") as error:
+    with pytest.raises(ConfigError, match=f"`dp` is {dp}: must be") as error:
         TrainConfig(batch_size=12, num_microbatches=6, dp=dp)
     assert error.value.field == "dp"
 
@@ -144,7 +144,7 @@ def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
         TrainSetup.of(TrainConfig(dp=32))
-    assert str(error.value) == f"--dp 32 needs 32 devices: must be at most the {jax.device_count()} that there are"
+    assert str(error.value) == f"`dp` 32 needs 32 devices: must be at most the {jax.device_count()} that there are"
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:

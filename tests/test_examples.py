@@ -4,6 +4,7 @@ import doctest
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,24 @@ def test_an_example_runs_and_is_short(name):
     assert losses == [] or losses[-1] < max(losses), done.stdout
 
 
-@pytest.mark.parametrize("module", ["jgraph.parallel.step"])
+@pytest.mark.once
+def test_the_example_of_a_model_of_ones_own_trains_as_its_docstring_says(tmp_path):
+    text = (ROOT / "examples/own_model.py").read_text()
+    command = shlex.split(re.search(r"^python (-m jgraph.train .*) --run-dir", text, re.MULTILINE)[1])
+    done = subprocess.run(
+        [sys.executable, *command, "--run-dir", str(tmp_path), "--sample-tokens", "8"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(number) for number in re.findall(r"  loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < losses[0], done.stdout
+
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("jgraph/**/*.py") if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings_give_what_they_show(module):
     found = doctest.testmod(importlib.import_module(module))
     assert found.attempted > 0

@@ -191,12 +191,12 @@ def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
-    """Which axis of each parameter is cut over fsdp, the axes of ranks not counted, by its name in the pipeline."""
+    """Which axis of each parameter is sharded over fsdp, the axes of ranks not counted, by its name in the pipeline."""
     form = TrainSetup.of(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)
     named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    lead = {"ends": 0, "layers": 1}
+    lead = {"outer": 0, "layers": 1}
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): spec.index("fsdp") - lead[path[0].key]
         for path, spec in named
@@ -281,7 +281,7 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
         "on_dtype_mismatch": mismatch,
     }
     if reads is None:
-        with pytest.raises(ConfigError, match=r"--decoupled-grad .* --on-dtype-mismatch copy"):
+        with pytest.raises(ConfigError, match=r"`decoupled_grad` .* `on_dtype_mismatch` copy"):
             config(fsdp=2, **fields)
         return
     made = config(fsdp=2, **fields)
@@ -400,7 +400,7 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     _, report = compile_on_target("auto", num_layers=1)
     assert {"AllGather", "ReduceScatter"} & {outside.kind for outside in report.outside}
-    assert {outside.remedy for outside in report.outside if outside.kind == "AllGather"} == {"--graph full"}
+    assert {outside.remedy for outside in report.outside if outside.kind == "AllGather"} == {"`graph` full"}
 
 
 def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
@@ -454,17 +454,17 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fsdp": 16, "batch_size": 32}, "--fsdp 16"),
-        ({"fsdp": 3}, "--fsdp is 3: must be such that --dp 1 x --fsdp divides the 4 sequences"),
-        ({"fsdp": 2, "shard_rules": ("nothing.*=0",)}, "--shard-rules has 'nothing.*', which matches no parameter"),
+        ({"fsdp": 16, "batch_size": 32}, "`fsdp` 16"),
+        ({"fsdp": 3}, "`fsdp` is 3: must be such that `dp` 1 x `fsdp` divides the 4 sequences"),
+        ({"fsdp": 2, "shard_rules": ("nothing.*=0",)}, "`shard_rules` has 'nothing.*', which matches no parameter"),
         ({"fsdp": 2, "shard_rules": ("*.kernel=0", "*.up.kernel=1")}, r"\*.kernel=0 and \*.up.kernel=1 both match blocks.0"),
         ({"fsdp": 2, "shard_rules": ("*.up.kernel=2",)}, "along axis 2: must be less than 2, its shape is"),
         ({"fsdp": 2, "shard_rules": ("*.up.kernel",)}, "must be PATTERN=AXIS"),
-        ({"shard_rules": ("*.up.kernel=0",)}, "--shard-rules is .*: must be empty where --fsdp is 1"),
-        ({"reshard_after_forward": True}, "must be unset where --fsdp is 1"),
+        ({"shard_rules": ("*.up.kernel=0",)}, "`shard_rules` is .*: must be empty where `fsdp` is 1"),
+        ({"reshard_after_forward": True}, "must be unset where `fsdp` is 1"),
         ({"fsdp": 2, "pp": 2, "reshard_after_forward": True}, "must be unset in a pipeline"),
         ({"pp": 2, "main_grads_dtype": LOW, "decoupled_grad": True}, "must be float32 in a pipeline"),
-        ({"freeze": ("head_DV",)}, "--freeze has 'head_DV', which matches no parameter: must match one of blocks.0"),
+        ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks.0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(fields, message):
@@ -482,5 +482,5 @@ def test_an_optimizer_whose_state_is_not_shaped_as_its_parameters_is_refused():
     params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     transform = optax.adafactor(1e-3, min_dim_size_to_factor=8)
     state = jax.eval_shape(transform.init, params)
-    with pytest.raises(ConfigError, match=r"keeps float32\[256\] for a parameter of shape \[256, 256\].* see --fsdp"):
+    with pytest.raises(ConfigError, match=r"keeps float32\[256\] for a parameter of shape \[256, 256\].* see `fsdp`"):
         fsdp.state_shardings(transform, state, params, params, None)

@@ -180,11 +180,12 @@ def test_a_loss_beyond_what_exp_can_hold_still_pulls_the_label_up_and_the_winner
 # --- Refusals ---
 
 
-@pytest.mark.parametrize("chunk", [-4, 3, 17])
+@pytest.mark.parametrize("chunk", [-4, 3, 17, 4.0, "4"])
 def test_a_chunk_that_does_not_divide_the_tokens_is_refused(chunk):
     with pytest.raises(ShapeError) as error:
         jgraph.cross_entropy(*example(), chunk=chunk)
-    assert str(error.value) == f"loss chunk is {chunk}: must divide the 16 tokens of a microbatch; see --model.loss-chunk"
+    assert error.value.field == "chunk"
+    assert str(error.value) == f"`chunk` is {chunk!r}: must divide the 16 tokens of a microbatch"
 
 
 @pytest.mark.parametrize(
@@ -268,9 +269,20 @@ def test_arrays_that_have_no_cross_entropy_are_refused(change):
         jgraph.cross_entropy(*change(*example()))
 
 
-def test_a_negative_vocabulary_is_refused():
-    with pytest.raises(ShapeError, match="vocab_size is -1"):
-        jgraph.cross_entropy(*example(), vocab_size=-1)
+@pytest.mark.parametrize("vocab_size", [-1, 8.0])
+def test_a_vocabulary_that_is_no_count_is_refused(vocab_size):
+    with pytest.raises(ShapeError) as error:
+        jgraph.cross_entropy(*example(), vocab_size=vocab_size)
+    assert error.value.field == "vocab_size"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_lists_are_refused_by_name(place):
+    given = list(example())
+    given[place] = given[place].tolist()
+    with pytest.raises(ShapeError) as error:
+        jgraph.cross_entropy(*given)
+    assert error.value.field == ("x_BTD", "head_DV", "labels_BT")[place]
 
 
 @given(num_tokens=st.integers(1, 5000), vocab_size=st.integers(1, 2**31), dtype=st.sampled_from([jnp.float32, jnp.bfloat16]))

@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from jgraph.training.metrics import MetricsLog, StepClock, peak_flops, peak_memory_bytes, read_metrics
+from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes, read_metrics
 from jgraph.training.presets import preset
 from jgraph_models.gpt import GPT
 
@@ -29,21 +29,6 @@ def test_flops_are_six_per_matrix_weight_and_token_plus_causal_attention(sizes):
 def test_gpt_124m_is_counted_as_by_hand():
     per_token = 6 * (12 * 12 * 768**2 + 768 * 50304) + 6 * 12 * 768 * 1024
     assert preset("gpt-124m").model.flops(16, 1024) == per_token * 16 * 1024
-
-
-@pytest.mark.parametrize(
-    ("kind", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("cpu", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
-def test_the_peak_is_the_datasheet_s_or_none(kind, peak):
-    assert peak_flops(kind) == peak
 
 
 def test_peak_memory_is_the_device_s_count_or_the_process_s_size():

@@ -104,8 +104,8 @@ def assert_evaluated_as(ours: Trained, theirs: Trained):
     batch = batches_of(ours.setup.config)[0].astype(np.int32)
     held, one = (
         [
-            jax.jit(run.setup.loss)(run.state.params, run.setup.place_whole(batch)),
-            jax.jit(run.setup.logits)(run.state.params, run.setup.place_whole(batch[:1])),
+            jax.jit(run.setup.loss)(run.state, run.setup.place_whole(batch)),
+            jax.jit(run.setup.logits)(run.state, run.setup.place_whole(batch[:1])),
         ]
         for run in (ours, theirs)
     )
@@ -230,10 +230,10 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
 @pytest.mark.parametrize(
     ("field", "message", "fields"),
     [
-        ("schedule", r"--schedule is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
-        ("pp", "--pp is 6: must be such that --pp x --chunks 1 is at most the 5 layers", {"pp": 6}),
-        ("pp", "--pp is 2: must be such that --pp x --chunks 3 is at most the 5 layers", {"chunks": 3}),
-        ("dp", r"--dp 4 --pp 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
+        ("schedule", r"`schedule` is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
+        ("pp", "`pp` is 6: must be such that `pp` x `chunks` 1 is at most the 5 layers", {"pp": 6}),
+        ("pp", "`pp` is 2: must be such that `pp` x `chunks` 3 is at most the 5 layers", {"chunks": 3}),
+        ("dp", r"`dp` 4 `pp` 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
         (
             "pp",
             r"`pp` is 2: must be 1 for tests\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
@@ -268,8 +268,8 @@ def test_what_is_no_schedule_for_the_model_is_refused(hasty, message, fields):
 def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
     path = tmp_path / "schedule.csv"
     write(generate("1f1b", pp=ranks, microbatches=microbatches), path)
-    message = f"--schedule .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for --pp 2 and "
-    error = refused(ConfigError, message + "--num-microbatches 4", pp=2, schedule=str(path))
+    message = f"`schedule` .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for `pp` 2 and "
+    error = refused(ConfigError, message + "`num_microbatches` 4", pp=2, schedule=str(path))
     assert isinstance(error, ConfigError)
     assert error.field == "schedule"
 
@@ -319,9 +319,9 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory_limit": 1.0}, "--memory-limit is 1.0: must be 0 where --schedule is not auto"),
-        ({"schedule": "auto", "chunks": 2}, "--chunks is 2: must be 1 with --schedule auto, which says it itself"),
-        ({"schedule": "mine.csv", "chunks": 2}, "--chunks is 2: must be 1 with --schedule mine.csv"),
+        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 where `schedule` is not auto"),
+        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which says it itself"),
+        ({"schedule": "mine.csv", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` mine.csv"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_refused(fields, message):

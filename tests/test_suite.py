@@ -7,22 +7,20 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from benchmarks import harness, suite
+from benchmarks import cli, compare, readme, rows, runner
 
-FOLDER = Path(suite.__file__).parent
-RESULTS = sorted(harness.RESULTS.glob("*.json"))
+FOLDER = Path(cli.__file__).parent
+RESULTS = sorted(runner.RESULTS.glob("*.json"))
 
 # Who reads the clock beside harness.py and peers/protocol.py.
 CLOCKS = {
     # Until a program is traced, compiled, built, or has run for the first time.
-    "callables.py": {"time_blocks", "build", "time_pipeline"},
-    "fsdp.py": {"of"},
-    "pipeline_program.py": {"time_schedule"},
+    "programs/graphed.py": {"time_blocks", "time_pipeline"},
+    "programs/pipeline.py": {"time_schedule"},
+    "programs/step.py": {"of"},
     "peers/fsdp.py": {"main"},
     # Ranks must agree on the number of steps and on the slowest's time, so peers under torchrun time by themselves.
     "peers/ranks.py": {"timed"},
-    # No step: how long numpy takes to make a schedule.
-    "schedules.py": {"measure"},
 }
 
 
@@ -37,7 +35,7 @@ def told(capsys):
     """Runs the command; gives back the lines it prints."""
 
     def run(*args: object) -> list[str]:
-        assert suite.main([str(arg) for arg in args]) == 0
+        assert cli.main([str(arg) for arg in args]) == 0
         out, err = capsys.readouterr()
         assert err == ""
         return [" ".join(line.replace("|", " ").split()) for line in out.splitlines()]
@@ -50,7 +48,7 @@ def refused(capsys):
     """Runs the command, which must fail with 2; gives back its one line of error."""
 
     def run(*args: object) -> str:
-        assert suite.main([str(arg) for arg in args]) == 2
+        assert cli.main([str(arg) for arg in args]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
@@ -95,7 +93,7 @@ def test_a_difference_counts_where_the_repeats_do_not_overlap(told, write):
 def test_other_devices_and_sizes_are_a_warning(told, write):
     a, b = write("a", row("", 1, 1)), write("b", row("", 1, 1), device="8 x Y", batch=16)
     (warning,) = (line for line in told("compare", a, b) if line.startswith("warning"))
-    assert warning.endswith("device 4 x X -> 8 x Y; config.batch_size 8 -> 16")
+    assert warning.endswith(": config.batch_size 8 -> 16; device 4 x X -> 8 x Y")
 
 
 def test_a_field_that_was_not_there_yet_had_its_default(tmp_path, told, write):
@@ -123,10 +121,10 @@ def test_every_result_is_read_and_equals_itself(file, told, refused):
     if file.stem == "dtype_rules":  # bytes
         assert f"{file} has no times" in refused("compare", file, file)
         return
-    rows = [line for line in told("compare", file, file) if " 1.000 " in line]
-    assert rows
-    assert len(rows) == sum(bool(row.ms) for row in suite.timed(file).values())
-    assert all(line.endswith(("within the spread", "no spread known")) for line in rows)
+    same = [line for line in told("compare", file, file) if " 1.000 " in line]
+    assert same
+    assert len(same) == sum(bool(row.ms) for row in compare.timed(file).values())
+    assert all(line.endswith(("within the spread", "no spread known")) for line in same)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", "{}", '{"ms": "fast"}', "\xff"])
@@ -141,11 +139,20 @@ def test_what_is_no_result_is_refused_with_its_name(text, tmp_path, write, refus
 
 def test_the_list_has_every_benchmark_and_what_it_left(told):
     lines = told("list")
-    for name in ("callables", "convergence", "dtype_rules", "fsdp", "pipeline", "schedules", "single_gpu", "split_backward"):
+    for name in ("callables", "convergence", "fsdp", "pipeline", "single_gpu", "split_backward"):
         assert any(line.startswith(f"{name} {name}.json ") for line in lines)
     assert any(line.startswith("single_gpu single_gpu_1b3.json ") and "NVIDIA H200" in line for line in lines)
-    assert any(line.startswith("pipeline_trace pipeline_trace.json") for line in lines)
-    assert not any(line.startswith(("harness", "pipeline_program", "suite", "?")) for line in lines)
+    assert any(line.startswith("dtype_rules dtype_rules.json ") for line in lines)  # its script is gone
+    assert not any(line.startswith(("harness", "runner", "cli", "?")) for line in lines)
+
+
+def test_a_folder_of_results_is_shown_row_by_row(told, write):
+    failed = {"system": "torch", "variant": "eager", "failed": "failed: RuntimeError: no"}
+    write("a", row("x", 10, 11, 12), {"system": "torch", "variant": "compile", "ms": 22.0}, failed)
+    lines = told("show", write("b", failed).parent)
+    assert "a gpt jgraph x 11.000 2.000" in lines
+    assert "a gpt torch compile 22.000 2.000" in lines
+    assert "b gpt torch eager failed: RuntimeError: no" in lines
 
 
 def test_flags_after_a_name_are_the_benchmarks_own(tmp_path, monkeypatch, capsys):
@@ -155,7 +162,7 @@ def test_flags_after_a_name_are_the_benchmarks_own(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(benchmarks, "__path__", [str(tmp_path)])
     monkeypatch.setattr("sys.argv", ["before"])
     with pytest.raises(SystemExit) as left:
-        suite.main(["run", "echo", "--help", "--x", "1"])
+        cli.main(["run", "echo", "--help", "--x", "1"])
     assert left.value.code == "['--help', '--x', '1']"
 
 
@@ -164,25 +171,34 @@ def test_an_unknown_benchmark_is_refused_with_those_that_are_known(refused):
     assert error.startswith("benchmarks: error: no benchmark is named nope; there are: callables, ")
 
 
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_every_row_is_of_the_schema(file):
+    for result in compare.read(file).values():
+        assert result["environment"]["date"]
+        for row in result["rows"]:
+            assert not rows.unknown(row)
+            assert rows.named(row)
+
+
 def test_the_readme_says_what_the_results_say(told):
     told("readme", "--check")
 
 
 def test_a_readme_that_has_drifted_is_told_and_mended(tmp_path, monkeypatch, capsys, told, refused):
-    monkeypatch.setattr(suite, "README", tmp_path / "README.md")
-    text = f"# x\n\n## Speed\nBefore.\n\n{suite.BEGIN}\n| 1.19 |\n{suite.END}\n\nAfter.\n"
-    suite.README.write_text(text)
-    assert suite.main(["readme", "--check"]) == 1
+    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    text = f"# x\n\n## Speed\nBefore.\n\n{readme.BEGIN}\n| 1.19 |\n{readme.END}\n\nAfter.\n"
+    readme.README.write_text(text)
+    assert cli.main(["readme", "--check"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert suite.README.read_text() == text
+    assert readme.README.read_text() == text
     told("readme")
     told("readme", "--check")
-    new = suite.README.read_text()
-    assert new.startswith(text.partition(suite.BEGIN)[0])
-    assert new.endswith(text.partition(suite.END)[2])
-    assert f"{suite.BEGIN}\n{suite.speed()}\n{suite.END}" in new
-    suite.README.write_text(text.replace(suite.END, ""))
-    assert suite.END in refused("readme")
+    new = readme.README.read_text()
+    assert new.startswith(text.partition(readme.BEGIN)[0])
+    assert new.endswith(text.partition(readme.END)[2])
+    assert f"{readme.BEGIN}\n{readme.speed()}\n{readme.END}" in new
+    readme.README.write_text(text.replace(readme.END, ""))
+    assert readme.END in refused("readme")
 
 
 def test_the_fastest_is_bold_and_pytorch_is_compared_with_the_default():
@@ -193,7 +209,7 @@ def test_the_fastest_is_bold_and_pytorch_is_compared_with_the_default():
     ]
     config = {"batch_size": 2, "seq_len": 128, "model": {"num_layers": 12, "d_model": 256}}
     rows += [{"system": "torch", "variant": "compile", "failed": "no"}]
-    line = suite.one_gpu([("tiny", {"config": config, "rows": rows})])[-1]
+    line = readme.one_gpu([("tiny", {"config": config, "rows": rows})])[-1]
     shape = "tiny, 12 layers of 256, 2x128 tokens"
     assert (
         line == f"| {shape} | 2.00 | **1.00** | did not run | did not run | 30.0 | 1.50, fastest of 2, 1 failed | 2.0, 0.67 |"
@@ -212,7 +228,7 @@ def row_of():
     def row_of(rows: list[dict], *earlier: list[dict]) -> list[str]:
         work = {"size": {"d_model": 64, "tokens": 32}, "device": "2 x X", "ranks": 2}
         runs = [{"mlp": work | {"rows": rows}} for rows in (rows, *earlier)]
-        line = suite.several_gpus(dict(zip(("pipeline", "pipeline_earlier"), runs, strict=False)))[-1]
+        line = readme.several_gpus(dict(zip(("pipeline", "pipeline_earlier"), runs, strict=False)))[-1]
         return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
     return row_of
@@ -248,10 +264,17 @@ def test_parameters_that_are_kept_are_not_compared_with_those_gathered_again():
     rows = [row("torch", "compile:reshard", 30.0), row("jgraph", "", 20.0), row("jgraph", "reshard=yes", 24.0)]
     work = {"config": {"batch_size": 2, "seq_len": 8}, "device": "2 x X", "ranks": 2, "rows": rows}
     rows += [row("jgraph", "layout=dp", 1.0)]
-    kept, again, whole = suite.several_gpus({"fsdp": {"gpt": work}})[-3:]
+    kept, again, whole = readme.several_gpus({"fsdp": {"gpt": work}})[-3:]
     assert "| not run | 1.00 (layout=dp) |  |  |" in whole
     assert "| not run | 20.0 (as it comes) |  |  |" in kept
     assert "| 30.0 (compile:reshard; alone) | 24.0 (reshard=yes) | 1.25 |" in again
+
+
+def test_benchmarks_import_no_tests():
+    imports = [node for file in FOLDER.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    modules = [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in modules if name.partition(".")[0] == "tests"]
 
 
 def test_steps_are_timed_by_the_harness_and_the_protocol_alone():

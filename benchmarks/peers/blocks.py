@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.torch_gpt import Block, linear, rotary
 from jgraph_models.gpt import GPTConfig
-from tests.parity.torch_gpt import Block, linear, rotary
 
 
 class Alone(nn.Module):

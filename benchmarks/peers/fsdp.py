@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
+from benchmarks.peers.torch_gpt import GPT
 from jgraph.training.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
-from tests.parity.torch_gpt import GPT
 
 # B batch of a rank, T sequence, S = T + 1, N tokens, V vocabulary
 

@@ -20,10 +20,10 @@ from torch._functorch import config as functorch
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
-from benchmarks.harness import gpt_of
 from benchmarks.peers.ranks import Ranks
+from benchmarks.peers.torch_gpt import Block, RMSNorm, linear, rotary
+from benchmarks.rows import gpt_of
 from jgraph_models.gpt import GPTConfig
-from tests.parity.torch_gpt import Block, RMSNorm, linear, rotary
 
 # M microbatches, B batch, T sequence, N tokens, D model, V vocabulary
 

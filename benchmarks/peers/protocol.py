@@ -36,12 +36,16 @@ class Clock:
         """Steps of which each is waited for, so that the filling and draining of a pipeline count."""
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
+    def in_flight(self, run: Run, wait: Run, platform: str) -> Timing:
+        """Back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
+        return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
+
     def handover_seconds(self, run: Run, wait: Run) -> float:
         """Median time in which `run` returns when the device has nothing to do; what is warm already is to be given.
 
         From an idle device, since both runtimes make the host wait once enough is in flight (jax: 32 executables).
         """
-        samples, end = [], time.perf_counter() + self.repeats * self.seconds
+        samples, end = [], time.perf_counter() + self.seconds
         while len(samples) < self.repeats or time.perf_counter() < end:
             start = time.perf_counter()
             run()
@@ -55,6 +59,12 @@ def request() -> dict[str, Any]:
     asked = json.loads(sys.argv[1])
     begin()
     return asked
+
+
+def serve(tasks: dict[str, Callable[[dict[str, Any]], None]]) -> None:
+    """Does what the table asks of this process."""
+    asked = request()
+    tasks[asked["task"]](asked)
 
 
 def begin() -> None:

@@ -23,14 +23,17 @@ from jgraph.backward import find
 from jgraph.errors import SplitError
 from jgraph.trace import replay
 
+Recompute = Literal["elementwise", "nothing"]
+Products = Literal["all", "hooked"]
+
 
 @dataclass(frozen=True)
 class Options:
     """What `split_backward` was given; see there."""
 
     delay: tuple[str, ...] | None
-    recompute: Literal["elementwise", "nothing"]
-    products: Literal["all", "hooked"]
+    recompute: Recompute
+    products: Products
 
 
 @dataclass(eq=False)
@@ -119,6 +122,7 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
                 f"parameter {paths[i]} reaches the output through {by}, not only as the weight of a product, so its gradient "
                 f"cannot be delayed; leave it out of delay={list(delay)}, and it comes from dgrad",
                 path=paths[i],
+                field="delay",
             )
         for i in found.stray:
             delayed[i] = False
@@ -136,9 +140,8 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
 def _check_patterns(delay: Sequence[str], paths: Sequence[str]) -> None:
     for pattern in delay:
         if not any(fnmatchcase(path, pattern) for path in paths):
-            raise SplitError(
-                f"delay={pattern!r} matches no parameter; there are {', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
-            )
+            there = f"{', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
+            raise SplitError(f"`delay` has {pattern!r}, which matches no parameter; there are {there}", field="delay")
 
 
 def _check_callbacks(jaxpr: core.Jaxpr) -> None:

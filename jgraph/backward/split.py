@@ -8,7 +8,7 @@ wgrad. `py` says what is kept how long.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jax.core import Tracer
 
 from jgraph.backward import find
 from jgraph.backward.linear import weight_gradient
-from jgraph.backward.residuals import Options, Plan, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
-from jgraph.errors import SplitError
+from jgraph.backward.residuals import Options, Plan, Products, Recompute, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
+from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.trace import replay
 
@@ -84,8 +84,8 @@ def split_backward(
     stage_fn: Callable[..., Tree],
     *,
     delay: Sequence[str] | None = None,
-    recompute: Literal["elementwise", "nothing"] = "elementwise",
-    products: Literal["all", "hooked"] = "all",
+    recompute: Recompute = "elementwise",
+    products: Products = "all",
 ) -> "Split":
     """Splits a stage's backward pass into dgrad and wgrad, with no FLOP done twice.
 
@@ -108,7 +108,15 @@ def split_backward(
         SplitError: when it is used: a parameter in `delay` reaches the output by another way than as the weight of a product;
             an array is complex or spread over explicit axes; a callback's result is read.
     """
-    patterns = None if delay is None else (delay,) if isinstance(delay, str) else tuple(delay)
+    check_choice("recompute", recompute, get_args(Recompute))
+    check_choice("products", products, get_args(Products))
+    if not callable(stage_fn):
+        raise SplitError(f"`stage_fn` is {stage_fn!r}: must be a function stage_fn(params, x, *extra) -> y", field="stage_fn")
+    patterns = (delay,) if isinstance(delay, str) else delay
+    if patterns is not None:
+        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
+        patterns = tuple(patterns)
     return Split(stage_fn, Options(patterns, recompute, products))
 
 
@@ -123,6 +131,12 @@ class Split:
         self._dgrad = jax.jit(_run_dgrad)
         self._wgrad = jax.jit(_run_wgrad)
         self._accumulate = jax.jit(_run_accumulate)
+
+    def __repr__(self) -> str:
+        options = self._options
+        which = ("every product", "hooked products")[options.products == "hooked"]
+        which += f" of {', '.join(options.delay)}" if options.delay is not None else ""
+        return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options.recompute!r})"
 
     def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
         """y and what the backward pass needs of this microbatch."""

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from jgraph.cli.inspect_capture import CaptureOptions, show_capture
 from jgraph.cli.inspect_schedule import ScheduleOptions, show_schedule
-from jgraph.cli.parse import FlagConsole, exit_code, one_line
+from jgraph.cli.parse import FlagConsole, exit_code, fields_of, one_line
 
 _PROG = "jgraph.inspect"
+_FIELDS = fields_of(ScheduleOptions) | fields_of(CaptureOptions)
 # Where the output goes to no terminal, which would have a width.
 _PIPE_WIDTH = 100
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 when done or asked for help, 2 for input that cannot work (one line on stderr), 130 after Ctrl-C.
     """
-    return exit_code(_PROG, lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    return exit_code(_PROG, lambda: _run(list(sys.argv[1:] if argv is None else argv)), _FIELDS)
 
 
 def _run(args: list[str]) -> None:
@@ -57,4 +58,4 @@ def _console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Dots and lines become question marks, not errors, where the encoding has none.
         sys.stdout.reconfigure(errors="replace")
-    return FlagConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+    return FlagConsole(_FIELDS, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)

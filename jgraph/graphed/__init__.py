@@ -5,4 +5,4 @@ from jgraph.graphed.borrowed import Borrowed as Borrowed
 from jgraph.graphed.callable import Graphed as Graphed
 from jgraph.graphed.compile import fold_key as fold_key
 from jgraph.graphed.group import GraphedCallables as GraphedCallables
-from jgraph.graphed.group import Run as Run
+from jgraph.graphed.group import RunResult as RunResult

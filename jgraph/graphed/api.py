@@ -4,23 +4,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flax import linen, nnx
 
-from jgraph.errors import CallableError
-from jgraph.graphed.arguments import check_choice, check_wgrads, each, homes, most_waiting, named, schedule_of
+from jgraph.errors import CallableError, check_choice
+from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, named, schedule_of
 from jgraph.graphed.callable import Graphed
-from jgraph.graphed.entry import Entry, Wanted, check_concrete, compile_parts, differences, signature
+from jgraph.graphed.entry import Entry, Wanted, compile_parts
 from jgraph.graphed.group import GraphedCallables
-from jgraph.graphed.pool import Pool
+from jgraph.graphed.match import Entries, OnMismatch, check_concrete, differences, signature
+from jgraph.graphed.pool import Pool, Pools
 from jgraph.graphed.shaped import Shaped, shape_callable
 from jgraph.graphed.turn import Turn
 from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
 
 Tree = Any
-HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+ParamGrads = Literal["owned", "aliased"]
 
 # Attributes by which Flax modules say that they infer.
 _MODES = ("deterministic", "use_running_average")
@@ -36,11 +37,10 @@ def make_graphed_callables(
     num_layers_per_chunk: int | Sequence[int] | None = None,
     delay_wgrad: bool | Sequence[bool] = False,
     reuse_buffers: bool = False,
-    param_grads: Literal["owned", "aliased"] = "owned",
+    param_grads: ParamGrads = "owned",
     devices: Sequence[Any] | None = None,
-    hooks: Any = None,
     training: bool = True,
-    on_mismatch: Literal["error", "recompile"] = "error",
+    on_mismatch: OnMismatch = "error",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "GraphedCallables":
     """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
@@ -62,8 +62,6 @@ def make_graphed_callables(
         param_grads: `owned`: a gradient is the caller's own array, of the parameter's dtype, except those of delayed
             parameters. `aliased`: all are float32 sums in main_grad, at one address, as those of delayed parameters always are.
         devices: of each rank of the order; by default one, that of the params.
-        hooks: of each callable, a dict of functions called with its index while it is built: `forward_pre` and `forward` around
-            its forward, callable by callable, then `backward_pre` and `backward` around its backward parts, in reverse.
         training: False builds forwards only.
         on_mismatch: what to do about other shapes in a call: `error`, or `recompile` at most eight times, each logged.
         compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
@@ -76,13 +74,13 @@ def make_graphed_callables(
         OrderError: the order cannot run, does not fit the callables, says otherwise than `delay_wgrad`, or has a wgrad of a
             callable that has nothing to delay.
     """
-    check_choice("param_grads", param_grads, ("owned", "aliased"))
-    check_choice("on_mismatch", on_mismatch, ("error", "recompile"))
+    check_choice("param_grads", param_grads, get_args(ParamGrads))
+    check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
-        params, sample_args, sample_kwargs, hooks = (params,), (sample_args,), (sample_kwargs,), (hooks,)
+        params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
     if not fns:
-        raise CallableError("there are no callables: give one, or a tuple of them")
+        raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
     # What a caller changes later in a list of theirs changes nothing here.
     delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
     every = each("params", params, len(fns))
@@ -93,12 +91,13 @@ def make_graphed_callables(
         )
     ]
     check_concrete("make_graphed_callables", samples)
-    hooked = [_hooks(i, given) for i, given in enumerate(each("hooks", hooks, len(fns)))]
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     if schedule is None and reuse_buffers:
-        raise CallableError("reuse_buffers needs an order, which says who consumes a buffer last: give order=[1, -1], say")
+        wrong = "`reuse_buffers` needs an order, which says who consumes a buffer last: give order=[1, -1], say"
+        raise CallableError(wrong, field="reuse_buffers")
     if not training and (schedule is not None or any(delayed)):
-        raise CallableError("training=False builds no backward: leave out order, reuse_buffers and delay_wgrad, or train")
+        wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
+        raise CallableError(wrong, field="training")
     placed = homes(schedule, devices, every)
     modes = [_mode_check(fn, training) for fn in fns]
     for i, check in enumerate(modes):
@@ -116,55 +115,37 @@ def make_graphed_callables(
             traced[name] = shape_callable(_function(fns[i], i), i, weights, args, kwargs, placed[i])
         return replace(traced[name], index=i, device=placed[i])
 
-    def want(part: Shaped, *kinds: Kind) -> Wanted:
-        late = part.late if delayed[part.index] else ()
-        aliased = frozenset((*part.early, *part.late) if param_grads == "aliased" else late)
-        return Wanted(part, kinds, aliased, "residuals" if training else "nothing")
-
-    def backward_kinds(part: Shaped) -> tuple[Kind, ...]:
-        if not training or not delayed[part.index]:
-            return ("backward",) if training else ()
-        return ("dgrad", "wgrad") if part.late else ("dgrad",)
+    def want(shaped: Shaped) -> Wanted:
+        if not training:
+            return Wanted(shaped, ("forward",), frozenset(), "nothing")
+        kinds: tuple[Kind, ...] = ("backward",)
+        if delayed[shaped.index]:
+            kinds = ("dgrad", "wgrad") if shaped.late else ("dgrad",)
+        late = shaped.late if delayed[shaped.index] else ()
+        aliased = frozenset((*shaped.early, *shaped.late) if param_grads == "aliased" else late)
+        return Wanted(shaped, ("forward", *kinds), aliased, "residuals")
 
     def again(i: int, *sample: Any) -> Entry:
-        part = shape(i, *sample)
-        return Entry(part, compile_parts([want(part, "forward", *backward_kinds(part))], options)[0])
+        shaped = shape(i, *sample)
+        return Entry(shaped, compile_parts([want(shaped)], options)[0])
 
-    if any(hooked):
-        shaped, made = [], []
-        for i, sample in enumerate(samples):
-            _call_hook(hooked[i], "forward_pre", i)
-            shaped.append(shape(i, *sample))
-            made += compile_parts([want(shaped[i], "forward")], options)
-            _call_hook(hooked[i], "forward", i)
-        for i in reversed(range(len(fns))) if training else ():
-            _call_hook(hooked[i], "backward_pre", i)
-            made[i] |= compile_parts([want(shaped[i], *backward_kinds(shaped[i]))], options)[0]
-            _call_hook(hooked[i], "backward", i)
-    else:
-        shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
-        if schedule is not None:
-            check_wgrads(schedule, shaped)
-        made = compile_parts([want(part, "forward", *backward_kinds(part)) for part in shaped], options)
-    entries = [Entry(part, parts) for part, parts in zip(shaped, made, strict=True)]
+    shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
     if schedule is not None:
         check_wgrads(schedule, shaped)
         _check_chain(shaped)
-    pools = {name: Pool(name) for name in POOLS} if reuse_buffers else None
+    made = compile_parts([want(one) for one in shaped], options)
+    pools = Pools({name: Pool(name) for name in POOLS} if reuse_buffers else {})
     together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
     graphed = tuple(
         Graphed(
-            partial(again, i),
-            entry,
-            signature(*samples[i]),
+            Entries(partial(again, i), Entry(shaped[i], made[i]), samples[i], on_mismatch),
             pools=pools,
             turn=together if reuse_buffers else Turn(f"callable {i}"),
             most_waiting=most[i],
             delayed=delayed[i],
-            on_mismatch=on_mismatch,
             mode=modes[i],
         )
-        for i, entry in enumerate(entries)
+        for i in range(len(fns))
     )
     return GraphedCallables(
         graphed,
@@ -172,7 +153,6 @@ def make_graphed_callables(
         schedule,
         parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
         homes=partial(homes, devices=devices, params=every),
-        reuse=reuse_buffers,
         pools=pools,
         options=options,
     )
@@ -196,23 +176,9 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
 
 def _sample(i: int, args: Any) -> tuple[Tree, ...]:
     if not isinstance(args, (tuple, list)) or not args:
-        raise CallableError(f"sample_args of callable {i} are {type(args).__name__}: must be a tuple (x, *extra)")
+        wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
+        raise CallableError(wrong, field="sample_args")
     return tuple(args)
-
-
-def _hooks(i: int, given: Any) -> dict[str, Callable[[int], Any]]:
-    hooks = named("hooks", i, given)
-    for name, hook in hooks.items():
-        if name not in HOOKS:
-            raise CallableError(f"hooks of callable {i} name {name!r}: must be of {', '.join(HOOKS)}")
-        if not callable(hook):
-            raise CallableError(f"hook {name} of callable {i} is {hook!r}: must be a function of the callable's index")
-    return hooks
-
-
-def _call_hook(hooks: Mapping[str, Callable[[int], Any]], name: str, i: int) -> None:
-    if name in hooks:
-        hooks[name](i)
 
 
 def _function(fn: Any, i: int) -> Callable[..., Tree]:
@@ -221,7 +187,8 @@ def _function(fn: Any, i: int) -> Callable[..., Tree]:
         return fn.apply
     if not isinstance(fn, nnx.Module):
         if not callable(fn):
-            raise CallableError(f"callable {i} is {type(fn).__name__}: must be a function or a Flax module")
+            wrong = f"callable {i} is {type(fn).__name__}: must be a function or a Flax module"
+            raise CallableError(wrong, field="callables")
         return fn
     graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
     if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):

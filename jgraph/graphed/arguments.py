@@ -15,26 +15,20 @@ from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raises CallableError for a choice that is not there."""
-    if value not in allowed:
-        raise CallableError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
-
-
 def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
     """One of something for each callable; None stands for none at all."""
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
         number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
-        raise CallableError(f"{name}: {number} given for {count} callables; give a tuple with one for each")
+        raise CallableError(f"`{name}`: {number} given for {count} callables; give a tuple with one for each", field=name)
     return tuple(given)
 
 
 def named(name: str, i: int, given: Any) -> dict[str, Any]:
     """The dict that callable i was given; None for an empty one."""
     if given is not None and not isinstance(given, Mapping):
-        raise CallableError(f"{name} of callable {i} are {given!r}: must be a dict")
+        raise CallableError(f"`{name}` of callable {i} is {given!r}: must be a dict", field=name)
     return dict(given or {})
 
 
@@ -64,11 +58,9 @@ def schedule_of(
         flags = [delay_wgrad[r :: len(order)] if isinstance(delay_wgrad, tuple) else delay_wgrad for r in range(len(order))]
         schedule = Schedule(tuple(_order(row, layers, delay) for row, delay in zip(order, flags, strict=True)))
     wanted = _each_flag(delay_wgrad, schedule.num_stages)
-    delayed: dict[int, tuple[int, bool]] = {}
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
         _check_delay(row, [wanted[s] for s in stages], rank if schedule.num_ranks > 1 else None)
-        delayed |= {s: (n, late) for s, n, late in zip(stages, row.num_layers_per_chunk, row.delay_wgrad, strict=True)}
-    flags = tuple(late for _, (n, late) in sorted(delayed.items()) for _ in range(n))
+    flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
     if len(flags) != count:
         raise CallableError(
             f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
@@ -108,17 +100,12 @@ def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
 
 def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
     """(rank, chunk, its callables), for all."""
-    layers = {
-        stage: (rank, chunk, n)
-        for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True))
-        for chunk, (stage, n) in enumerate(zip(stages, row.num_layers_per_chunk, strict=True))
-    }
-    found, first = [], 0
-    for stage in sorted(layers):
-        rank, chunk, n = layers[stage]
-        found.append((rank, chunk, range(first, first + n)))
-        first += n
-    return found
+    ends = np.cumsum(schedule.num_layers).tolist()
+    return [
+        (rank, chunk, range(ends[stage] - schedule.num_layers[stage], ends[stage]))
+        for rank, stages in enumerate(schedule.placement)
+        for chunk, stage in enumerate(stages)
+    ]
 
 
 def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
@@ -131,25 +118,23 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
         if len(held) > 1:
             raise CallableError(
-                f"params lie on {len(held)} devices: name one device per rank with devices=, and give each callable's params "
-                f"where it runs; a sharded parameter does not go with graphed callables"
+                f"`params` lie on {len(held)} devices: name one device per rank in `devices`, and give each callable's params "
+                f"where it runs; a sharded parameter does not go with graphed callables",
+                field="devices",
             )
         with jax.ensure_compile_time_eval():  # also where somebody traces
             devices = list(held or jnp.zeros(()).devices())
     if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
-        raise CallableError(f"devices are {devices!r}: must be a list of jax devices, one for each rank, or one for all")
-    if schedule is None:
-        schedule_ranks, ranks = 1, [0] * len(params)
-    else:
-        schedule_ranks = schedule.num_ranks
-        layers = {
-            s: n
-            for row, stages in zip(schedule.orders, schedule.placement, strict=True)
-            for s, n in zip(stages, row.num_layers_per_chunk, strict=True)
-        }
-        ranks = [int(schedule.rank_of_stage[s]) for s in sorted(layers) for _ in range(layers[s])]
-    if len(devices) not in (1, schedule_ranks):
-        raise CallableError(f"{len(devices)} devices for {schedule_ranks} ranks: give one for each rank, or one for all")
+        raise CallableError(
+            f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all", field="devices"
+        )
+    ranks = [0] * len(params)
+    if schedule is not None:
+        ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+    num_ranks = schedule.num_ranks if schedule is not None else 1
+    if len(devices) not in (1, num_ranks):
+        wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
+        raise CallableError(wrong, field="devices")
     return [devices[rank % len(devices)] for rank in ranks]
 
 
@@ -184,5 +169,8 @@ def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ..
     if isinstance(delay_wgrad, bool):
         return (delay_wgrad,) * count
     if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
-        raise OrderError(f"delay_wgrad is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages")
+        raise OrderError(
+            f"`delay_wgrad` is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages",
+            field="delay_wgrad",
+        )
     return tuple(delay_wgrad)

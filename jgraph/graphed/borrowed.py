@@ -30,9 +30,10 @@ class Lease:
 
 
 class Borrowed:
-    """An array that lives in a buffer of jgraph's own.
+    """An array in a buffer of jgraph's own, which can be used where an array can until its owner takes the buffer back.
 
     As a pytree it is a node whose only leaf is the array, so a tree with handles can be given to a jitted function as it is.
+    Functions of `jax.lax` take `value`.
     """
 
     __slots__ = ("_array", "_lease", "_path", "slot")
@@ -72,13 +73,21 @@ class Borrowed:
         self._lease.kept = True
         return array
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._array.shape
+    # Known also when the lease has ended, and to jax while it traces.
+    shape = property(lambda self: self._array.shape)
+    dtype = property(lambda self: self._array.dtype)
+    ndim = property(lambda self: self._array.ndim)
+    size = property(lambda self: self._array.size)
+    __array_priority__ = 100  # so that numpy leaves `array + handle` to the handle
 
-    @property
-    def dtype(self) -> Any:
-        return self._array.dtype
+    def __getattr__(self, name: str) -> Any:
+        """Gives everything else that an array has, `.T`, `.astype`, `.at`, from `value`."""
+        if name.startswith("_"):
+            raise AttributeError(f"Borrowed has no attribute {name!r}")
+        return getattr(self.value, name)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         # Always a copy: on a CPU a numpy view of the buffer would keep the program from updating it in place.
@@ -87,6 +96,18 @@ class Borrowed:
     def __repr__(self) -> str:
         state = f"{self._lease.ended}" if self._lease.ended else "live"
         return f"Borrowed({self._lease.owner}{self._path and ', ' + self._path}: {self.dtype}{list(self.shape)}, {state})"
+
+
+def _operator(name: str) -> Any:
+    """Returns the method of this name, which does to `value` as an array's own does."""
+    return lambda self, *args: getattr(self.value, name)(*(arg.value if isinstance(arg, Borrowed) else arg for arg in args))
+
+
+for _name in "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift".split():  # noqa: SIM905
+    setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Borrowed, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains bool int float complex index round format".split():  # noqa: SIM905
+    setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def handles_in(tree: Any) -> list[Borrowed]:

@@ -44,8 +44,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to make a program of.
+class TaskGroup:
+    """Tasks that become one executable.
 
     Attributes:
         tasks: in their order.
@@ -82,7 +82,7 @@ class Signature:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class Executable:
     """An executable and the registers that it reads and writes: `sums, outs = compiled(sums, donated, read)`.
 
     Attributes:
@@ -117,26 +117,26 @@ class Compiler:
     def __init__(self, callables: Mapping[int, Shaped], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None):
         self._callables, self._options, self._loss = callables, dict(options), loss_fn
 
-    def programs(
+    def compile(
         self,
-        jobs: Sequence[Job],
+        groups: Sequence[TaskGroup],
         avals: Mapping[int, jax.ShapeDtypeStruct],
         loss_tree: Any = None,
         *,
         copies: Literal["shared", "each"] = "shared",
-    ) -> list[Program]:
+    ) -> list[Executable]:
         """Compiles, several at a time.
 
         Args:
-            jobs: what to compile.
+            groups: for each executable.
             avals: of all registers.
             loss_tree: structure of the loss's arguments after y.
-            copies: whether equal programs are one executable, or `each` has its own; the latter on a GPU only.
+            copies: whether equal groups are one executable, or `each` has its own; the latter on a GPU only.
 
         Raises:
             DonationError: a sum is not updated in place.
         """
-        plans = [_plan(job, avals) for job in jobs]
+        plans = [_plan(group, avals) for group in groups]
         lowered = {}
         for signature, _ in plans:
             if signature not in lowered:
@@ -148,7 +148,10 @@ class Compiler:
         for (signature, _), (compiled, _) in made.items():
             if signature.sums:
                 check_identity(compiled, [jax.ShapeDtypeStruct(*aval) for aval in signature.avals[: len(signature.sums)]])
-        return [_bind(made[name], name[0], names, job.tasks) for name, (_, names), job in zip(wanted, plans, jobs, strict=True)]
+        return [
+            _bind(made[name], name[0], names, group.tasks)
+            for name, (_, names), group in zip(wanted, plans, groups, strict=True)
+        ]
 
     def _compile(self, lowered: Any, platform: str) -> tuple[jax.stages.Compiled, CaptureReport | None]:
         # On a GPU the report's own directory is among the options, so that jax does not give back an executable it has.
@@ -172,12 +175,12 @@ class Compiler:
         return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
 
 
-def _plan(job: Job, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signature, dict[int, int]]:
-    """What the program takes and gives, in registers of its own; and their numbers by those of the job."""
+def _plan(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signature, dict[int, int]]:
+    """What the program takes and gives, in registers of its own; and their numbers by those of the group."""
     sums: dict[int, None] = {}
     made: dict[int, None] = {}
     taken: dict[int, None] = {}
-    for task in job.tasks:
+    for task in group.tasks:
         taken |= dict.fromkeys(r for r in (*task.params, *task.ins) if r not in made)
         made |= dict.fromkeys(r for r in task.outs if r is not None)
         for _, register, how in task.grads:
@@ -185,13 +188,13 @@ def _plan(job: Job, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signatur
                 sums[register] = None
             made[register] = None
     # jax pairs donated arguments with outputs of their shape in the order of both: what has a buffer to go to comes first.
-    stored = dict(job.stored)
-    outs = [*stored, *(r for r in made if r in job.wanted and r not in sums and r not in stored)]
+    stored = dict(group.stored)
+    outs = [*stored, *(r for r in made if r in group.wanted and r not in sums and r not in stored)]
     room = Counter((avals[r].shape, avals[r].dtype) for r in outs[len(stored) :])
     donated = list(stored.values())
     for r in taken:
         kind = (avals[r].shape, avals[r].dtype)
-        if r in job.dying and room[kind]:
+        if r in group.dying and room[kind]:
             room[kind] -= 1
             donated.append(r)
     read = [r for r in taken if r not in donated]
@@ -211,7 +214,7 @@ def _plan(job: Job, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signatur
             renamed(t.params),
             tuple((leaf, names[r], how) for leaf, r, how in t.grads),
         )
-        for t in job.tasks
+        for t in group.tasks
     )
     shapes = tuple((avals[r].shape, avals[r].dtype) for r in (*sums, *donated, *read))
     return Signature(tasks, renamed(sums), renamed(donated), renamed(read), renamed(outs), shapes), names
@@ -219,14 +222,14 @@ def _plan(job: Job, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signatur
 
 def _bind(
     made: tuple[jax.stages.Compiled, CaptureReport | None], signature: Signature, names: dict[int, int], tasks: Sequence[Task]
-) -> Program:
+) -> Executable:
     """An executable with the registers of whoever asked for it."""
     outer = {inner: register for register, inner in names.items()}
 
     def renamed(registers: Iterable[int]) -> tuple[int, ...]:
         return tuple(outer[r] for r in registers)
 
-    return Program(
+    return Executable(
         *made,
         sums=renamed(signature.sums),
         donated=renamed(signature.donated),
@@ -236,9 +239,14 @@ def _bind(
     )
 
 
-def fold_key(key: Array, *, step: Any, index: Any, microbatch: Any) -> Array:
-    """The random key of a callable for a microbatch of a step, from that of the whole training."""
-    for number in (step, index, microbatch):
+def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
+    """Returns the random key of a layer for a microbatch of a step, as pipelines and graphed callables derive it.
+
+    Args:
+        key: of the whole training.
+        step, microbatch, layer: numbers from 0; a layer of a graphed callable is its place among them.
+    """
+    for number in (step, microbatch, layer):
         key = jax.random.fold_in(key, number)
     return key
 
@@ -249,48 +257,48 @@ def _name(tasks: Sequence[Task]) -> str:
     return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
 
 
-def _run(task: Task, part: Shaped, env: dict[int, Any], loss_fn: Callable[..., Any] | None, loss_tree: Any) -> None:
+def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[..., Any] | None, loss_tree: Any) -> None:
     """Computes a task and writes what it gives into `env`."""
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
     outs: list[Any]
     if task.kind == "key":
         key, step, microbatch = ins
-        outs = [fold_key(key, step=step, index=part.index, microbatch=microbatch)]
+        outs = [fold_key(key, step=step, microbatch=microbatch, layer=shaped.index)]
     elif task.kind == "loss":
         assert loss_fn is not None
-        y, arguments = part.y.unflatten(ins[: len(part.y)]), jax.tree.unflatten(loss_tree, ins[len(part.y) :])
+        y, arguments = shaped.y.unflatten(ins[: len(shaped.y)]), jax.tree.unflatten(loss_tree, ins[len(shaped.y) :])
         loss, dy = jax.value_and_grad(loss_fn)(y, *arguments)
         outs = [loss, *jax.tree.leaves(dy)]
     elif task.kind == "forward":
-        outs = part.forward(part.fill("forward", read), ins)
+        outs = shaped.forward(shaped.fill("forward", read), ins)
     else:
-        outs = _backward(task, part, ins, read, env)
+        outs = _backward(task, shaped, ins, read, env)
     for register, value in zip(task.outs, outs, strict=True):
         if register is not None:
             env[register] = value
 
 
-def _backward(task: Task, part: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
+def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
     """Writes the gradients of a dgrad, wgrad or backward; returns the leaves of dx and, of a dgrad, the stash."""
     registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
-    gone = [None] * part.num_dgrad if task.kind == "wgrad" else []
-    residuals, rest = [*gone, *ins][: len(part.residuals)], [*gone, *ins][len(part.residuals) :]
+    gone = [None] * shaped.num_dgrad if task.kind == "wgrad" else []
+    residuals, rest = [*gone, *ins][: len(shaped.residuals)], [*gone, *ins][len(shaped.residuals) :]
     gradients: dict[int, Any] = {}
     dx: list[Any] = []
     stash = rest
     if task.kind != "wgrad":
-        count = len(part.reads["dgrad"])
-        dx, early, stash = part.dgrad(part.fill("dgrad", read[:count]), residuals, rest)
+        count = len(shaped.reads["dgrad"])
+        dx, early, stash = shaped.dgrad(shaped.fill("dgrad", read[:count]), residuals, rest)
         read = read[count:]
         for place, gradient in early.items():
             register, how = registers[place]
             wide = gradient if how == "new" else gradient.astype(jnp.float32)
             gradients[place] = env[register] + wide if how == "add" else wide
-    if task.kind != "dgrad" and part.late:
+    if task.kind != "dgrad" and shaped.late:
         sums = None
-        if registers[part.late[0]][1] != "new":
-            sums = {place: _sum(*registers[place], part.params.avals[place], env) for place in part.late}
-        gradients |= part.wgrad(part.fill("wgrad", read), residuals, stash, sums)
+        if registers[shaped.late[0]][1] != "new":
+            sums = {place: _sum(*registers[place], shaped.params.avals[place], env) for place in shaped.late}
+        gradients |= shaped.wgrad(shaped.fill("wgrad", read), residuals, stash, sums)
     env |= {registers[place][0]: gradient for place, gradient in gradients.items()}
     return [*dx, *stash] if task.kind == "dgrad" else dx
 

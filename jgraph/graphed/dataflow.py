@@ -13,7 +13,7 @@ import numpy as np
 
 from jgraph.graphed.compile import Task
 from jgraph.graphed.shaped import Shaped, Side
-from jgraph.schedule.action import KINDS, Kind
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, Kind
 from jgraph.schedule.schedule import Schedule
 
 Join = Literal["segments", "nothing"]
@@ -23,7 +23,7 @@ Outputs = Literal["drop", "keep"]
 _MOST_JOINED = 64
 # Buffers of a shape that a rank sends from, in turn: the next is written while the last is read. An array that is sent and then
 # freed is free when its transfer is over, and what comes next would lie now here, now there.
-_BERTHS = 3
+_SEND_BUFFERS = 3
 _NEVER = 1 << 62
 
 
@@ -83,7 +83,7 @@ class Flow:
         aval = self.avals[source]
         turns = self.turns.setdefault((rank, aval.shape, aval.dtype), [])
         free = [r for r in turns if r not in busy]
-        send_buffer = free[0] if free and len(turns) >= _BERTHS else self.register(aval)
+        send_buffer = free[0] if free and len(turns) >= _SEND_BUFFERS else self.register(aval)
         turns[:] = [*(r for r in turns if r != send_buffer), send_buffer]
         busy.add(send_buffer)
         self.send_buffers[source] = send_buffer
@@ -120,18 +120,18 @@ class Flow:
         return tuple(self.given(side.avals[place], "params", i, place) for place in self.callables[i].reads[part])
 
     def _forward(self, unit: Unit, i: int, m: int, next_rank: int | None) -> None:
-        part = self.callables[i]
+        shaped = self.callables[i]
         if i == 0:
-            self.values["x", 0, m] = [self.given(aval, "x", m, place) for place, aval in enumerate(part.x.avals)]
+            self.values["x", 0, m] = [self.given(aval, "x", m, place) for place, aval in enumerate(shaped.x.avals)]
         ins = [*self.values.pop(("x", i, m)), *self._extra(unit, i, m)]
         if next_rank is None and self.outputs == "keep":
-            y = [self.register(aval) for aval in part.y.avals]
+            y = [self.register(aval) for aval in shaped.y.avals]
         else:
-            y = [self.pooled(aval, "activation", unit.rank) for aval in part.y.avals]
+            y = [self.pooled(aval, "activation", unit.rank) for aval in shaped.y.avals]
         residuals: list[int] = []
         outs: list[int | None] = [*y]
-        for place, (aval, source) in enumerate(zip(part.residuals.avals, part.residuals_from, strict=True)):
-            pool = "forward_dgrad" if place < part.num_dgrad else "forward_wgrad"
+        for place, (aval, source) in enumerate(zip(shaped.residuals.avals, shaped.residuals_from, strict=True)):
+            pool = "forward_dgrad" if place < shaped.num_dgrad else "forward_wgrad"
             residuals.append(self.pooled(aval, pool, unit.rank) if source is None else ins[source])
             outs.append(residuals[-1] if source is None else None)
         unit.tasks.append(Task("forward", i, tuple(ins), tuple(outs), self.params(i, "forward")))
@@ -139,12 +139,12 @@ class Flow:
         if next_rank is None:
             self._loss(unit, i, m, y)
         else:
-            self.values["x", i + 1, m] = self._send(unit, y, part.y.avals, "activation", next_rank)
+            self.values["x", i + 1, m] = self._send(unit, y, shaped.y.avals, "activation", next_rank)
 
     def _extra(self, unit: Unit, i: int, m: int) -> list[int]:
-        part = self.callables[i]
+        shaped = self.callables[i]
         registers = []
-        for place, aval in enumerate(part.extra.avals):
+        for place, aval in enumerate(shaped.extra.avals):
             if ("keys", i, place) in self.named:
                 key = self.pooled(aval, "forward_wgrad", unit.rank)
                 scalar = jax.ShapeDtypeStruct((), np.int32)
@@ -157,33 +157,33 @@ class Flow:
         return registers
 
     def _loss(self, unit: Unit, i: int, m: int, y: list[int]) -> None:
-        part = self.callables[i]
+        shaped = self.callables[i]
         arguments = [self.given(aval, "loss", m, place) for place, aval in enumerate(self.loss_side.avals)]
-        dy = [self.pooled(aval, "gradient", unit.rank) for aval in part.y.avals]
+        dy = [self.pooled(aval, "gradient", unit.rank) for aval in shaped.y.avals]
         self.losses[m] = self.register(self.loss_aval)
         unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy)))
         self.values["y", i, m], self.values["dy", i, m] = y, dy
 
     def _backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
-        part = self.callables[i]
+        shaped = self.callables[i]
         residuals = self.values["residuals", i, m]
-        if kind == "wgrad" and not part.late:
+        if kind == "wgrad" and not shaped.late:
             del self.values["stash", i, m]
             return
         if kind == "wgrad":
-            ins = [*residuals[part.num_dgrad :], *self.values.pop(("stash", i, m))]
-            task = Task(kind, i, tuple(ins), (), self.params(i, "wgrad"), self._grads(i, part.late))
+            ins = [*residuals[shaped.num_dgrad :], *self.values.pop(("stash", i, m))]
+            task = Task(kind, i, tuple(ins), (), self.params(i, "wgrad"), self._grads(i, shaped.late))
             unit.tasks.append(task)
             return
         ins = [*residuals, *self.values.pop(("dy", i, m))]
         dx: list[int] = []
-        if previous_rank is not None and part.takes_gradient:
-            dx = [self.pooled(aval, "gradient", unit.rank) for aval in part.x.avals]
-        outs: list[int | None] = [*dx] if dx else [None] * part.num_dx
-        places, read = (*part.early, *part.late), self.params(i, "dgrad")
+        if previous_rank is not None and shaped.takes_gradient:
+            dx = [self.pooled(aval, "gradient", unit.rank) for aval in shaped.x.avals]
+        outs: list[int | None] = [*dx] if dx else [None] * shaped.num_dx
+        places, read = (*shaped.early, *shaped.late), self.params(i, "dgrad")
         if kind == "dgrad":
-            places, stash = part.early, []
-            for aval, source in zip(part.stash.avals, part.stash_from, strict=True):
+            places, stash = shaped.early, []
+            for aval, source in zip(shaped.stash.avals, shaped.stash_from, strict=True):
                 stash.append(self.pooled(aval, "stash", unit.rank) if source is None else ins[source])
                 outs.append(stash[-1] if source is None else None)
             self.values["stash", i, m] = stash
@@ -191,7 +191,7 @@ class Flow:
             read += self.params(i, "wgrad")
         unit.tasks.append(Task(kind, i, tuple(ins), tuple(outs), read, self._grads(i, places)))
         if previous_rank is not None and dx:
-            self.values["dy", i - 1, m] = self._send(unit, dx, part.x.avals, "gradient", previous_rank)
+            self.values["dy", i - 1, m] = self._send(unit, dx, shaped.x.avals, "gradient", previous_rank)
 
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Any, ...]:
         grads = []
@@ -213,58 +213,37 @@ class Flow:
         return arrived
 
 
-def layers_of(schedule: Schedule) -> list[int]:
-    """How many callables each stage has."""
-    layers = [0] * schedule.num_stages
-    for order, stages in zip(schedule.orders, schedule.placement, strict=True):
-        for stage, count in zip(stages, order.num_layers_per_chunk, strict=True):
-            layers[stage] = count
-    return layers
-
-
-def devices_of(callables: Sequence[Shaped], schedule: Schedule) -> list[Any]:
-    """The device of each rank."""
-    ranks = np.repeat(schedule.rank_of_stage, layers_of(schedule)).tolist()
-    of_rank = dict(zip(ranks, (part.device for part in callables), strict=True))
-    return [of_rank[rank] for rank in range(schedule.num_ranks)]
-
-
 def units_of(builder: Flow, schedule: Schedule) -> list[Unit]:
-    """The actions of all ranks by tick, layer by layer, with the ticks that say what may be joined."""
-    layers = layers_of(schedule)
-    first = np.concatenate([[0], np.cumsum(layers)])
-    rank_of = np.repeat(schedule.rank_of_stage, layers).tolist()
-    made_at, used_at, home = _meetings(schedule)
-    actions = []
-    for r, order in enumerate(schedule.orders):
-        needs, makes, stages = schedule.needs()[r], schedule.makes()[r], schedule.stages[r]
-        for p in range(len(order)):
-            need, make = int(needs[p]), int(makes[p])
-            needed = int(made_at[need]) if need >= 0 and home[need] != r else -1
-            used = int(used_at[make]) if make < len(home) and home[make] >= 0 else _NEVER
-            kind, m = KINDS[order.kinds[p]], int(order.microbatches[p])
-            actions.append((int(schedule.ticks[r][p]), r, kind, int(stages[p]), m, needed, used))
+    """Returns the actions of all ranks by tick, layer by layer, with the ticks that say what may be joined."""
+    ends = np.cumsum(schedule.num_layers).tolist()
+    rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+    # The ticks of forwards and dgrads, and none before the first stage and after the last.
+    forward, dgrad = (
+        np.pad(schedule.when(schedule.ticks, kinds), ((1, 1), (0, 0)), constant_values=-1)
+        for kinds in ((FORWARD,), (DGRAD, BACKWARD))
+    )
+    home = np.pad(schedule.rank_of_stage, 1, constant_values=-1)
+    actions = sorted(
+        (int(tick), r, KINDS[kind], int(stage), int(m))
+        for r, order in enumerate(schedule.orders)
+        for tick, kind, stage, m in zip(schedule.ticks[r], order.kinds, schedule.stages[r], order.microbatches, strict=True)
+    )
     units = []
-    for tick, r, kind, stage, m, needed, used in sorted(actions, key=lambda action: action[:2]):
-        places = range(int(first[stage]), int(first[stage + 1]))
+    for tick, r, kind, stage, m in actions:
+        # What an action needs comes from one neighbour, and what it makes goes to the other.
+        ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
+        before, after = stage + 1 - step, stage + 1 + step
+        places = range(ends[stage] - schedule.num_layers[stage], ends[stage])
         for i in places if kind == "forward" else reversed(places):
             around = (rank_of[i - 1] if i else None, rank_of[i + 1] if i + 1 < len(rank_of) else None)
             unit = builder.unit(kind, r, tick, i, m, around)
-            unit.needed_at, unit.used_at = needed, used if unit.sends else _NEVER
+            if kind != "wgrad" and home[before] != r:
+                unit.needed_at = int(ticks[before, m])
+            if unit.sends:
+                unit.used_at = int(ticks[after, m])
             # The wgrad of a callable that has nothing to delay is none.
             units += [unit] if unit.tasks else []
     return units
-
-
-def _meetings(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For everything that one stage makes for another: the ticks that make and use it, and the rank that makes it."""
-    size = 2 * schedule.num_stages * schedule.num_microbatches
-    made_at, used_at, home = (np.full(size + 1, -1, np.int64) for _ in range(3))
-    used_at[:] = _NEVER
-    for r, (ticks, needs, makes) in enumerate(zip(schedule.ticks, schedule.needs(), schedule.makes(), strict=True)):
-        made_at[makes], home[makes] = ticks, r
-        used_at[needs[needs >= 0]] = ticks[needs >= 0]
-    return made_at[:size], used_at[:size], home[:size]
 
 
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:

@@ -1,6 +1,7 @@
 """main_grad: the float32 sums of a callable's aliased gradients, each at one address for ever."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 
 from jgraph.errors import OwnershipError
 from jgraph.graphed.borrowed import Borrowed, Lease
-from jgraph.graphed.entry import Entry, check_concrete
+from jgraph.graphed.entry import Entry
+from jgraph.graphed.match import check_concrete
 
 
 class MainGrad:
@@ -22,7 +24,7 @@ class MainGrad:
     def __init__(self, entry: Entry):
         self._callable = f"callable {entry.shaped.index}"
         self._name = f"main_grad of {self._callable}"
-        self._paths, self._avals = entry.shaped.params.paths, entry.shaped.params.avals
+        self._params = entry.shaped.params
         self._device = entry.shaped.device
         self.places = sorted(entry.aliased)
         self.arrays: dict[int, jax.Array] = {}
@@ -50,7 +52,7 @@ class MainGrad:
 
     def blank(self, places: tuple[int, ...]) -> list[jax.Array]:
         """New float32 zeros, in one program."""
-        shapes = tuple(self._avals[place].shape for place in places)
+        shapes = tuple(self._params.avals[place].shape for place in places)
         arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))() if shapes else []
         check_concrete(self._callable, arrays)
         return arrays
@@ -75,17 +77,29 @@ class MainGrad:
         self._lease.ended = why
         self._lease = Lease(self._name)
 
+    def free(self) -> None:
+        """Frees the arrays for good."""
+        self.end("freed by reset")
+        for array in self.arrays.values():
+            array.delete()
+        self.arrays = {}
+
+    def tree(self, owned: Mapping[int, Any]) -> Any:
+        """Returns gradients as params: those owned by the caller, handles on the others, None for those that there are not."""
+        every = {**{place: self.handle(place) for place in self.places if place not in owned}, **owned}
+        return self._params.unflatten([every.get(place) for place in range(len(self._params))])
+
     def handle(self, place: int) -> Borrowed:
-        """What the sum is now. Raises OwnershipError as `open` does."""
+        """Returns a handle on the sum as it is now. Raises OwnershipError as `open` does."""
         array = (self.arrays or self.renew())[place]
         if array.is_deleted():
             raise self._gone(place)
-        return Borrowed(array, self._lease, self._paths[place])
+        return Borrowed(array, self._lease, self._params.paths[place])
 
     def _gone(self, place: int) -> OwnershipError:
         return OwnershipError(
-            f"{self._name}, {self._paths[place]!r}, was donated or deleted by the caller, or by a call that failed; call "
-            f"zero_grads(), which makes it anew and starts all sums from zero; donate a .copy() of a sum that is to go on",
+            f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a call that failed: "
+            f"call zero_grads(), which makes it anew and starts all sums from zero; donate a .copy() of a sum that is to go on",
             owner=self._name,
         )
 

@@ -10,22 +10,23 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgraph.errors import CallableError
-from jgraph.graphed.compile import Compiler, Job, Program
-from jgraph.graphed.dataflow import Flow, Join, Outputs, Unit, devices_of, segments_of, units_of
+from jgraph.graphed.compile import Compiler, Executable, TaskGroup
+from jgraph.graphed.dataflow import Flow, Join, Outputs, Unit, segments_of, units_of
 from jgraph.graphed.shaped import Shaped, Side, shape_of
 from jgraph.schedule.schedule import Schedule
 
-# Instructions that have an executable each; of longer tapes equal ones share it.
+# Instructions that have an executable each; of longer plans equal ones share it.
 _MOST_EXECUTABLES = 512
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Run `program`; send `sends` (from register, to register, device), put back `returns` (from, to), free `frees`."""
+    """Run `executable`; send `sends` (from register, to register, device), put back `returns` (from, to), free `frees`."""
 
-    program: Program
+    executable: Executable
     sends: tuple[tuple[int, int, Any], ...]
     returns: tuple[tuple[int, int], ...]
     frees: tuple[int, ...]
@@ -113,11 +114,13 @@ def make_plan(
     loss_aval = shape_of(loss)
     if loss_aval.shape != () or not jnp.issubdtype(loss_aval.dtype, jnp.floating):
         raise CallableError(f"loss_fn gives {loss_aval.dtype}{list(loss_aval.shape)}: must be a floating scalar")
-    devices = devices_of(callables, schedule)
+    ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+    of_rank = dict(zip(ranks, (shaped.device for shaped in callables), strict=True))
+    devices = [of_rank[rank] for rank in range(schedule.num_ranks)]
     builder = Flow(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)
-    for i, part in enumerate(callables):
-        for place in part.keys if keyed == "folded" else ():
-            builder.given(part.extra.avals[place], "keys", i, place)
+    for i, shaped in enumerate(callables):
+        for place in shaped.keys if keyed == "folded" else ():
+            builder.given(shaped.extra.avals[place], "keys", i, place)
     units = units_of(builder, schedule)
     segments = segments_of(units, join)
     result = set(builder.losses.values()) | set(builder.sums.values())
@@ -133,7 +136,9 @@ def make_plan(
     return ExecutionPlan(
         instructions=tuple(instructions),
         size=len(builder.avals),
-        params=[[named.get(("params", i, place), -1) for place in range(len(part.params))] for i, part in enumerate(callables)],
+        params=[
+            [named.get(("params", i, place), -1) for place in range(len(shaped.params))] for i, shaped in enumerate(callables)
+        ],
         inputs=[[named["x", m, place] for place in range(len(callables[0].x))] for m in range(count)],
         extra=group("extra"),
         loss_args=[[named["loss", m, place] for place in range(len(loss_side))] for m in range(count)],
@@ -175,7 +180,7 @@ def _compile(
     }
     made_in |= {b: n for n, segment in enumerate(segments) for unit in segment for _, b, _ in unit.sends}
     sent = {a for segment in segments for unit in segment for a, _, _ in unit.sends}
-    jobs = []
+    groups = []
     for n, segment in enumerate(segments):
         tasks = [task for unit in segment for task in unit.tasks]
         outs = {r for task in tasks for r in task.outs if r is not None}
@@ -189,22 +194,22 @@ def _compile(
         )
         busy: set[int] = set()
         stored = [(a, builder.send_buffer(a, unit.rank, busy)) for unit in segment for a, _, _ in unit.sends if builder.reuse]
-        jobs.append(Job(tasks, wanted, dying, stored))
+        groups.append(TaskGroup(tasks, wanted, dying, stored))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/develop/measurements.md).
-    captures = any(part.device.platform != "cpu" for part in builder.callables)
-    copies = "each" if captures and len(jobs) <= _MOST_EXECUTABLES else "shared"
+    captures = any(shaped.device.platform != "cpu" for shaped in builder.callables)
+    copies = "each" if captures and len(groups) <= _MOST_EXECUTABLES else "shared"
     compiler = Compiler(dict(enumerate(builder.callables)), options, loss_fn)
-    programs = compiler.programs(jobs, builder.avals, builder.loss_side.tree, copies=copies)
+    executables = compiler.compile(groups, builder.avals, builder.loss_side.tree, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():
         if r not in kept and r not in builder.send_buffers and (made_in[r] < n or r in sent):
             ended[n if builder.reuse else len(segments) - 1].append(r)
     instructions = []
-    for segment, program, frees in zip(segments, programs, ended, strict=True):
+    for segment, executable, frees in zip(segments, executables, ended, strict=True):
         sends = tuple(send for unit in segment for send in unit.sends)
         returns = tuple((a, builder.send_buffers[a]) for a, _, _ in sends if a in builder.send_buffers)
-        instructions.append(Instruction(program, sends, returns, tuple(r for r in frees if r not in program.donated)))
+        instructions.append(Instruction(executable, sends, returns, tuple(r for r in frees if r not in executable.donated)))
     return instructions
 
 
@@ -221,17 +226,17 @@ def play(plan: ExecutionPlan, registers: list[Any], watch: Callable[[int], None]
         array = plan.in_send_buffers.pop(r, None)
         registers[r] = jnp.zeros(aval.shape, aval.dtype, device=plan.devices[rank]) if array is None else array
     for n, instruction in enumerate(plan.instructions):
-        program = instruction.program
-        sums, outs = program.compiled(
-            [registers[r] for r in program.sums],
-            [registers[r] for r in program.donated],
-            [registers[r] for r in program.read],
+        executable = instruction.executable
+        sums, outs = executable.compiled(
+            [registers[r] for r in executable.sums],
+            [registers[r] for r in executable.donated],
+            [registers[r] for r in executable.read],
         )
-        for r, value in zip(program.sums, sums, strict=True):
+        for r, value in zip(executable.sums, sums, strict=True):
             registers[r] = value
-        for r in program.donated:
+        for r in executable.donated:
             registers[r] = None
-        for r, value in zip(program.outs, outs, strict=True):
+        for r, value in zip(executable.outs, outs, strict=True):
             registers[r] = value
         for source, target, device in instruction.sends:
             registers[target] = jax.device_put(registers[source], device)

@@ -1,6 +1,7 @@
 """Buffers that jgraph may use again: numbered places, free after the last consumer."""
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +24,12 @@ class Pool:
     _free: list[int] = field(default_factory=list)
     _live: set[int] = field(default_factory=set)
 
-    def take(self) -> "Slot":
-        """A free place."""
+    def take(self, arrays: Sequence[Any] = ()) -> "Slot":
+        """Returns a free place, which these arrays now have."""
         number = heapq.heappop(self._free) if self._free else len(self._live)
         self._live.add(number)
         self.peak = max(self.peak, len(self._live))
-        return Slot(self, number, Lease(f"slot {number} of pool {self.name}"))
+        return Slot(self, number, Lease(f"slot {number} of pool {self.name}"), list(arrays))
 
     def give_back(self, number: int) -> None:
         self._live.remove(number)
@@ -45,18 +46,13 @@ class Slot:
     pool: Pool
     number: int
     lease: Lease
-    arrays: list[jax.Array] = field(default_factory=list)
+    arrays: list[jax.Array]
     consumers: int = 0
     is_free: bool = False
 
     def __del__(self):
         if not self.is_free:
             self.pool.give_back(self.number)
-
-    def lend(self, array: jax.Array) -> Borrowed:
-        """A handle on an array in this place."""
-        self.arrays.append(array)
-        return Borrowed(array, self.lease, slot=self)
 
     def release(self, by: str) -> None:
         """A consumer is done. After the last one the lease ends and the buffers are freed, unless the caller keeps them."""
@@ -72,6 +68,17 @@ class Slot:
         self.arrays.clear()
 
 
-def slots_of(tree: Any) -> list[Slot]:
-    """The places that the handles in a tree are on, each once."""
-    return list({id(handle.slot): handle.slot for handle in handles_in(tree) if handle.slot is not None}.values())
+class Pools(dict[str, Pool]):
+    """Pools by name; empty where buffers are not reused, and then arrays belong to whoever gets them."""
+
+    def lend(self, pool: str, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns handles on arrays, which take a place; the arrays themselves where nothing is reused."""
+        if not self:
+            return arrays
+        slot = self[pool].take(arrays)
+        return [Borrowed(array, slot.lease, slot=slot) for array in arrays]
+
+    def slots_of(self, tree: Any) -> list[Slot]:
+        """Returns the places that the handles in a tree are on, each once."""
+        handles = handles_in(tree) if self else ()
+        return list({id(handle.slot): handle.slot for handle in handles if handle.slot is not None}.values())

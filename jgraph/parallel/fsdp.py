@@ -1,4 +1,4 @@
-"""Arrays cut over the axis `fsdp` of a mesh: along which of their axes, how they are gathered, how gradients come back.
+"""Arrays sharded over the axis `fsdp` of a mesh: along which of their axes, how they are gathered, how gradients come back.
 
 Fully sharded data parallelism (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device keeps 1/N of the parameters, of
 main_grad and of the optimizer's state, gathers a parameter in the dtype it is used in, and gets of each gradient the sum over
@@ -37,7 +37,7 @@ class ShardSpec:
     """How an array is spread over N devices.
 
     Attributes:
-        axis: that is cut into N equal parts; None where every device has the whole, which is so of scalars only.
+        axis: is sharded into N equal parts; None where every device has the whole, which is so of scalars only.
         length: of this axis.
         padded: the same with the zeros that make N divide it.
     """
@@ -47,27 +47,27 @@ class ShardSpec:
     padded: int = 0
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
-        """Of the padded array; `lead` are the mesh axes of axes in front of those that the cut counts."""
+        """Returns the PartitionSpec of the padded array; `lead` are mesh axes of the axes in front of those counted."""
         return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
 
     def pad(self, whole: Array) -> Array:
-        """The array with its padding."""
+        """Returns the array with its padding."""
         if self.padded == self.length:
             return whole
         return jnp.pad(whole, [(0, self.padded - self.length) if i == self.axis else (0, 0) for i in range(whole.ndim)])
 
     def unpad(self, padded: Array) -> Array:
-        """The inverse of `pad`."""
+        """Inverts `pad`."""
         return padded if self.padded == self.length else lax.slice_in_dim(padded, 0, self.length, axis=self.axis or 0)
 
     # On one device, under `jax.shard_map`.
 
     def gather(self, part: Array) -> Array:
-        """The whole array, from every device's part."""
+        """Returns the whole array, from every device's part."""
         return part if self.axis is None else self.unpad(lax.all_gather(part, AXIS, axis=self.axis, tiled=True))
 
     def scatter(self, whole: Array) -> Array:
-        """This device's part of the sum over devices."""
+        """Returns this device's part of the sum over devices."""
         if self.axis is None:
             return lax.psum(whole, AXIS)
         return lax.psum_scatter(self.pad(whole), AXIS, scatter_dimension=self.axis, tiled=True)
@@ -87,7 +87,7 @@ def shard_specs(
         shapes: arrays or shapes by name.
         ranks: devices of the axis `fsdp`.
         axes: the axis of some of them, as `asked_axes` gives it.
-        taken: the axis of some of them that is cut over another axis of the mesh.
+        taken: the axis of some of them that is sharded over another axis of the mesh.
         pads: whether there may be padding; if not, what no axis divides is whole everywhere.
 
     Raises:
@@ -97,7 +97,7 @@ def shard_specs(
     for name, leaf in shapes.items():
         if name in axes and axes[name] >= leaf.ndim:
             raise ConfigError(
-                f"`shard_rules` cut {name} along axis {axes[name]}: must be less than {leaf.ndim}, its shape is {leaf.shape}",
+                f"`shard_rules` shards {name} along axis {axes[name]}: must be below {leaf.ndim}, its shape is {leaf.shape}",
                 field="shard_rules",
             )
         divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i != taken.get(name)]
@@ -138,12 +138,12 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 
 
 def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
-    """The names that a pattern matches, as in a shell. Raises ConfigError where there is none."""
+    """Returns the names that a pattern matches, as in a shell. Raises ConfigError where there is none."""
     found = fnmatch.filter(names, pattern)
     if not found:
         some = ", ".join(list(names)[:3])
         raise ConfigError(
-            f"--{field.replace('_', '-')} has {pattern!r}, which matches no parameter: must match one of {some}, ...",
+            f"`{field}` has {pattern!r}, which matches no parameter: must match one of {some}, ...",
             field=field,
         )
     return found
@@ -184,13 +184,16 @@ def value_and_grads(
 
 
 def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:
-    """A vjp function that reads other arrays than it kept. What its forward only passed on to it is there under its own id."""
+    """Returns a vjp function that reads other arrays than it kept.
+
+    A parameter that its forward only passed on is among the arrays that it kept, under its own id.
+    """
     leaves, structure = jax.tree.flatten(pull_back)
     return structure.unflatten([arrays.get(id(leaf), leaf) for leaf in leaves])
 
 
 def state_shardings(transform: optax.GradientTransformation, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
-    """Where an optimizer's state lies: what belongs to a parameter as the parameter does.
+    """Returns where an optimizer's state lies: what belongs to a parameter as the parameter does.
 
     Args:
         transform: the optimizer.

@@ -90,7 +90,7 @@ class BoundPipeline:
     @classmethod
     def of(cls, pipeline: Pipeline, tree: Tree) -> "BoundPipeline":
         """Packs what is small, from the model's parameters as shapes."""
-        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.parts.split(tree)), tree)
+        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), tree)
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
         # What is sharded is not packed: a pack of sharded parameters would be gathered to be taken apart.
         alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
@@ -102,16 +102,16 @@ class BoundPipeline:
 
     @property
     def is_matrix(self) -> Tree:
-        return {"ends": jax.tree.map(lambda leaf: leaf.ndim > 1, self.shapes["ends"]), "layers": self.packing.decay_mask()}
+        return {"outer": jax.tree.map(lambda leaf: leaf.ndim > 1, self.shapes["outer"]), "layers": self.packing.decay_mask()}
 
     def on(self, mesh: Mesh) -> "BoundPipeline":
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
 
     def pack(self, tree: Tree) -> Tree:
-        return self._packed(self.pipeline.stack(*self.pipeline.parts.split(tree)))
+        return self._packed(self.pipeline.stack(*self.pipeline.model.split(tree)))
 
     def unpack(self, params: Tree) -> Tree:
-        return self.pipeline.parts.join(*self.pipeline.unstack(self._unpacked(params)))
+        return self.pipeline.model.join(*self.pipeline.unstack(self._unpacked(params)))
 
     def shardings(self, params: Tree) -> Tree:
         if Axis.FSDP not in self.pipeline.mesh.axis_names:
@@ -123,7 +123,7 @@ class BoundPipeline:
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
         pipeline = self.pipeline
         batch_M = by_microbatch(batch, pipeline.schedule.num_microbatches)
-        keys = (key,) if pipeline.parts.takes_key else ()
+        keys = (key,) if pipeline.model.takes_key else ()
         loss, grads = pipeline.loss_and_grads(self._unpacked(params), batch_M, *keys)
         return Sums(loss, jnp.ones((), jnp.float32), {}, {}), self._packed(grads)
 

@@ -13,7 +13,7 @@ from jgraph.errors import ProfileError
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, Simulation, simulate
-from jgraph.schedule.table import tick_table
+from jgraph.schedule.tables import tick_table
 
 # N actions of a rank, T ticks, P ranks, S stages, M microbatches, n kernels
 
@@ -32,7 +32,7 @@ _MOST_LATE = 10
 
 
 def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) -> Simulation:
-    """When every action ran: from its first kernel's start to its last one's end; time 0 is the first action's start.
+    """Returns when every action ran: from its first kernel's start to its last one's end, in ms from the first action's start.
 
     Args:
         schedule: as the runtime plays it (`Pipeline.schedule`).
@@ -72,32 +72,32 @@ def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) ->
 
 
 def as_run(schedule: Schedule, starts: Sequence[Any], ends: Sequence[Any]) -> Simulation:
-    """Measured times of each rank's actions, in the form of a simulation."""
+    """Returns measured times of each rank's actions, in the form of a simulation."""
     starts, ends = ([np.asarray(row, float) for row in rows] for rows in (starts, ends))
     busy = np.array([float((end - start).sum()) for start, end in zip(starts, ends, strict=True)])
     return Simulation(schedule, tuple(starts), tuple(ends), busy, 0.0)
 
 
 def costs(run: Simulation) -> dict[str, float]:
-    """Median time of an action of each kind that there is."""
+    """Returns the median time of an action of each kind that there is."""
     kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
     return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """The step if every action took its kind's cost, and transfers and all the rest nothing."""
+    """Simulates the step if every action took its kind's cost, and transfers and all the rest nothing."""
     return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
 
 
 def late(run: Simulation, costs_ms: Mapping[str, float]) -> list[np.ndarray]:
-    """For every action, per rank, its own lateness: how much later it ended than if it had begun when all it waited for had
-    ended, and had taken its kind's cost. Below 0 where it was faster than that."""
+    """Returns, per rank, how much later each action ended than if it had begun when all it waited for had ended, and had taken
+    its kind's cost; below 0 where it was faster than that."""
     ready, _ = _waits(run, costs_ms)
     return _by_rank(run.schedule, np.concatenate(run.ends) - ready - _usual(run.schedule, costs_ms))
 
 
 def critical(run: Simulation) -> list[np.ndarray]:
-    """For every action, per rank, whether it is on the path that leads from the action that ended last back to the start, each
+    """Returns, per rank, whether each action is on the path that leads from the one that ended last back to the start, each
     time to what ended last of all that was waited for."""
     _, before = _waits(run, costs(run))
     at, path = int(np.argmax(np.concatenate(run.ends))), np.zeros(len(before), bool)
@@ -107,7 +107,7 @@ def critical(run: Simulation) -> list[np.ndarray]:
 
 
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
-    """The step as planned, with the costs that were measured, and as it ran, for JSON."""
+    """Returns the step as planned, with the costs that were measured, and as it ran, for JSON."""
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
     times = {"planned_start_ms": plan.starts, "planned_end_ms": plan.ends, "start_ms": run.starts, "end_ms": run.ends}
@@ -135,8 +135,8 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
 
 
 def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """For the actions of all ranks in a row: when all that each waited for had ended, at the latest when it began; and which of
-    these ended last, as a place in the row, -1 for none.
+    """Returns, for the actions of all ranks in a row, when all that each waited for had ended, at the latest when it began; and
+    which of these ended last, as a place in the row, -1 for none.
 
     It waits for the one before it on its rank, for what it needs from another stage, and a wgrad for its dgrad. Permutes, and
     head and embedding, which all ranks run together, make it wait for others too: where there is a gap before it, for whatever
@@ -165,7 +165,7 @@ def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, 
 
 
 def _usual(schedule: Schedule, costs_ms: Mapping[str, float]) -> np.ndarray:
-    """What each action should take, of all ranks in a row."""
+    """Returns what each action should take, of all ranks in a row."""
     return np.array([costs_ms[action.kind] for order in schedule for action in order])
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a traced step went: each kernel to the cause of its instruction, by rank and by groups of like kernels."""
+"""Where the time of a traced step went: by category and rank, and by groups of like kernels."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jgraph.device import Device
 from jgraph.errors import ProfileError
-from jgraph.profile.causes import CAUSES, COLLECTIVES, OTHER, Purpose, purpose_of, purpose_of_hidden, purpose_of_scopes
-from jgraph.profile.ceilings import Ceilings
-from jgraph.profile.program import Instruction, Program
+from jgraph.profile.categories import CATEGORIES, COLLECTIVES, Purpose, purposes
+from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
 from jgraph.xla.launches import launches_of
 
@@ -21,13 +21,9 @@ _COMMUNICATION = frozenset(COLLECTIVES.values())
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a trace on one device.
+    """One step of a trace on one device: its events in ms from its start, and what each was for.
 
-    Attributes:
-        events: of the step alone, in ms from its start.
-        purposes: of the events.
-        ms: how long it took, to the start of the next one where that was traced too.
-        all_ms: of all steps of the trace.
+    It took `ms`, to the start of the next one where that was traced too; `all_ms` are those of all steps of the trace.
     """
 
     events: Events
@@ -38,11 +34,11 @@ class Step:
     @cached_property
     def own_ms(self) -> np.ndarray:
         """Milliseconds of the device's time that count as each event's own."""
-        return shares(self.events, np.array([purpose.cause in _COMMUNICATION for purpose in self.purposes], bool))
+        return shares(self.events, np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool))
 
 
 def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
-    """One step, by device: of several the last that was not the last to be traced, so that what comes after it counts too.
+    """Returns one step, by device: of several the last but one, so that what comes after it counts too.
 
     The first ones run faster, on a GPU that has just rested. All devices begin when the first of them does.
 
@@ -63,23 +59,23 @@ def choose_step(trace: Trace, program: Program | None, count: int | None) -> dic
         inside = events.between(start, stop)
         starts = [found[0] for found in bounds[device]]
         all_ms = (*np.diff(starts), bounds[device][-1][1] - starts[-1])
-        chosen[device] = Step(inside, _purposes(inside, program), stop - start, tuple(map(float, all_ms)))
+        chosen[device] = Step(inside, purposes(inside, program), stop - start, tuple(map(float, all_ms)))
     return chosen
 
 
-def by_cause(rank: int, step: Step) -> dict[str, Any]:
-    """An entry of `uncaptured.ranks` of profile.json."""
+def by_category(rank: int, step: Step) -> dict[str, Any]:
+    """Returns an entry of `uncaptured.ranks` of profile.json."""
     events, own = step.events, step.own_ms
-    causes: dict[str, dict[str, float]] = {}
-    for cause in CAUSES:
-        chosen = np.array([purpose.cause == cause for purpose in step.purposes], bool)
+    categories: dict[str, dict[str, float]] = {}
+    for category in CATEGORIES:
+        chosen = np.array([purpose.category == category for purpose in step.purposes], bool)
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
-            causes[cause] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
+            categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
     busy_ms = busy(events.start, events.end)
     others: dict[str, float] = defaultdict(float)
     for name, purpose, ms in zip(events.name, step.purposes, own, strict=True):
-        if purpose.cause == "other":
+        if purpose.category == "other":
             others[name] += float(ms)
     top = sorted(others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
     return {
@@ -88,15 +84,15 @@ def by_cause(rank: int, step: Step) -> dict[str, Any]:
         "idle_ms": max(step.ms - busy_ms, 0.0),
         "attributed": 1 - sum(others.values()) / busy_ms if busy_ms else 1.0,
         "other": [{"name": name, "ms": ms} for name, ms in top],
-        "causes": causes,
+        "categories": categories,
     }
 
 
-def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> list[dict[str, Any]]:
-    """Kernels that do the same with the same shapes, together: `groups` of profile.json, the furthest above its floor first.
+def groups(step: Step, program: Program | None, device: Device | None) -> list[dict[str, Any]]:
+    """Returns `groups` of profile.json: kernels that do the same with the same shapes, the furthest above its roofline first.
 
-    A floor is the longer of two times: the FLOPs at the ceiling of products, and the bytes at that of copies (Williams et al.,
-    "Roofline", doi:10.1145/1498765.1498785); of a collective, the bytes at that of the links.
+    The roofline is the longer of two times: FLOPs at the rate of products, and bytes at that of copies (Williams et al.,
+    "Roofline", doi:10.1145/1498765.1498785); of a collective, bytes at the rate of the links.
     """
     events, own, known = step.events, step.own_ms, program.instructions if program else {}
     labels = {op: program.label(known[op]) for op in set(events.op) if op in known} if program else {}
@@ -104,64 +100,43 @@ def groups(step: Step, program: Program | None, ceilings: Ceilings | None) -> li
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
         # A kernel's arguments in C++ say nothing.
-        members[purpose.cause, labels.get(op) or name.partition("(")[0] or name].append(i)
+        members[purpose.category, labels.get(op) or name.partition("(")[0] or name].append(i)
         kernels[op][name] += 1
     # An instruction may have several kernels, and be run several times; its rarest kernel tells how often.
     runs = {op: min(names.values()) for op, names in kernels.items()}
     sources = program.sources(list(kernels)) if program else {}
     rows = []
-    for (cause, label), found in members.items():
+    for (category, label), found in members.items():
         ops = dict.fromkeys(events.op[i] for i in found)
-        work = Work(0, 0, "")
+        flops = nbytes = 0
         for op in ops:
-            if program and op in known:
-                work = work.plus(_work(program, known[op], cause), runs[op])
+            if program and op in known and category in _COMMUNICATION:
+                nbytes += program.sent_bytes(known[op]) * runs[op]
+            elif program and op in known:
+                flops += program.flops(known[op]) * runs[op]
+                nbytes += program.nbytes(known[op]) * runs[op]
         ms = float(own[found].sum())
-        floor, bound = work.floor(ceilings)
-        row = {"label": label, "cause": cause, "source": next((sources[op] for op in ops if op in sources), "")}
-        row |= {"count": len(found), "ms": ms, "flops": work.flops, "bytes": work.nbytes}
-        row |= {"floor_ms": floor, "bound": bound, "over_ms": None if floor is None else ms - floor}
+        least, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
+        row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
+        row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes}
+        row |= {"roofline_ms": least, "bound": bound, "over_ms": None if least is None else ms - least}
         rows.append(row)
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
 
 
-@dataclass(frozen=True)
-class Work:
-    """What kernels have to do.
-
-    Attributes:
-        flops: of products.
-        nbytes: read and written, or sent.
-        way: `link` where the bytes go to other devices.
-    """
-
-    flops: int
-    nbytes: int
-    way: str
-
-    def plus(self, other: "Work", times: int) -> "Work":
-        return Work(self.flops + other.flops * times, self.nbytes + other.nbytes * times, other.way)
-
-    def floor(self, ceilings: Ceilings | None) -> tuple[float | None, str]:
-        """The least time in ms, and the ceiling that sets it; (None, "") where no ceiling is known or nothing of the work."""
-        if ceilings is None or not self.nbytes:
-            return None, ""
-        if self.way == "link":
-            links = ceilings.link_bytes_per_second
-            return (self.nbytes / links * 1e3, "link") if links else (None, "")
-        compute = self.flops / ceilings.product_flops_per_second * 1e3
-        memory = self.nbytes / ceilings.copy_bytes_per_second * 1e3
-        return max((compute, "compute"), (memory, "memory"), key=lambda floor: floor[0])
-
-
-def _work(program: Program, instruction: Instruction, cause: str) -> Work:
-    if cause in _COMMUNICATION:
-        return Work(0, program.sent_bytes(instruction), "link")
-    return Work(program.flops(instruction), program.nbytes(instruction), "")
+def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool) -> tuple[float | None, str]:
+    """Returns the least time in ms, and the rate that bounds it; (None, "") where the rate or the work is not known."""
+    if device is None or not nbytes:
+        return None, ""
+    if communicates:
+        links = device.link_bytes_per_second
+        return (nbytes / links * 1e3, "link") if links else (None, "")
+    compute, memory = flops / device.product_flops_per_second, nbytes / device.copy_bytes_per_second
+    return max((compute * 1e3, "compute"), (memory * 1e3, "memory"))
 
 
 def captured(trace: Trace, count: int) -> dict[str, Any]:
-    """`captured` of profile.json, from a trace of so many steps with command buffers.
+    """Returns `captured` of profile.json, from a trace of so many steps with command buffers.
 
     A step is from its beginning to that of the next one: of several the last, which nothing follows, counts in no mean.
     """
@@ -187,7 +162,7 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
 
 
 def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """`timeline` of profile.json: every event of the step, by device and stream."""
+    """Returns `timeline` of profile.json: every event of the step, by device and stream."""
     names: dict[str, int] = {}
     tracks = []
     for rank, step in chosen.items():
@@ -201,14 +176,14 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
                     "start_ms": [round(float(events.start[i]), 4) for i in found],
                     "ms": [round(float(events.end[i] - events.start[i]), 4) for i in found],
                     "name": [names.setdefault(events.op[i] or events.name[i], len(names)) for i in found],
-                    "cause": [CAUSES.index(step.purposes[i].cause) for i in found],
+                    "category": [CATEGORIES.index(step.purposes[i].category) for i in found],
                 }
             )
-    return {"names": list(names), "causes": list(CAUSES), "tracks": tracks}
+    return {"names": list(names), "categories": list(CATEGORIES), "tracks": tracks}
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
-    """Start and end in ms, [n, 2], of the products and attention kernels of each kind of action, by start."""
+    """Returns start and end in ms, [n, 2], of the products and attention kernels of each kind of action, by start."""
     events = step.events
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     op, names = "", set()
@@ -226,39 +201,30 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
     return {action: np.array(times) for action, times in found.items()}
 
 
-def causes_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
-    """Milliseconds by cause of what a device began within each of these intervals, the largest first."""
+def categories_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
+    """Returns milliseconds by category of what a device began within each of these intervals, the largest first."""
     found = []
     firsts, lasts = (np.searchsorted(step.events.start, times) for times in (starts, ends))
     for first, last in zip(firsts, lasts, strict=True):
-        causes: dict[str, float] = defaultdict(float)
+        categories: dict[str, float] = defaultdict(float)
         for purpose, ms in zip(step.purposes[first:last], step.own_ms[first:last], strict=True):
-            causes[purpose.cause] += float(ms)
-        found.append({cause: round(ms, 4) for cause, ms in sorted(causes.items(), key=lambda item: -item[1]) if ms > 0})
+            categories[purpose.category] += float(ms)
+        found.append(
+            {category: round(ms, 4) for category, ms in sorted(categories.items(), key=lambda item: -item[1]) if ms > 0}
+        )
     return found
 
 
 def _of_step(events: Events, program: Program | None) -> Events:
-    """Without what other programs ran. Raises ProfileError where nothing is left, or nothing has a name."""
+    """Leaves out what other programs ran. Raises ProfileError where nothing is left, or nothing has a name."""
     if not any(events.op):
         raise ProfileError(
-            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run without capture, "
-            "--graph off, or both ways, --profile 10:13"
+            "the trace's kernels came out of CUDA graphs, which hides what they were for: trace a run whose `graph` is off"
         )
     if program is None:
         return events
-    own = np.array([module == program.module for module in events.module], bool)
+    own = np.array([module == program.name for module in events.module], bool)
     if not own.any():
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))
-        raise ProfileError(f"the trace has nothing of the program {program.module}, but {ran}: give the program that ran")
+        raise ProfileError(f"the trace has nothing of the program {program.name}, but {ran}: give the program that ran")
     return events.where(own)
-
-
-def _purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
-    if program is None:
-        return tuple(map(purpose_of_scopes, events.scopes))
-    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
-    rows = zip(events.module, events.op, events.scopes, strict=True)
-    return tuple(
-        OTHER if module != program.module else known.get(op) or purpose_of_hidden(op, scopes) for module, op, scopes in rows
-    )

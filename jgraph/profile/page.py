@@ -8,7 +8,7 @@ _PLACE = "PROFILE AS JSON"
 
 
 def page(profile: dict[str, Any]) -> str:
-    """The page of a profile in format 1. Raises ValueError for NaN and infinities, which JSON does not have."""
+    """The page of a profile in format 2. Raises ValueError for NaN and infinities, which JSON does not have."""
     # A name with "</script>" in it would end the script that holds the JSON.
     text = json.dumps(profile, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     template = importlib.resources.files("jgraph.profile").joinpath("page.html").read_text(encoding="utf-8")

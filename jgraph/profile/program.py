@@ -1,173 +1,32 @@
-"""A compiled program's instructions, read off XLA's text: what each computes and moves, and on what it depends.
+"""The work of a compiled program's instructions, and on what each depends.
 
-The text is `compiled.as_text()`. Of every instruction that a profiler may name stand here its floating-point operations, its
-bytes, the names of the scopes that it was traced in, and, for products, whether both factors depend on the batch: in a backward
-pass such a product makes the gradient of a weight, and one with a factor made of weights alone makes that of an activation.
+Work is floating-point operations and bytes. In a backward pass a product whose factors both depend on the batch makes the
+gradient of a weight; one with a factor made of weights alone makes that of an activation.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from jgraph.errors import ProfileError
+from jgraph.xla.hlo import Computation, HloModule, Instruction, Shape
 from jgraph.xla.source import operations
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
-_ARRAY = re.compile(r"\b([a-z]+[a-z0-9]*)\[([0-9,]*)\]")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
-# What only moves, names or casts values.
-_MOVES = {
-    *("parameter", "constant", "bitcast", "bitcast-convert", "tuple", "get-tuple-element", "iota", "broadcast", "convert"),
-    *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
-    *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
-}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of an array, e.g. `bf16[16,1024]`."""
-
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.dims)
-
-    @property
-    def nbytes(self) -> int:
-        bits = _BITS.get(self.dtype) if self.dtype in _BITS else int((re.findall(r"\d+", self.dtype) or ["8"])[0])
-        return self.size * (bits or 0) // 8
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a program.
-
-    Attributes:
-        name: without `%`.
-        opcode: XLA's.
-        shapes: of its result, or of all results of a tuple.
-        operands: names of instructions of the same computation.
-        text: the line.
-    """
-
-    name: str
-    opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    text: str = field(repr=False)
-
-    @property
-    def scopes(self) -> str:
-        """jax's name of the operation; empty where XLA made it by itself."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
-        return found[1] if found else ""
-
-    @property
-    def called(self) -> tuple[str, ...]:
-        """Names of computations."""
-        branches = _BRANCHES.search(self.text)
-        listed = re.findall(r"[\w.\-]+", branches[1]) if branches else []
-        return (*_CALLED.findall(self.text), *listed)
-
-    @property
-    def target(self) -> str:
-        """Of a custom call."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.text)
-        return found[1] if found else ""
-
-    @property
-    def is_product(self) -> bool:
-        return self.opcode in ("dot", "convolution") or "$matmul" in self.target or "$gemm" in self.target
-
-    @property
-    def is_attention(self) -> bool:
-        return "fmha" in self.target
-
-    @property
-    def only_moves(self) -> bool:
-        return self.opcode in _MOVES
-
-
-@dataclass(frozen=True)
-class Computation:
-    """Instructions by name, in order; the last is the root."""
-
-    name: str
-    instructions: Mapping[str, Instruction]
-
-    @property
-    def root(self) -> Instruction:
-        return list(self.instructions.values())[-1]
-
-    def parameters(self) -> list[Instruction]:
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(re.findall(r"parameter\((\d+)\)", i.text)[0]))
-
-
-@dataclass(frozen=True)
-class Program:
-    """All computations of a compiled program.
-
-    Attributes:
-        module: its name, as profilers give it.
-        computations: by name.
-        entry: the name of the one that is run.
-        text: what was read.
-    """
-
-    module: str
-    computations: Mapping[str, Computation]
-    entry: str
-    text: str = field(repr=False)
-
-    @classmethod
-    def of(cls, text: str) -> "Program":
-        """Reads XLA's text. Raises ProfileError for one that is cut or none at all."""
-        computations: dict[str, dict[str, Instruction]] = {}
-        entry, current = "", None
-        for line in text.splitlines():
-            if header := _HEADER.match(line):
-                current = computations.setdefault(header[2], {})
-                entry = header[2] if header[1] else entry
-            elif line.startswith("}"):
-                current = None
-            elif current is not None and (found := _LINE.match(line)):
-                try:
-                    instruction = _instruction(found[1], line, found.end())
-                except (IndexError, ValueError):
-                    raise ProfileError(f"the program's text is cut or damaged at {found[1]}") from None
-                current[instruction.name] = instruction
-        module = re.match(r"HloModule ([\w.\-]+)", text)
-        named = {name: Computation(name, instructions) for name, instructions in computations.items() if instructions}
-        if entry not in named or current is not None:
-            raise ProfileError("there is no whole program in the text")
-        return cls(module[1] if module else "", named, entry, text)
-
-    @cached_property
-    def instructions(self) -> dict[str, Instruction]:
-        """All by name; names are unique in a program."""
-        return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
+class Program(HloModule):
+    """A compiled program, with what its instructions compute and move."""
 
     @cached_property
     def home(self) -> dict[str, Computation]:
-        """The computation that each instruction is in."""
+        """Maps an instruction to the computation that it is in."""
         return {name: computation for computation in self.computations.values() for name in computation.instructions}
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """An instruction and, where it is a fusion or starts something asynchronous, those within, outermost first."""
+        """Yields an instruction and, where it is a fusion or starts something asynchronous, those within, outermost first."""
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -177,22 +36,20 @@ class Program:
                     yield from self.inside(inner)
 
     def product(self, instruction: Instruction) -> Instruction | None:
-        """The matrix product that an instruction is or has in it, the largest of several."""
+        """Returns the matrix product that an instruction is or has in it, the largest of several."""
         products = [inner for inner in self.inside(instruction) if inner.is_product]
         return max(products, key=self.own_flops, default=None)
 
     def sources(self, names: Sequence[str]) -> dict[str, str]:
-        """`file:line` of the instructions that have one."""
-        return {name: op.source for name, op in operations(self.text, set(names)).items() if op.source}
-
-    # Work
+        """Returns `file:line` of the instructions that have one."""
+        return {name: op.source for name, op in operations(self, names).items() if op.source}
 
     def flops(self, instruction: Instruction) -> int:
-        """Of matrix products and attention: 2 for each multiplication with its addition. Elementwise work is not counted."""
+        """Counts those of matrix products and attention, 2 for each multiplication with its addition; not elementwise work."""
         return sum(self.own_flops(inner) for inner in self.inside(instruction))
 
     def own_flops(self, instruction: Instruction) -> int:
-        """Without those of what is called."""
+        """Counts the FLOPs without those of what is called."""
         if instruction.is_product:
             left = self._shape(instruction, 0)
             dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)', instruction.text)
@@ -205,9 +62,8 @@ class Program:
         return 0
 
     def nbytes(self, instruction: Instruction) -> int:
-        """Read and written if every operand is read once; of what is sliced or updated within a fusion, only that part."""
-        home = self.home[instruction.name].instructions
-        operands = [home[name] for name in instruction.operands if name in home]
+        """Counts bytes read once and written; of what is sliced or updated within a fusion, only that part."""
+        operands = self._operands(instruction)
         # A result of bytes is room that a library works in.
         written = sum(shape.nbytes for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))
         if instruction.opcode in _SLICES:
@@ -232,16 +88,15 @@ class Program:
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Of a collective, roughly: the larger of what goes in and what comes out, twice for an all-reduce."""
+        """Estimates the bytes of a collective: the larger of what goes in and what comes out, twice for an all-reduce."""
         inner = next((i for i in self.inside(instruction) if i.opcode.startswith("all-reduce")), None)
-        home = self.home[instruction.name].instructions
-        given = sum(shape.nbytes for name in instruction.operands if name in home for shape in home[name].shapes)
+        given = sum(shape.nbytes for operand in self._operands(instruction) for shape in operand.shapes)
         made = sum(shape.nbytes for shape in instruction.shapes)
         made -= given if instruction.opcode.endswith("-start") else 0  # which has the operands among its results
         return max(given, made) * (2 if inner else 1)
 
     def label(self, instruction: Instruction) -> str:
-        """What it is, the same for instructions that do the same with the same shapes."""
+        """Says what it is, the same for instructions that do the same with the same shapes."""
         product = self.product(instruction)
         if product is not None:
             shapes = [self._shape(product, i) for i in range(2)]
@@ -256,7 +111,7 @@ class Program:
         return f"{what} {shapes}"
 
     def _attention_flops(self, instruction: Instruction) -> int:
-        """Two products forward, five backward (FlashAttention-2, arXiv:2307.08691); half of each under a causal mask."""
+        """Counts two products forward, five backward (FlashAttention-2, arXiv:2307.08691); half of each under a causal mask."""
         sizes = re.search(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]', instruction.text)
         query = self._shape(instruction, 0)
         if sizes is None or query is None:
@@ -265,22 +120,21 @@ class Program:
         flops = products * 2 * math.prod(map(int, re.findall(r"\d+", sizes[1]))) * query.dims[-1]
         return flops // 2 if "CAUSAL" in instruction.text else flops
 
-    def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
+    def _operands(self, instruction: Instruction) -> list[Instruction]:
         home = self.home[instruction.name].instructions
-        if operand >= len(instruction.operands) or instruction.operands[operand] not in home:
-            return None
-        return home[instruction.operands[operand]].shapes[0]
+        return [home[name] for name in instruction.operands if name in home]
 
-    # Dependence
+    def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
+        given = self.home[instruction.name].instructions.get((*instruction.operands, "", "")[operand])
+        return given.shapes[0] if given else None
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """Instructions whose result depends on an argument that is not updated in place: on the batch, not on the state."""
+        """Names of instructions that depend on an argument that is not updated in place: on the batch, not on the state."""
         found: set[str] = set()
-        header = self.text.partition("\n")[0]
-        state = {int(number) for number in re.findall(r"\}: \((\d+), \{", header)}
         computation = self.computations[self.entry]
-        self._spread(computation, [n not in state for n in range(len(computation.parameters()))], found)
+        arguments = range(len(computation.parameters()))
+        self._spread(computation, [n not in self.aliased_parameters for n in arguments], found)
         return found
 
     def _spread(self, computation: Computation, arguments: Sequence[Any], found: set[str]) -> Any:
@@ -324,26 +178,3 @@ def _either(*values: Any) -> Any:
     if all(isinstance(value, list) for value in values):
         return [_either(*parts) for parts in zip(*values, strict=True)]
     return any(map(_any, values))
-
-
-def _instruction(name: str, line: str, start: int) -> Instruction:
-    """From a line, of which the result's shape begins at `start`."""
-    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    opcode, _, _ = line[end:].partition("(")
-    opening = end + len(opcode)
-    closing = _closing(line, opening)
-    shapes = tuple(
-        Shape(dtype, tuple(map(int, dims.split(","))) if dims else ()) for dtype, dims in _ARRAY.findall(line[start:end])
-    )
-    operands = re.findall(r"%([\w.\-]+)", line[opening:closing])
-    return Instruction(name, opcode.strip(), shapes or (Shape("token", ()),), tuple(operands), line)
-
-
-def _closing(line: str, start: int) -> int:
-    """After the parenthesis that closes the one at `start`."""
-    depth = 0
-    for position in range(start, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[position], 0)
-        if not depth:
-            return position + 1
-    return len(line)

@@ -11,22 +11,21 @@ from typing import Any
 import numpy as np
 
 from jgraph.errors import ProfileError
-from jgraph.profile import actions, ceilings
-from jgraph.profile.attribution import Step, action_kernels, by_cause, captured, causes_between, choose_step, groups, timeline
+from jgraph.profile import actions, attribution, roofline
+from jgraph.profile.attribution import Step
 from jgraph.profile.page import page
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
 from jgraph.schedule.action import FORWARD, KINDS
 
-FORMAT = 1
+FORMAT = 2
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """The report of what `jgraph.training.profiling` left in a directory, as profile.json has it.
+    """Returns the report of what `jgraph.training.profiling` left in a directory, as profile.json has it.
 
-    Raises:
-        ProfileError: something is missing or damaged, or the traces do not show what was traced.
+    Raises ProfileError where something is missing or damaged, or the traces do not show what was traced.
     """
     try:
         about = json.loads((directory / "run.json").read_text())
@@ -34,21 +33,16 @@ def of_run(directory: Path) -> dict[str, Any]:
             program = Program.of(file.read())
         _check_about(about)
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as e:
-        raise ProfileError(
-            f"{directory} has no complete recording ({e}): record one, e.g. python -m jgraph.train --profile 10:13"
-        ) from e
+        raise ProfileError(f"{directory} has no complete recording ({e}): record one, e.g. with `profile` 10:13") from e
     with_graphs = directory / "captured"
-    graphs = captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
-    chosen = choose_step(read(directory / "uncaptured"), program, about["steps"])
+    graphs = attribution.captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
+    chosen = attribution.choose_step(read(directory / "uncaptured"), program, about["steps"])
     if missing := [device for device in about.get("pipeline", {}).get("devices", ()) if device not in chosen]:
         raise ProfileError(f"{directory}: run.json says that device {missing[0]} ran a rank, of which the trace has nothing")
-    notes = [
-        "Kernels, causes and floors are those of a step without command buffers: what comes out of a CUDA graph has no name."
-    ]
-    if not graphs:
-        notes = [
-            "The step has no command buffers: there is one trace, and its times are those of the run, but for the profiler's."
-        ]
+    notes = ["The step has no command buffers: there is one trace, and its times are those of the run, but for the profiler's."]
+    if graphs:
+        without = "Kernels, categories and rooflines are of a step without command buffers"
+        notes = [f"{without}: what comes out of a CUDA graph has no name."]
     found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
         found["pipeline"], trouble = _pipeline(about["pipeline"], chosen)
@@ -57,47 +51,34 @@ def of_run(directory: Path) -> dict[str, Any]:
 
 
 def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
-    """The report of a bare trace.
+    """Returns the report of a bare trace. Raises ProfileError if there is none, it is damaged, or its kernels have no names.
 
     Args:
         path: a *.xplane.pb, or a directory that has one.
-        program: XLA's text of the program that ran, `compiled.as_text()`; without it there are no floors, and the gradients of
+        program: XLA's text of the program that ran, `compiled.as_text()`; without it there is no roofline, and the gradients of
             weights and activations are told apart only where they were split.
         steps: equal steps in the trace; None: guessed.
-
-    Raises:
-        ProfileError: there is no trace, it is damaged, or its kernels have no names.
     """
     trace = read(path)
     try:
         known = Program.of(program.read_text()) if program else None
     except (OSError, ValueError) as e:
-        raise ProfileError(f"--program is {program}: cannot be read ({e}); give what compiled.as_text() returned") from e
-    chosen = choose_step(trace, known, steps)
+        message = f"`program` is {program}: cannot be read ({e}); give what compiled.as_text() returned"
+        raise ProfileError(message, field="program") from e
+    chosen = attribution.choose_step(trace, known, steps)
     device = trace.device or trace.kind
     about = {"title": f"{find(path).name}, {len(trace.devices)} x {device}", "device": device, "devices": len(trace.devices)}
-    return _report(about | {"versions": {}, "date": "", "flags": ""}, chosen, known) | {
-        "captured": None,
-        "memory": {"pools": {}},
-    }
+    about |= {"versions": {}, "date": "", "flags": ""}
+    return _report(about, chosen, known) | {"captured": None, "memory": {"pools": {}}}
 
 
-_ABOUT = {
-    "title": str,
-    "device": str,
-    "devices": int,
-    "versions": dict,
-    "date": str,
-    "flags": str,
-    "memory": dict,
-    "steps": int,
-}
+_ABOUT = {str: ("title", "device", "date", "flags"), int: ("devices", "steps"), dict: ("versions", "memory")}
 
 
 def _check_about(about: Any) -> None:
     """Raises ProfileError for a run.json that no recorder wrote."""
     fields = about if isinstance(about, dict) else {}
-    wrong = [name for name, kind in _ABOUT.items() if not isinstance(fields.get(name), kind)]
+    wrong = [name for kind, names in _ABOUT.items() for name in names if not isinstance(fields.get(name), kind)]
     pipeline = fields.get("pipeline", {"runtime": "", "schedule": "", "devices": []})
     kinds = {"runtime": str, "schedule": str, "devices": list}
     if not isinstance(pipeline, dict) or not all(isinstance(pipeline.get(name), kind) for name, kind in kinds.items()):
@@ -119,7 +100,7 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
     first = next(iter(chosen.values()))
-    limits = ceilings.find(about["device"])
+    device = roofline.find(about["device"])
     told = ("device", "devices", "versions", "date", "flags")
     return {
         "format": FORMAT,
@@ -128,21 +109,21 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
         "uncaptured": {
             "steps_ms": list(first.all_ms),
             "step_ms": first.ms,
-            "ranks": [by_cause(rank, step) for rank, step in chosen.items()],
+            "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
-        "groups": groups(first, program, limits),
-        "ceilings": asdict(limits) if limits else None,
+        "groups": attribution.groups(first, program, device),
+        "roofline": asdict(device) if device else None,
         "pipeline": None,
-        "timeline": timeline(chosen),
+        "timeline": attribution.timeline(chosen),
     }
 
 
 def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dict[str, Any] | None, list[str]]:
-    """`pipeline` of profile.json; or why there is none."""
+    """Returns `pipeline` of profile.json; or why there is none."""
     schedule = files.from_json(about["schedule"])
     ranks = []
     for device in about["devices"]:
-        found = action_kernels(chosen[device])
+        found = attribution.action_kernels(chosen[device])
         ranks.append({kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)})
     try:
         run = actions.measured(schedule, ranks, about["runtime"])
@@ -152,11 +133,11 @@ def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dic
     # Time 0 of the run is its first action, a forward.
     first = min(range(len(ranks)), key=lambda r: run.starts[r].min())
     zero = ranks[first][FORWARD][0, 0]
-    causes = [
+    categories = [
         one
         for device, starts, ends in zip(about["devices"], run.starts, run.ends, strict=True)
-        for one in causes_between(chosen[device], starts + zero, ends + zero)
+        for one in attribution.categories_between(chosen[device], starts + zero, ends + zero)
     ]
-    for action, own in zip(found["actions"], causes, strict=True):
-        action["causes"] = own
+    for action, own in zip(found["actions"], categories, strict=True):
+        action["categories"] = own
     return found, []

@@ -8,14 +8,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jgraph.profile.causes import CAUSES
-from jgraph.profile.ceilings import Ceilings
+from jgraph.device import Device
+from jgraph.profile.categories import CATEGORIES
 
 _MOST = 5
 
 
 def show(profile: Mapping[str, Any], console: Console) -> None:
-    """Prints how long a step takes, where the time goes, and what is furthest above its floor."""
+    """Prints how long a step takes, where the time goes, and what is furthest above its roofline."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -29,11 +29,11 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
     named = profile["uncaptured"]
     attributed = np.mean([rank["attributed"] for rank in named["ranks"]])
     say(f"without capture, traced: {named['step_ms']:.2f} ms a step, {attributed:.1%} of the busy time attributed")
-    console.print(_causes(named))
+    console.print(_categories(named))
     for group in [group for group in profile["groups"] if group["over_ms"]][:_MOST]:
         say(
-            f"  {group['over_ms']:7.3f} ms above its floor of {group['floor_ms']:.3f}: {group['cause']}, {group['label']}"
-            f" ({group['count']} kernels{', ' + group['source'] if group['source'] else ''})"
+            f"  {group['over_ms']:7.3f} ms above its roofline of {group['roofline_ms']:.3f}: {group['category']}, "
+            f"{group['label']} ({group['count']} kernels{', ' + group['source'] if group['source'] else ''})"
         )
     if pipeline := profile["pipeline"]:
         planned, ran = pipeline["planned"], pipeline["measured"]
@@ -51,10 +51,10 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
         say(note)
 
 
-def of_ceilings(found: Ceilings) -> str:
-    """One line a ceiling."""
+def rates(found: Device) -> str:
+    """Returns a line for each rate of a device."""
     lines = [
-        found.device,
+        found.name,
         f"  copies    {found.copy_bytes_per_second / 1e9:10,.1f} GB/s, read and written together",
         f"  products  {found.product_flops_per_second / 1e12:10,.1f} TFLOP/s, bfloat16",
     ]
@@ -63,17 +63,17 @@ def of_ceilings(found: Ceilings) -> str:
     return "\n".join(lines)
 
 
-def _causes(named: Mapping[str, Any]) -> Table:
+def _categories(named: Mapping[str, Any]) -> Table:
     ranks = named["ranks"]
     table = Table(box=box.SIMPLE)
-    table.add_column("cause")
+    table.add_column("category")
     for name in ("ms", "share", "kernels' ms", "kernels"):
         table.add_column(name, justify="right")
-    for cause in CAUSES:
-        found = [rank["causes"].get(cause, {"ms": 0.0, "kernel_ms": 0.0, "kernels": 0}) for rank in ranks]
+    for category in CATEGORIES:
+        found = [rank["categories"].get(category, {"ms": 0.0, "kernel_ms": 0.0, "kernels": 0}) for rank in ranks]
         if any(one["kernels"] for one in found):
             ms, kernel_ms, kernels = (float(np.mean([one[key] for one in found])) for key in ("ms", "kernel_ms", "kernels"))
-            table.add_row(cause, f"{ms:.3f}", f"{ms / named['step_ms']:.1%}", f"{kernel_ms:.3f}", f"{kernels:g}")
+            table.add_row(category, f"{ms:.3f}", f"{ms / named['step_ms']:.1%}", f"{kernel_ms:.3f}", f"{kernels:g}")
     idle = float(np.mean([rank["idle_ms"] for rank in ranks]))
     table.add_row("idle", f"{idle:.3f}", f"{idle / named['step_ms']:.1%}", "", "")
     return table

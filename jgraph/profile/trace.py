@@ -6,7 +6,7 @@ instruction that it was launched for, unless it came out of a CUDA graph. On CPU
 
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ _HOST = ("cuGraphLaunch", "cuGraphInstantiate", "command_buffer::")
 
 @dataclass(frozen=True)
 class Events:
-    """What one device ran, by start.
+    """What one device ran, sorted by start.
 
     Attributes:
         start, end: float64 [n], ms from the trace's first event of any device.
@@ -47,13 +47,13 @@ class Events:
         return len(self.name)
 
     def where(self, mask: np.ndarray) -> "Events":
-        """Those that the mask chooses."""
+        """Returns those that the mask chooses."""
         chosen = np.flatnonzero(mask)
         texts = ([values[i] for i in chosen] for values in (self.name, self.op, self.scopes, self.module, self.stream))
         return Events(self.start[chosen], self.end[chosen], *map(tuple, texts))
 
     def between(self, start: float, stop: float) -> "Events":
-        """Those that begin in this time, cut at its end, in ms from its start."""
+        """Returns those that begin in this time, cut at its end, in ms from its start."""
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
 
@@ -78,7 +78,7 @@ class Trace:
 
 
 def find(path: Path) -> Path:
-    """The trace that a path means: itself, or the newest under a directory. Raises ProfileError where there is none."""
+    """Returns the trace that a path means: itself, or the newest under a directory. Raises ProfileError if there is none."""
     if path.is_file():
         return path
     files = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
@@ -99,12 +99,11 @@ def read(path: Path) -> Trace:
             # Of jaxlib's own types, whose module has no name.
             warnings.simplefilter("ignore", DeprecationWarning)
             return _trace(jax.profiler.ProfileData.from_file(str(file)), file)
+    except ProfileError:
+        raise
     except (RuntimeError, ValueError) as e:
-        if isinstance(e, ProfileError):
-            raise
-        raise ProfileError(
-            f"{file} cannot be read as a trace ({_first_line(e)}): damaged, cut short, or of another kind"
-        ) from e
+        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise ProfileError(f"{file} cannot be read as a trace ({said}): damaged, cut short, or of another kind") from e
 
 
 def _trace(data: Any, file: Path) -> Trace:
@@ -135,7 +134,7 @@ def _trace(data: Any, file: Path) -> Trace:
     rows = {number: found for number, found in rows.items() if found}
     if not rows:
         what = "its GPUs ran nothing" if gpus else "it has no GPU and no CPU program in it"
-        raise ProfileError(f"{file}: {what}; trace at least one whole step, e.g. python -m jgraph.train --profile 10:13")
+        raise ProfileError(f"{file}: {what}; trace at least one whole step, e.g. with `profile` 10:13")
     first = min(row[0] for found in rows.values() for row in found)
     devices = {number: _events(rows[number], first) for number in sorted(rows)}
     return Trace("GPU" if gpus else "CPU", device, devices, dict(host), dict(counts))
@@ -155,7 +154,7 @@ def _events(rows: list[tuple[Any, ...]], first: float) -> Events:
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
-    """Start and end in ms of each of `count` equal steps on a device. Raises ProfileError where there are not so many.
+    """Returns start and end in ms of each of `count` equal steps. Raises ProfileError where there are not so many.
 
     What runs exactly once a step says where steps begin and end: the k-th time belongs to step k.
     """
@@ -164,21 +163,21 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
         places[op or name].append(i)
     once = np.array([found for found in places.values() if len(found) == count])
     if not len(once):
-        raise ProfileError(f"the trace does not have {count} steps: no kernel ran {count} times; give the number with --steps")
+        raise ProfileError(
+            f"the trace does not have {count} steps: no kernel ran {count} times; give their number", field="steps"
+        )
     return [(float(events.start[once[:, k]].min()), float(events.end[once[:, k]].max())) for k in range(count)]
 
 
 def guess_steps(events: Events) -> int:
-    """How many equal steps there are, if nobody says: how often most kernels ran that did not run more than once a step."""
-    counts: dict[str, int] = defaultdict(int)
-    for name, op in zip(events.name, events.op, strict=True):
-        counts[op or name] += 1
+    """Guesses the number of equal steps: how often most kernels ran that did not run more than once a step."""
+    counts = Counter(op or name for name, op in zip(events.name, events.op, strict=True))
     values, numbers = np.unique(list(counts.values()), return_counts=True)
     return int(values[np.argmax(numbers)])
 
 
 def busy(start: np.ndarray, end: np.ndarray) -> float:
-    """Milliseconds in which at least one of these intervals, sorted by start, goes on."""
+    """Returns milliseconds in which at least one of these intervals, sorted by start, goes on."""
     if not len(start):
         return 0.0
     reached = np.maximum.accumulate(end)
@@ -187,7 +186,7 @@ def busy(start: np.ndarray, end: np.ndarray) -> float:
 
 
 def shares(events: Events, yields: np.ndarray) -> np.ndarray:
-    """Milliseconds of each event in which the device's time is counted as its own: every instant goes to one event.
+    """Returns the milliseconds that count as each event's own: every instant of the device goes to one event.
 
     To the one that began last of those going on, since thunks run within thunks; but those that `yields` marks, the
     collectives, have only what no other covers, since they are there to be hidden.
@@ -207,7 +206,3 @@ def shares(events: Events, yields: np.ndarray) -> np.ndarray:
             ended.add(i)
         at = time
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

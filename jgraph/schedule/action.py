@@ -7,6 +7,7 @@ are forward, dgrad, wgrad, and both at once, of stage 5 and microbatch 3.
 
 import re
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from jgraph.errors import OrderError
@@ -39,6 +40,12 @@ def cell(kind: int, stage: int, microbatch: int) -> str:
     return f"{stage}{LETTERS[kind]}{microbatch}"
 
 
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raises OrderError if the value of an argument is no whole number, or too small."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise OrderError(f"`{name}` is {value!r}: must be a whole number >= {least}", field=name)
+
+
 def parse_cell(text: str) -> tuple[int, int, int]:
     """`5F3` -> (kind, stage, microbatch). Raises OrderError."""
     match = _CELL.fullmatch(text.strip())
@@ -49,9 +56,3 @@ def parse_cell(text: str) -> tuple[int, int, int]:
         )
     stage, letter, microbatch = match.groups()
     return LETTERS.index(letter), int(stage), int(microbatch)
-
-
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises OrderError for a choice that is not there."""
-    if value not in allowed:
-        raise OrderError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jgraph.errors import OrderError
 from jgraph.schedule.generate import NAMES, generate
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.simulate import Communication, Costs, Execution, simulate
+from jgraph.schedule.simulate import Costs, Execution, simulate
 from jgraph.schedule.slots import check_sizes
 
 
@@ -48,7 +48,6 @@ def best(
     names: Sequence[str] = NAMES,
     chunks: Sequence[int] = (1, 2),
     latency: float = 0.0,
-    communication: Communication = "overlapped",
     execution: Execution = "dataflow",
 ) -> Choice:
     """Simulates every schedule and takes the fastest that fits; of equally fast ones, the one that needs least memory.
@@ -60,7 +59,7 @@ def best(
             divided.
         memory_limit: bytes for the pools of a rank; None for no limit.
         names, chunks: what to try.
-        latency, communication, execution: as in `simulate`.
+        latency, execution: as in `simulate`.
 
     Raises:
         OrderError: nothing fits; the message says what comes nearest and by how much it is over.
@@ -68,9 +67,10 @@ def best(
     sizes = dict(sizes or {})
     limit = float("inf") if memory_limit is None else memory_limit
     if not isinstance(limit, (int, float)) or not limit >= 0:
-        raise OrderError(f"memory_limit is {memory_limit!r}; it must be bytes >= 0, or None for no limit")
-    if isinstance(chunks, int) or isinstance(names, str):
-        raise OrderError(f"names is {names!r}, chunks is {chunks!r}; give sequences of what to try")
+        raise OrderError(f"`memory_limit` is {memory_limit!r}: must be bytes >= 0, or None for no limit", field="memory_limit")
+    for field, value in (("names", names), ("chunks", chunks)):
+        if isinstance(value, (int, str)):
+            raise OrderError(f"`{field}` is {value!r}: must be a sequence of those to try", field=field)
     check_sizes(sizes)
     found: list[tuple[float, float, Schedule, Candidate]] = []
     refused = []
@@ -85,7 +85,7 @@ def best(
             actual = len(schedule.placement[0])
             if actual != count:
                 continue
-            run = simulate(schedule, costs.per_chunk(actual), latency=latency, communication=communication, execution=execution)
+            run = simulate(schedule, costs.per_chunk(actual), latency=latency, execution=execution)
             share = {pool: size if pool in ("activation", "gradient") else size / actual for pool, size in sizes.items()}
             peak = float(run.peak(share).max())
             # Rounded, so that sums in another order do not decide between equals.
@@ -96,13 +96,13 @@ def best(
     fits = [row for row in found if row[1] <= limit]
     if not fits:
         if not found:
-            raise OrderError(
-                f"no schedule is possible: {refused[0].verdict}" if refused else "names and chunks leave no schedule"
-            )
+            why = refused[0].verdict if refused else "`names` and `chunks` leave no schedule"
+            raise OrderError(f"no schedule is possible: {why}", field="names")
         _, least, _, nearest = min(found, key=lambda row: row[1])
         raise OrderError(
             f"no schedule fits into {limit:,.0f} bytes a rank; the nearest is {nearest.name} with {nearest.chunks} chunks, "
-            f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit"
+            f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
+            field="memory_limit",
         )
     winner = fits[0]
     candidates = []

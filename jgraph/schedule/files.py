@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jgraph.errors import OrderError
+from jgraph.errors import ConfigError, OrderError
 from jgraph.schedule.action import KINDS, Action, cell, parse_cell
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
@@ -100,6 +100,8 @@ def from_json(text: str) -> Schedule:
         try:
             order = Order.parse(numbers)
             orders.append(replace(order, wgrads=body.get("wgrads", "oldest")))
+        except ConfigError as error:
+            raise OrderError(str(error), rank=r, field=error.field) from None
         except OrderError as error:
             raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
     rows = {}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD, check_whole
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule, loop, vee
 
@@ -35,15 +35,15 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
         OrderError: there is no such schedule.
     """
     if not isinstance(name, str) or name not in _GENERATORS:
-        raise OrderError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}")
+        raise OrderError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}", field="name")
     for what, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise OrderError(f"{what} is {value!r}; it must be a whole number >= 1")
+        check_whole(what, value)
     make, allowed = _GENERATORS[name]
     if name == "interleaved-1f1b" and chunks == 1:
-        raise OrderError("interleaved-1f1b with chunks=1: it has at least 2 chunks a rank; with one, take 1f1b")
+        raise OrderError("interleaved-1f1b with chunks=1: it has at least 2 chunks a rank; with one, take 1f1b", field="chunks")
     if allowed is not None and chunks not in allowed:
-        raise OrderError(f"{name} with chunks={chunks}: it has {allowed[-1]} chunk{'s' * (allowed[-1] > 1)} a rank")
+        most = f"{allowed[-1]} chunk{'s' * (allowed[-1] > 1)}"
+        raise OrderError(f"{name} with chunks={chunks}: it has {most} a rank", field="chunks")
     return make(int(pp), int(microbatches), int(chunks))
 
 
@@ -136,7 +136,9 @@ def _zb_v(P: int, M: int, C: int) -> Schedule:
 def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
     """Forwards of one chunk alternate with backwards of the other; wgrads are delayed only at both ends of the step."""
     if M < 2 * P:
-        raise OrderError(f"dualpipe-v on {P} ranks needs at least {2 * P} microbatches, got {M}; take more, or zb-v")
+        raise OrderError(
+            f"dualpipe-v on {P} ranks needs at least {2 * P} microbatches, got {M}; take more, or zb-v", field="microbatches"
+        )
     orders = []
     for r in range(P):
         row, rest = _Row(), P - r - 1

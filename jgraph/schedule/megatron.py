@@ -10,6 +10,7 @@ from itertools import count, zip_longest
 import numpy as np
 
 from jgraph.errors import OrderError
+from jgraph.schedule.action import check_whole
 from jgraph.schedule.generate import alternate, forward_sequence
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
@@ -52,24 +53,28 @@ def megatron_order(
         ("vpp", chunks, 1),
         ("microbatch_group_size", group, 1),
     ):
-        _check_whole(name, value, least)
+        check_whole(name, value, least)
     layers = (1,) * chunks
     if num_layers_per_chunk is not None:
         if not isinstance(num_layers_per_chunk, Sequence) or isinstance(num_layers_per_chunk, str):
-            raise OrderError(f"num_layers_per_chunk is {num_layers_per_chunk!r}; give one number per chunk")
+            wrong = f"`num_layers_per_chunk` is {num_layers_per_chunk!r}: must be one number per chunk"
+            raise OrderError(wrong, field="num_layers_per_chunk")
         layers = tuple(num_layers_per_chunk)
         for number in layers:
-            _check_whole("num_layers_per_chunk", number, 0)
+            check_whole("num_layers_per_chunk", number, 0)
     if pp_rank >= pp_size:
-        raise OrderError(f"pp_rank is {pp_rank}; with pp_size={pp_size} it must be 0 to {pp_size - 1}")
+        raise OrderError(f"`pp_rank` is {pp_rank}: with pp_size={pp_size} it must be 0 to {pp_size - 1}", field="pp_rank")
     if pp_size == 1 and chunks > 1:
-        raise OrderError(f"vpp={vpp} with pp_size=1; a single rank has one chunk: leave vpp out")
+        raise OrderError(f"`vpp` is {vpp}: with pp_size=1 a rank has one chunk; leave it out", field="vpp")
     if len(layers) != chunks:
-        raise OrderError(f"num_layers_per_chunk has {len(layers)} values for {chunks} chunks; give one per chunk")
+        wrong = f"`num_layers_per_chunk` has {len(layers)} values for {chunks} chunks: give one per chunk"
+        raise OrderError(wrong, field="num_layers_per_chunk")
     if delay_wgrad and not overlap_moe_ep:
-        raise OrderError("delay_wgrad=True needs overlap_moe_ep=True; Megatron-LM's order splits the backward only there")
+        wrong = "`delay_wgrad` needs overlap_moe_ep=True: Megatron-LM's order splits the backward only there"
+        raise OrderError(wrong, field="delay_wgrad")
     if overlap_moe_ep and not any(layers):
-        raise OrderError(f"num_layers_per_chunk is {layers}; with overlap_moe_ep a rank needs at least one layer")
+        wrong = f"`num_layers_per_chunk` is {layers}: with overlap_moe_ep a rank needs at least one layer"
+        raise OrderError(wrong, field="num_layers_per_chunk")
 
     if pp_size == 1 and not overlap_moe_ep:
         num_microbatches = 1
@@ -97,11 +102,6 @@ def megatron_order(
                 rank=error.rank,
             ) from None
     return order_of(pp_rank)
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise OrderError(f"{name} is {value!r}; it must be a whole number >= {least}")
 
 
 def _placement(pp_size: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

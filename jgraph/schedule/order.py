@@ -13,8 +13,8 @@ from typing import Any, Literal, Self, get_args, overload
 
 import numpy as np
 
-from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action, check_choice
+from jgraph.errors import OrderError, check_choice
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action
 
 Wgrads = Literal["oldest", "newest"]
 
@@ -124,6 +124,10 @@ class Order(Sequence[Action]):
         columns = (self.kinds.tolist(), self.chunks.tolist(), self.microbatches.tolist())
         return (Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True))
 
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
+        return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Order)
@@ -231,9 +235,11 @@ def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | No
         values = [value.item()] * num_chunks if isinstance(value, np.ndarray) and not value.ndim else list(value)
     for item in values:
         if not isinstance(item, allowed) or (kind is int and (isinstance(item, bool) or not 1 <= int(item) < 2**31)):
-            raise OrderError(f"{name} is {_show(value)}; give one {kind.__name__}{' >= 1' * (kind is int)}, or one per chunk")
+            one = f"{kind.__name__}{' >= 1' * (kind is int)}"
+            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per chunk", field=name)
     if len(values) != num_chunks:
-        raise OrderError(f"{name} has {len(values)} values, but the order has {num_chunks} chunks; give one per chunk")
+        wrong = f"`{name}` has {len(values)} values, but the order has {num_chunks} chunks: give one per chunk"
+        raise OrderError(wrong, field=name)
     return tuple(kind(item) for item in values)
 
 

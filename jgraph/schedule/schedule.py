@@ -52,11 +52,10 @@ class Schedule(Sequence[Order]):
 
     def __post_init__(self):
         if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
-            raise OrderError(
-                "a schedule needs at least one rank's order, each an Order; Order.parse makes one of signed numbers"
-            )
+            wrong = "a schedule needs at least one rank's order, each an Order; Order.parse makes one of signed numbers"
+            raise OrderError(wrong, field="orders")
         if not isinstance(self.ticks, tuple):
-            raise OrderError("ticks must be a tuple of one row per rank")
+            raise OrderError("`ticks` must be a tuple of one row per rank", field="ticks")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
         object.__setattr__(self, "placement", placement)
         _check_counts(self)
@@ -75,6 +74,11 @@ class Schedule(Sequence[Order]):
 
     def __getitem__(self, index):
         return self.orders[index]
+
+    def __repr__(self) -> str:
+        counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches, "tick": self.num_ticks}
+        words = (f"{count} {word}{('es' if word == 'microbatch' else 's') * (count > 1)}" for word, count in counts.items())
+        return f"Schedule({self.name}: {', '.join(words)})"
 
     def split(self) -> "Schedule":
         """The same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
@@ -112,6 +116,16 @@ class Schedule(Sequence[Order]):
         for r, stages in enumerate(self.placement):
             ranks[list(stages)] = r
         return ranks
+
+    @cached_property
+    def num_layers(self) -> list[int]:
+        """Layers of each stage."""
+        layers = {
+            stage: count
+            for order, row in zip(self.orders, self.placement, strict=True)
+            for stage, count in zip(row, order.num_layers_per_chunk, strict=True)
+        }
+        return [layers[stage] for stage in range(self.num_stages)]
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
@@ -226,11 +240,10 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
 def _check_counts(schedule: Schedule) -> None:
     orders, placement = schedule.orders, schedule.placement
     if not isinstance(placement, Sequence) or not all(isinstance(row, (Sequence, np.ndarray)) for row in placement):
-        raise OrderError("the placement must be one row of stages per rank")
+        raise OrderError("`placement` must be one row of stages per rank", field="placement")
     if len(placement) != len(orders):
-        raise OrderError(
-            f"the placement has {len(placement)} ranks, but there are {len(orders)} orders; give one row per order"
-        )
+        wrong = f"`placement` has {len(placement)} ranks for {len(orders)} orders; give one row per order"
+        raise OrderError(wrong, field="placement")
     for r, (order, stages) in enumerate(zip(orders, placement, strict=True)):
         if order.num_chunks != len(stages):
             raise OrderError(
@@ -271,9 +284,8 @@ def _check_ticks(schedule: Schedule) -> None:
     than there are actions."""
     made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
     if len(schedule.ticks) != schedule.num_ranks:
-        raise OrderError(
-            f"there are ticks for {len(schedule.ticks)} ranks, but {schedule.num_ranks} orders; give one row per order"
-        )
+        wrong = f"`ticks` has {len(schedule.ticks)} rows for {schedule.num_ranks} orders; give one row per order"
+        raise OrderError(wrong, field="ticks")
     for r, (order, ticks, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
         if len(ticks) != len(order):
             raise OrderError(f"rank {r} has {len(order)} actions, but {len(ticks)} ticks; give one per action", rank=r)

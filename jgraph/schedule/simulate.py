@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
 
-from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, check_choice
+from jgraph.errors import OrderError, check_choice
+from jgraph.schedule.action import DGRAD, KINDS, WGRAD, check_whole
 from jgraph.schedule.schedule import Schedule, play
-from jgraph.schedule.slots import check_sizes, live_ranges
+from jgraph.schedule.slots import check_sizes, live_spans
 
 Execution = Literal["dataflow", "neighbours", "lockstep"]
-Communication = Literal["overlapped", "blocking"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,13 @@ class Costs:
             stages = f"for each of {num_stages} stages"
             row = _times(kind, value, stages)
             if row.shape not in ((), (num_stages,)):
-                raise OrderError(f"the cost of a {kind} is {value!r}; give one number > 0, or one {stages}")
+                raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
             rows.append(np.broadcast_to(row, num_stages))
         return np.stack(rows)
 
     def per_chunk(self, chunks: int) -> "Costs":
         """The costs of a chunk, where these are those of all layers of a rank. Raises OrderError."""
-        if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
-            raise OrderError(f"chunks is {chunks!r}; it must be a whole number >= 1")
+        check_whole("chunks", chunks)
         parts = {kind: None if value is None else (_times(kind, value) / chunks).tolist() for kind, value in self._by_kind()}
         return Costs(parts["forward"], parts["dgrad"], parts["wgrad"], parts["backward"])  # pyright: ignore[reportArgumentType]
 
@@ -62,7 +59,7 @@ def _times(kind: str, value: object, stages: str = "per stage") -> np.ndarray:
     except (TypeError, ValueError):
         row = np.full((), np.nan)
     if isinstance(value, str) or row.ndim > 1 or not np.isfinite(row).all() or (row <= 0).any():
-        raise OrderError(f"the cost of a {kind} is {value!r}; give one number > 0, or one {stages}")
+        raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
     return row
 
 
@@ -74,7 +71,7 @@ class Simulation:
         schedule: what was simulated.
         starts, ends: of each rank's actions, [N], from 0.
         busy: time each rank computes, [P].
-        latency: of a transfer that is overlapped.
+        latency: of a transfer to another rank.
     """
 
     schedule: Schedule
@@ -106,7 +103,7 @@ class Simulation:
         """
         check_sizes(sizes)
         times, changes = [], []
-        for pool, (born, died) in self._ranges.items():
+        for pool, (born, died) in live_spans(self.schedule, self.starts, self.ends, latency=self.latency).items():
             times += [born, died]
             changes += [np.full(born.shape, float(sizes.get(pool, 0))), np.full(died.shape, -float(sizes.get(pool, 0)))]
         times, changes = np.stack(times), np.stack(changes)
@@ -126,33 +123,12 @@ class Simulation:
         from the next tick, so where stages differ in cost this can be more than the slots of one tick table."""
         return np.array([level.max(initial=0) for _, level in self.memory(sizes)])
 
-    @cached_property
-    def _ranges(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """`live_ranges` in time instead of ticks; NaN where there is none."""
-        schedule, nan = self.schedule, np.nan
-        f0, d0 = (schedule.when(self.starts, kinds, nan) for kinds in ((FORWARD,), (DGRAD, BACKWARD)))
-        f1, d1, w1 = (schedule.when(self.ends, kinds, nan) for kinds in ((FORWARD,), (DGRAD, BACKWARD), (WGRAD, BACKWARD)))
-        # Between stage s and the next: nothing where both are on one rank.
-        travel = np.append(np.diff(schedule.rank_of_stage) != 0, False)[:, None] * self.latency
-        times = {
-            "forward_dgrad": (f0, d1),
-            "forward_wgrad": (f0, w1),
-            "stash": (d0, w1),
-            "activation": (np.roll(f1 + travel, 1, axis=0), f1),
-            "gradient": (np.roll(d1, -1, axis=0) + travel, d1),
-        }
-        exists = {pool: born >= 0 for pool, (born, _) in live_ranges(schedule).items()}
-        return {
-            pool: (np.where(exists[pool], born, nan), np.where(exists[pool], died, nan)) for pool, (born, died) in times.items()
-        }
-
 
 def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
     *,
     latency: float = 0.0,
-    communication: Communication = "overlapped",
     execution: Execution = "dataflow",
 ) -> Simulation:
     """Plays a schedule.
@@ -160,31 +136,24 @@ def simulate(
     Args:
         schedule: what runs in which sequence; its ticks matter only where the execution goes by ticks.
         costs: per action of a stage; None for 1 each, 2 for a backward that is not split.
-        latency: of a transfer to another rank, in the unit of the costs.
-        communication: `overlapped`: the sender goes on at once. `blocking`: it waits until the transfer is through.
+        latency: of a transfer to another rank, in the unit of the costs; the sender goes on at once.
         execution: `dataflow`: an action starts when its rank is free and what it needs is there. `neighbours`: tick by tick, a
             rank enters the next tick when the ranks that it exchanges with have finished this one, as with a permute every
             tick. `lockstep`: when all ranks have.
 
     Raises:
         OrderError: a cost or the latency is no time.
+        ConfigError: there is no such choice.
     """
-    check_choice("communication", communication, get_args(Communication))
     check_choice("execution", execution, get_args(Execution))
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
-        raise OrderError(f"latency is {latency!r}; it must be a time >= 0")
-    plain = (costs or Costs()).table(schedule.num_stages)
-    table = plain.copy()
-    home = schedule.rank_of_stage
-    if communication == "blocking":
-        table[FORWARD, :-1] += latency * (home[:-1] != home[1:])
-        table[[DGRAD, BACKWARD], 1:] += latency * (home[1:] != home[:-1])
-        latency = 0.0
+        raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
+    table = (costs or Costs()).table(schedule.num_stages)
     if execution == "dataflow":
         starts, ends = play(schedule, table, latency)
     else:
         starts, ends = _by_ticks(schedule, table, latency, _together(schedule, execution))
-    busy = [plain[o.kinds, s].sum() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
+    busy = [table[o.kinds, s].sum() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
     return Simulation(schedule, starts, ends, np.array(busy), latency)
 
 

@@ -161,6 +161,9 @@ class TrainConfig:
     """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
+    compile_cache: str = ""
+    """Where compiled programs are kept for the next start: a directory, or `off`. Empty for the user's cache. Whoever can write
+    there can run code in a run that reads it."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or a gradient is not finite: stop the run, or skip that update and count it."""
     log_every: int = 10

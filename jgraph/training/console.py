@@ -95,7 +95,7 @@ class Reporter:
         fields = dataclasses.asdict(self._config)
         del fields["distributed"]  # differs from process to process; the trainer says how many there are
         for title in ("model", "optimizer"):
-            fields[title] = _pairs(fields[title])
+            fields[title] = _pairs(fields[title] or {})
         nested = {title: fields.pop(title) for title in ("model", "optimizer")}
         for title, text in {"run": _pairs(fields), **nested}.items():
             self.line(f"{title}: {text}")

@@ -11,12 +11,13 @@ import numpy as np
 
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
+from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError, ProfileError
 from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training.console import Reporter
-from jgraph.training.metrics import MetricsLog, StepClock, peak_flops, peak_memory_bytes
+from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes
 from jgraph.training.profiling import Recorder
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
@@ -39,6 +40,7 @@ class Loop:
         reporter: Reporter,
         clock: StepClock,
         recorder: Recorder | None,
+        started: Callable[[], None],
     ):
         self.config = setup.config
         self.place = setup.step.place
@@ -56,6 +58,7 @@ class Loop:
         self.reporter = reporter
         self.clock = clock
         self.recorder = recorder
+        self.started: Callable[[], None] | None = started
         self.device = jax.local_devices()[0]
         self.pending: list[tuple[int, StepMetrics]] = []
         self.skipped = 0
@@ -70,6 +73,10 @@ class Loop:
                 continue
             self.clock.start()
             state, metrics = self.step(state, self.place(self.batches[done]))
+            if self.started:
+                jax.block_until_ready(metrics.loss)
+                self.started()
+                self.started = None
             self.pending.append((done, metrics))
             if len(self.pending) > _RUN_AHEAD:
                 jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)

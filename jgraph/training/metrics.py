@@ -10,24 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Dense bf16 FLOP/s without sparsity, from NVIDIA's datasheets, by the start of the name that the driver gives the device.
-# The longer name comes first: "NVIDIA H100 PCIe" starts with "NVIDIA H100" too.
-_PEAK_FLOPS = {
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of the datasheet for `jax.Device.device_kind`; None for a device that is not in the table."""
-    return next((peak for name, peak in _PEAK_FLOPS.items() if device_kind.startswith(name)), None)
-
 
 def peak_memory_bytes(device: Any) -> int:
     """Most bytes ever in use on a `jax.Device`; where the device does not count (a CPU), the process's largest resident set."""

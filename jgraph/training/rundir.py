@@ -25,6 +25,7 @@ FREE_FIELDS = frozenset(
         "log_every",
         "checkpoint_every",
         "checkpoint_keep",
+        "compile_cache",
         "on_nonfinite",
         "dp",
         "fsdp",

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.training.rundir import RunDir, versions
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
-from jgraph.xla import compiler_options
+from jgraph.xla import cache, compiler_options
 
 _PROMPT_TOKENS = 64
 
@@ -58,8 +59,15 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     check_devices()
     run_dir = RunDir(Path(config.run_dir))
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config)
+    began = time.perf_counter()
     with contextlib.ExitStack() as held:
+        compiles = held.enter_context(cache.watch())
         with all_or_raise():
+            kept_in = (
+                ""
+                if config.compile_cache == "off"
+                else cache.enable(Path(config.compile_cache) if config.compile_cache else None)
+            )
             corpus = load(config.data, seq_len=config.seq_len, vocab_size=getattr(config.model, "vocab_size", None))
             run_dir.check(config, _corpus_entry(corpus))
             if is_process_zero():
@@ -70,13 +78,19 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
             no_sample = _check_model(setup)
         _check_alike(config, corpus)
         reporter.config()
+        if kept_in:
+            reporter.line(f"compiled programs are kept in {kept_in}")
         if jax.process_count() > 1:
             reporter.line(f"devices: {setup.num_devices}, of {jax.process_count()} processes")
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; `sample_tokens` 0 asks for none")
         stop = held.enter_context(StopRequest())
         held.enter_context(_memory_errors(config, run_dir))
-        return _train(setup, corpus, run_dir, reporter, stop, samples=bool(config.sample_tokens) and not no_sample)
+
+        def started() -> None:
+            reporter.line(f"first step done {time.perf_counter() - began:.1f} s after the start: {compiles}")
+
+        return _train(setup, corpus, run_dir, reporter, stop, started, samples=bool(config.sample_tokens) and not no_sample)
 
 
 def _check_model(setup: TrainSetup) -> str:
@@ -106,7 +120,14 @@ def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
 
 
 def _train(
-    setup: TrainSetup, corpus: Corpus, run_dir: RunDir, reporter: Reporter, stop: StopRequest, *, samples: bool
+    setup: TrainSetup,
+    corpus: Corpus,
+    run_dir: RunDir,
+    reporter: Reporter,
+    stop: StopRequest,
+    started: Callable[[], None],
+    *,
+    samples: bool,
 ) -> Summary:
     config, shapes = setup.config, setup.step.canonical.shapes()
     if config.profile:
@@ -146,7 +167,9 @@ def _train(
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
-                loop = Loop(setup, step, batches, _evaluator(setup, corpus), checkpoints, log, reporter, clock, recorder)
+                loop = Loop(
+                    setup, step, batches, _evaluator(setup, corpus), checkpoints, log, reporter, clock, recorder, started
+                )
                 done, state = loop.run(done, state, stop)
             check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"

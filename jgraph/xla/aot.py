@@ -1,7 +1,6 @@
 """Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
 
     python -m jgraph.xla.aot install     # 125 MB, once for each jax version
-    python -m jgraph.xla.aot show --gpu b200
 
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
@@ -13,19 +12,20 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.resources
-import importlib.util
-import os
 import platform
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 
-from jgraph.errors import JgraphError, TargetError
+from jgraph.device import DEVICES
+from jgraph.errors import TargetError
+from jgraph.xla.cache import user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.options import option_errors
 
@@ -33,31 +33,28 @@ Device: TypeAlias = Any  # jax.Device, which a type checker takes for a variable
 PyTree: TypeAlias = Any
 
 _LIBRARY = "xla_cuda_plugin.so"
-# Each has its description beside this file.
-GPUS = ("h200", "h100", "b200")
+GPUS = tuple(device.aot for device in DEVICES if device.aot)
+"""GPUs that can be compiled for. Each has its description beside this file."""
 
 
 def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:
-    """GPUs of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
+    """Returns GPUs of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
 
     Args:
-        count: how many.
+        count: how many; the same ones at every call.
         gpu: which, one of `GPUS`.
         directory: where the plugin was installed; the default cache if None.
-
-    Returns:
-        Devices for a `jax.sharding.Mesh` or a `SingleDeviceSharding`, the same ones at every call.
 
     Raises:
         TargetError: no such GPU is described, the plugin is not installed, or it does not fit this jax.
     """
     if gpu not in GPUS:
-        raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}")
+        raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}", field="gpu")
     library = find_library(directory)
     if library is None:
+        where = directory or cache_directory()
         raise TargetError(
-            f"no CUDA plugin for jaxlib {_version()} in the environment or in {directory or cache_directory()}; "
-            "run python -m jgraph.xla.aot install"
+            f"no CUDA plugin for jaxlib {version()} in the environment or in {where}; run python -m jgraph.xla.aot install"
         )
     return list(_compile_only_devices(str(library), gpu, count))
 
@@ -67,52 +64,52 @@ def compile_for(
     *args: object,
     gpu: str = "h200",
     compiler_options: Mapping[str, str | bool | int | float] | None = None,
-    directory: Path | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a jitted function for a GPU that is not here.
+    """Compiles a jitted function for a GPU that is not here; returns the program, and what of it XLA captures.
 
     Args:
         jitted: from `jax.jit`.
         args: its arguments, as `placed` takes them.
         gpu: which, one of `GPUS`.
         compiler_options: as `jgraph.xla.compiler_options` returns them.
-        directory: where the plugin was installed; the default cache if None.
-
-    Returns:
-        The compiled program, and what of it XLA captures.
 
     Raises:
         CompilerOptionError: XLA refuses an option.
         TargetError: no such GPU, no plugin, or the program needs a GPU to be compiled.
     """
     assert isinstance(jitted, jax.stages.Wrapped), "compile_for takes what jax.jit returns"
-    avals = placed(args, gpu=gpu, directory=directory)
+    avals = placed(args, gpu=gpu)
     with needs_no_gpu():
         lowered = jitted.lower(*avals)
     return compile_lowered(lowered, compiler_options or {})
 
 
-def placed(args: PyTree, *, gpu: str = "h200", directory: Path | None = None) -> PyTree:
-    """Arguments as shapes on a GPU that is not here.
+def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
+    """Returns arguments as shapes on a GPU that is not here. Raises TargetError as `devices` does.
 
     Args:
         args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
             has a sharding keeps it, everything else is placed on the first device.
         gpu: which, one of `GPUS`.
-        directory: where the plugin was installed; the default cache if None.
-
-    Raises:
-        TargetError: as `devices`.
     """
-    sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu, directory=directory)[0])
-    return jax.tree.map(lambda leaf: _placed(leaf, sharding), args)
+    sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+            return leaf
+        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+    return jax.tree.map(place, args)
 
 
 def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, str | bool | int | float]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """The second half of `compile_for`: compiles what was lowered for `placed` arguments. Raises as it does."""
-    with needs_no_gpu(), option_errors():
+    """Compiles what was lowered for `placed` arguments; the second half of `compile_for`, which raises the same."""
+    with needs_no_gpu(), option_errors(), warnings.catch_warnings():
+        # Only a GPU can read its programs back: jax's cache says so at every start, and compiles.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
         raise TargetError("XLA wrote down no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
@@ -121,52 +118,32 @@ def compile_lowered(
 
 @contextlib.contextmanager
 def needs_no_gpu() -> Iterator[None]:
-    """Around lowering and compiling for a GPU that is not here: what only a GPU's own software can supply is a TargetError."""
+    """Turns errors of lowering and compiling what only a GPU's own software can supply into a TargetError."""
     try:
         yield
     except RuntimeError as e:  # of jax and of XLA
         raise TargetError(f"this program cannot be compiled without a GPU: {str(e).partition(chr(10))[0]}") from e
 
 
-def _placed(leaf: object, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
-        return leaf
-    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
 def cache_directory() -> Path:
-    """Where `install` puts the plugin unless told otherwise: one directory for each jaxlib version, under the user's cache."""
-    return user_cache() / "target" / f"jax-{_version()}"
-
-
-def user_cache() -> Path:
-    """The project's part of the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
+    """Returns where `install` puts the plugin unless told otherwise: one directory for each jaxlib version."""
+    return user_cache() / "target" / f"jax-{version()}"
 
 
 def find_library(directory: Path | None = None) -> Path | None:
-    """The plugin's shared library: in `directory` if given, else of the environment (on a GPU machine), else of the cache."""
-    if directory is None:
-        for package in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
-            # Raised when there is no jax_plugins package at all, which is usual on a CPU.
-            with contextlib.suppress(ModuleNotFoundError):
-                spec = importlib.util.find_spec(package)
-                for location in (spec and spec.submodule_search_locations) or ():
-                    if (library := Path(location) / _LIBRARY).is_file():
-                        return library
-    library = (directory or cache_directory()) / "jax_plugins" / "xla_cuda13" / _LIBRARY
-    return library if library.is_file() else None
+    """Returns the plugin's shared library: in `directory` if given, else of the environment (on a GPU machine) or the cache."""
+    places = [directory] if directory else [*map(Path, sys.path), cache_directory()]
+    found = (place / "jax_plugins" / name / _LIBRARY for place in places for name in ("xla_cuda13", "xla_cuda12"))
+    return next((library for library in found if library.is_file()), None)
 
 
 def install(directory: Path | None = None) -> Path:
-    """Downloads the plugin for the installed jax, with pip, unless it is there. Safe to call from several processes at once.
+    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library.
+
+    Several processes may call it at once.
 
     Args:
         directory: where to, absent or empty; the default cache if None.
-
-    Returns:
-        The shared library.
 
     Raises:
         TargetError: there is no plugin for this machine, pip failed, or the directory holds something else.
@@ -183,17 +160,18 @@ def install(directory: Path | None = None) -> Path:
         # The PJRT half is enough: the other package registers kernels that only a running program calls.
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
         pip = subprocess.run(
-            [*command, "--target", str(new), f"jax-cuda13-pjrt=={_version()}"], capture_output=True, text=True, check=False
+            [*command, "--target", str(new), f"jax-cuda13-pjrt=={version()}"], capture_output=True, text=True, check=False
         )
         if pip.returncode:
-            raise TargetError(f"pip could not install jax-cuda13-pjrt=={_version()}: {(pip.stderr or pip.stdout).strip()}")
+            raise TargetError(f"pip could not install jax-cuda13-pjrt=={version()}: {(pip.stderr or pip.stdout).strip()}")
         try:
             new.rename(final)
         except OSError as e:  # not empty: another process was faster, or the directory is someone's
             if find_library(directory) is None:
-                raise TargetError(f"{final} holds something else than the plugin; name another --directory or empty it") from e
+                message = f"`directory` {final} holds something else than the plugin: name another, or empty it"
+                raise TargetError(message, field="directory") from e
     library = find_library(directory)
-    assert library is not None, f"jax-cuda13-pjrt {_version()} holds no {_LIBRARY}"
+    assert library is not None, f"jax-cuda13-pjrt {version()} holds no {_LIBRARY}"
     return library
 
 
@@ -213,7 +191,7 @@ def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[Device, .
         topology = xla_client.make_c_api_device_topology(api, "", target_config=description, topology=f"1x1x{count}")
         return tuple(topology._make_compile_only_devices())
     except (jax.errors.JaxRuntimeError, AttributeError, TypeError) as e:
-        raise TargetError(f"the CUDA plugin {library} does not fit jaxlib {_version()}: {e}") from e
+        raise TargetError(f"the CUDA plugin {library} does not fit jaxlib {version()}: {e}") from e
 
 
 @functools.cache
@@ -227,42 +205,12 @@ def _load_plugin(library: str) -> object:
     return api
 
 
-def _version() -> str:
+def version() -> str:
+    """Returns jaxlib's version, which the plugin's must be."""
     return importlib.metadata.version("jaxlib")
 
 
-def _install_command(directory: Path | None = None) -> None:
-    """Download the compiler for NVIDIA's GPUs, once for each jax version.
-
-    Args:
-        directory: Where to; a cache under ~/.cache/jgraph by default.
-    """
-    print(install(directory))
-
-
-def _show_command(gpu: str = "h200", directory: Path | None = None) -> None:
-    """Say where the compiler is and which GPU it compiles for.
-
-    Args:
-        gpu: h200, h100 or b200.
-        directory: Where it was installed; by default the environment and then the cache are searched.
-    """
-    device = devices(gpu=gpu, directory=directory)[0]
-    print(f"{device.device_kind}, compile only; jaxlib {_version()}; {find_library(directory)}")
-
-
-def main() -> None:
-    """The command line."""
-    import tyro
-
-    try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"install": _install_command, "show": _show_command}, prog="python -m jgraph.xla.aot"
-        )
-    except JgraphError as e:
-        print(f"jgraph.xla.aot: error: {e}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    from jgraph.cli.aot import main
+
+    sys.exit(main())

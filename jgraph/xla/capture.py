@@ -4,16 +4,20 @@ Command buffers are made from thunks, the steps of an executable, after the last
 XLA writes the thunks down, before and after, into the directory that `xla_dump_to` names; that is what is read here.
 """
 
+import contextlib
 import itertools
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from jgraph.xla import cache
+from jgraph.xla.hlo import HloModule
 from jgraph.xla.source import Op, operations, thunk_instructions
 
 # Which command of `xla_gpu_enable_command_buffer` lets XLA record which kinds of thunk; other kinds cannot be recorded.
@@ -47,13 +51,12 @@ _CALLBACK = "return the values instead of calling Python with them"
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class _Why:
+class _Why(NamedTuple):
     reason: str
     remedy: str
 
 
-_OFF = _Why("command buffers are off", "--graph auto or full")
+_OFF = _Why("command buffers are off", "`graph` auto or full")
 _UNKNOWN = _Why("XLA does not say why", "TF_CPP_VMODULE=command_buffer_conversion_pass=3 makes XLA say why")
 
 
@@ -66,7 +69,7 @@ class Outside:
             counted under `While` or `Conditional`.
         count: how many, each counted once however often a loop runs it.
         reason: in plain words.
-        remedy: what would bring them in: flags of jgraph's command lines, options of XLA, or another way to write it.
+        remedy: what would bring them in: arguments of `compiler_options`, options of XLA, or another way to write it.
         ops: the operations they run, each once, in order; of those that a loop or branch holds back, the loop or branch. Empty
             where the installed XLA does not tell.
     """
@@ -106,7 +109,8 @@ def compile_and_report(
 ) -> tuple[jax.stages.Compiled, CaptureReport | None]:
     """Compiles, and reads off what was captured.
 
-    The thunks are found through a dump into a temporary directory, which is removed again.
+    The thunks are found through a dump into a temporary directory, which is removed again. Of a program that comes out of
+    jax's persistent compilation cache, the report is the one that was kept when it was compiled (`jgraph.xla.cache`).
 
     Args:
         lowered: from `jax.jit(f).lower(...)`.
@@ -115,7 +119,7 @@ def compile_and_report(
 
     Returns:
         The compiled program, and the report; None for a platform without command buffers, and where XLA wrote nothing down:
-        the options turn dumps off, or jax's persistent compilation cache had the program.
+        the options turn dumps off, or the cache has the program and no report of it.
     """
     options: dict[str, Any] = dict(compiler_options)
     if (platform or jax.default_backend()) not in ("gpu", "cuda"):
@@ -123,19 +127,44 @@ def compile_and_report(
     program = lowered.compiler_ir()
     assert program is not None
     module = program.operation.attributes["sym_name"].value
-    with tempfile.TemporaryDirectory(prefix="jgraph-capture-") as directory:
+    with tempfile.TemporaryDirectory(prefix="jgraph-capture-") as directory, cache.watch(all_threads=False) as compiles:
         # The module itself and not the small ones that the autotuner compiles, as protocol buffers: the shortest of XLA's
         # formats, and naming one turns off the long text with the buffer assignment.
-        options = {
+        dumps = {
             "xla_dump_to": directory,
             "xla_dump_hlo_module_re": f"^{re.escape(module)}$",
             "xla_dump_hlo_as_proto": True,
         } | options
-        compiled = lowered.compile(compiler_options=options)
-        return compiled, _read_dump(Path(options["xla_dump_to"]), module, compiled.as_text() or "")
+        compiled = lowered.compile(compiler_options=dumps)
+        report = _read_dump(Path(dumps["xla_dump_to"]), module, compiled)
+    kept = cache.report_file(lowered, compiled, options)
+    if kept and compiles.hits:
+        return compiled, _kept(kept) or report
+    if kept and report:
+        _keep(kept, report)
+    return compiled, report
 
 
-def _read_dump(directory: Path, module: str, text: str) -> CaptureReport | None:
+def _keep(file: Path, report: CaptureReport) -> None:
+    """Writes a report, if that is possible; other processes see all of it or nothing."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            new.write(json.dumps(asdict(report)))
+        Path(new.name).replace(file)
+
+
+def _kept(file: Path) -> CaptureReport | None:
+    """Reads a report that was kept; None where there is none, or another version wrote it."""
+    try:
+        fields = json.loads(file.read_text())
+        outside = [o | {"ops": tuple(Op(**op) for op in o["ops"])} for o in fields["outside"]]
+        return CaptureReport(**fields | {"outside": tuple(Outside(**o) for o in outside)})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> CaptureReport | None:
     before = "thunk_sequence.txt"
     programs = sorted(directory.glob(f"module_*.{module}.{before}"), key=lambda file: file.stat().st_mtime_ns)
     if not programs:
@@ -146,16 +175,16 @@ def _read_dump(directory: Path, module: str, text: str) -> CaptureReport | None:
         file = Path(program + suffix)
         return file.read_text() if file.exists() else ""
 
-    # XLA writes the thunks as they are before its passes, and again only if those changed something.
     metadata = Path(program + "thunk_metadata.pb")
     instructions = thunk_instructions(metadata.read_bytes()) if metadata.exists() else {}
-    known = operations(text, set(instructions.values()))
+    known = operations(HloModule(compiled.as_text() or ""), set(instructions.values()))
     ops = {thunk: known[instruction] for thunk, instruction in instructions.items() if instruction in known}
+    # XLA writes the thunks as they are before its passes, and again only if those changed something.
     return report_of(read("thunk_sequence_after_thunk_passes.txt") or read(before), read("config.pbtxt"), ops)
 
 
 def report_of(thunks: str, config: str, ops: Mapping[tuple[int, str], Op] | None = None) -> CaptureReport:
-    """The report of one dump.
+    """Returns the report of one dump.
 
     Args:
         thunks: XLA's `thunk_sequence_after_thunk_passes.txt`; the one without `_after_thunk_passes` if that is absent.
@@ -170,23 +199,21 @@ def report_of(thunks: str, config: str, ops: Mapping[tuple[int, str], Op] | None
     )
     top = _parse(thunks)
     everything = list(_walk([top]))
-    outside: dict[tuple[str, str, str], list[_Thunk]] = {}
+    outside: dict[tuple[str, str, str], list[Op | None]] = {}
     for thunk, why in reasons.outside(top.blocks):
         op = (ops or {}).get((thunk.number, f"k{thunk.kind}"))
         # Calls of Python and of a solver are the same to XLA, and not to who wrote them: jax.debug.print and its like.
         python = thunk.kind == "CustomCall" and op is not None and "callback" in op.name.rpartition("/")[2]
-        outside.setdefault((thunk.kind, why.reason, _CALLBACK if python else why.remedy), []).append(thunk)
-    total = sum(1 for thunk in everything if thunk.is_leaf)
-
-    def known(thunks: list[_Thunk]) -> tuple[Op, ...]:
-        found = ((ops or {}).get((thunk.number, f"k{thunk.kind}")) for thunk in thunks)
-        return tuple(dict.fromkeys(op for op in found if op))
-
+        outside.setdefault((thunk.kind, why.reason, _CALLBACK if python else why.remedy), []).append(op)
+    total = sum(thunk.is_leaf for thunk in everything)
     return CaptureReport(
         command_buffers=sum(thunk.kind == "CommandBuffer" for thunk in everything),
         captured=total - sum(map(len, outside.values())),
         total=total,
-        outside=tuple(Outside(*key[:1], len(found), *key[1:], known(found)) for key, found in sorted(outside.items())),
+        outside=tuple(
+            Outside(kind, len(found), reason, remedy, tuple(dict.fromkeys(filter(None, found))))
+            for (kind, reason, remedy), found in sorted(outside.items())
+        ),
     )
 
 
@@ -205,8 +232,8 @@ class _Thunk:
 
 
 def _parse(text: str) -> _Thunk:
-    """A tree by indentation, with two of XLA's habits: labels such as `body:` separate sequences and are not always indented;
-    the first thunk of a kSequential stands on the same line, and has nothing below it."""
+    """Reads a tree by indentation. Labels such as `body:` separate sequences and are not always indented; the first thunk of a
+    kSequential stands on the same line, and has nothing below it."""
     top = _Thunk("", -1)
     open_thunks = [top]
     label = True
@@ -242,7 +269,9 @@ class _Reasons:
     unrolls: bool
 
     def outside(self, blocks: list[list[_Thunk]], around: tuple[_Thunk, _Why] | None = None) -> Iterator[tuple[_Thunk, _Why]]:
-        """Every leaf that no command buffer holds, and why. `around` speaks for those that a loop holds back."""
+        """Finds every leaf that no command buffer holds, and why. `around` speaks for those that a loop holds back."""
+        remedy = "`xla_options` xla_gpu_graph_min_graph_size=1, or `graph` full"
+        too_few = _Why(f"fewer than {self.min_size} in a row", remedy)
         for block in blocks:
             for obstacle, run in itertools.groupby(block, self.of):
                 thunks = list(run)
@@ -250,7 +279,7 @@ class _Reasons:
                 for thunk in thunks:
                     if thunk.kind == "CommandBuffer":
                         continue
-                    why = obstacle or (self.too_few() if short else _UNKNOWN)
+                    why = obstacle or (too_few if short else _UNKNOWN)
                     if thunk.kind in ("While", "Conditional"):
                         yield from self.outside(thunk.blocks, (thunk, why))
                     elif thunk.blocks:
@@ -258,11 +287,8 @@ class _Reasons:
                     elif thunk.is_leaf:
                         yield (thunk, why) if obstacle or around is None else around
 
-    def too_few(self) -> _Why:
-        return _Why(f"fewer than {self.min_size} in a row", "--xla-options xla_gpu_graph_min_graph_size=1, or --graph full")
-
     def of(self, thunk: _Thunk) -> _Why | None:
-        """Why XLA cannot record this thunk with all that it holds; None if it can, given enough neighbours."""
+        """Says why XLA cannot record this thunk with all that it holds; None if it can, given enough neighbours."""
         if thunk.kind == "CommandBuffer":
             return _Why("captured", "")  # ends the row of those that could be recorded
         if not self.commands:
@@ -270,7 +296,7 @@ class _Reasons:
         inside = [t for block in thunk.blocks for t in _walk(block)]
         found = {why.reason: why.remedy for why in self.alone(thunk)}
         if thunk.kind == "While" and not self.unrolls and any(t.kind == "DynamicSliceFusion" for t in inside):
-            found["the loop slices an array by its counter"] = f"--xla-options {_UNROLL}, or unroll it"
+            found["the loop slices an array by its counter"] = f"`xla_options` {_UNROLL}, or unroll it"
         for t in inside:
             for why in self.alone(t):
                 holds = "" if thunk.kind in _BOOKKEEPING else f"it holds {t.kind}: "
@@ -279,7 +305,7 @@ class _Reasons:
         return _Why(" and ".join(found), "; ".join(dict.fromkeys(found.values()))) if found else None
 
     def alone(self, thunk: _Thunk) -> Iterator[_Why]:
-        """What of the thunk itself keeps it from being recorded, leaving aside what it holds."""
+        """Says what of the thunk itself keeps it from being recorded, leaving aside what it holds."""
         command = _COMMAND_OF_KIND.get(thunk.kind)
         if thunk.kind == "CommandBuffer" or thunk.kind in _BOOKKEEPING:
             return
@@ -289,9 +315,7 @@ class _Reasons:
             remedies = {"HOST_EXECUTE": "none: no training step computes on the host"}
             if "COLLECTIVES" in self.commands:
                 remedies |= dict.fromkeys(("CONDITIONAL", "WHILE"), "unroll it: no graph can have branches and collectives")
-            yield _Why(f"{command} is off by default", remedies.get(command, "--graph full"))
+            yield _Why(f"{command} is off by default", remedies.get(command, "`graph` full"))
         elif thunk.kind == "CustomCall":
-            yield _Why(
-                "its handler does not say that it can be recorded",
-                f"{_ELSEWHERE}; a kernel of your own can be registered as COMMAND_BUFFER_COMPATIBLE",
-            )
+            remedy = f"{_ELSEWHERE}; a kernel of your own can be registered as COMMAND_BUFFER_COMPATIBLE"
+            yield _Why("its handler does not say that it can be recorded", remedy)

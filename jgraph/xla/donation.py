@@ -4,23 +4,17 @@ jax drops a donation whose shape, dtype or layout does not fit, often without a 
 they come, so the buffer of a leaf that stopped fitting goes to the next that fits. The compiled program says what happened.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from jgraph.errors import DonationError
+from jgraph.xla.hlo import HloModule
 
 PyTree: TypeAlias = Any
-
-_START = "input_output_alias={"
-# `{output path}: (parameter, {path in the parameter}, kind)`. A path is empty, or one index a level of tuples.
-_ENTRY = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, (?:may|must)-alias)?\)")
-# Ordered side effects, such as printing, pass a token that jax puts before the arguments and outputs of the user.
-_TOKENS = re.compile(r"entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
 
 
 @dataclass(frozen=True)
@@ -28,9 +22,7 @@ class Donation:
     """What became of a donated leaf.
 
     Attributes:
-        leaf: path of the leaf, e.g. `state['w']`.
-        array: its dtype and shape, e.g. `float32[8,8]`.
-        nbytes: its size.
+        leaf, array, nbytes: its path, e.g. `state['w']`, its dtype and shape, e.g. `float32[8,8]`, and its size.
         output: path of the output that lies in its buffer; empty if none does, and the donation was for nothing.
         counterpart: path of the output in its place, where what was donated comes back in a tree of the same structure.
         reason: why no output lies in its buffer.
@@ -45,12 +37,12 @@ class Donation:
 
     @property
     def dropped(self) -> bool:
-        """Nothing lies in its buffer."""
+        """Whether nothing lies in its buffer."""
         return not self.output
 
     @property
     def crosswise(self) -> bool:
-        """Another output than its counterpart lies in its buffer, so that a loop around the program swaps buffers."""
+        """Whether another output than its counterpart lies in its buffer, so that a loop around the program swaps buffers."""
         return bool(self.output and self.counterpart and self.output != self.counterpart)
 
     def __str__(self) -> str:
@@ -61,18 +53,14 @@ class Donation:
 
 
 def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
-    """Which output lies in the buffer of which argument, on any platform.
+    """Returns which output lies in the buffer of which argument, on any platform.
 
-    Args:
-        compiled: a compiled program. Arguments are counted as it takes them: without `keep_unused=True` in `jax.jit`, unused
-            ones are not among them.
-
-    Returns:
-        Flat index of the output leaf to flat index of the argument leaf; outputs in buffers of their own are absent.
+    From the flat index of an output leaf to that of an argument leaf; outputs in buffers of their own are absent. Arguments are
+    counted as the program takes them: without `keep_unused=True` in `jax.jit`, unused ones are not among them.
     """
     text = compiled.as_text()
     assert text is not None, "XLA keeps the text of a program it has compiled"
-    return _parse_aliases(text.partition("\n")[0])
+    return HloModule(text).aliases
 
 
 def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
@@ -89,8 +77,6 @@ def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
     aliases = alias_map(compiled)
     copied = [i for i in range(len(names)) if i not in aliases]
     crossed = [i for i in range(len(names)) if aliases.get(i, i) != i]
-    if not copied and not crossed:
-        return
     problems: list[str] = []
     if copied:
         problems.append(
@@ -99,22 +85,17 @@ def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
             "check that shape, dtype and layout are the same in and out and that jax.jit has donate_argnums=0"
         )
     if crossed:
-        owners = [names[aliases[i]] if aliases[i] < len(names) else f"argument leaf {aliases[i]}" for i in crossed]
-        pairs = ", ".join(f"{names[i]} takes the buffer of {owner}" for i, owner in zip(crossed, owners, strict=True))
+        owners = {i: names[k] if (k := aliases[i]) < len(names) else f"argument leaf {k}" for i in crossed}
+        pairs = ", ".join(f"{names[i]} takes the buffer of {owner}" for i, owner in owners.items())
         problems.append(
             f"leaves of the state change buffers: {pairs}; check that the state is returned in the order it came in"
         )
-    raise DonationError("; ".join(problems), leaves=tuple(names[i] for i in sorted(copied + crossed)))
+    if problems:
+        raise DonationError("; ".join(problems), leaves=tuple(names[i] for i in sorted(copied + crossed)))
 
 
 def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names: Sequence[str]) -> tuple[Donation, ...]:
-    """Every donated leaf of a program, in order, on any platform.
-
-    Args:
-        lowered: from `jax.jit(f).lower(...)`.
-        compiled: the same, compiled.
-        names: of all leaves of the arguments.
-    """
+    """Returns every donated leaf of a program, in order, on any platform; `names` are those of all leaves of the arguments."""
     infos = jax.tree.leaves(lowered.args_info)
     # An argument that the program does not use is left out of it, and has no sharding.
     used = jax.tree.leaves(jax.tree.map(lambda _, sharding: sharding is not None, lowered.args_info, compiled.input_shardings))
@@ -155,8 +136,7 @@ def _array(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A part of a tree: the number of its first leaf, how far down it is, its structure and what its leaves are."""
 
     first: int
@@ -175,7 +155,7 @@ class _Part:
 
 
 def _counterparts(args_info: PyTree, out_info: PyTree) -> dict[int, int]:
-    """Leaf of the arguments to leaf of the outputs in its place, for every donated argument that comes back.
+    """Maps a leaf of the arguments to the leaf of the outputs in its place, for every donated argument that comes back.
 
     It does if a part of the outputs has its structure; those least far down count. As many parts as arguments are paired in
     order; else each argument takes the first part whose shapes and dtypes fit, or the first. A single array has no structure,
@@ -210,22 +190,3 @@ def _parts(tree: PyTree, first: int = 0, depth: int = 0) -> Iterator[_Part]:
         if child is not tree:
             yield from _parts(child, first, depth + 1)
             first += len(jax.tree.leaves(child))
-
-
-def _parse_aliases(header: str) -> dict[int, int]:
-    start = header.find(_START)
-    if start < 0:
-        return {}
-    depth, end = 1, start + len(_START)
-    while depth:  # the entries hold braces of their own
-        depth += {"{": 1, "}": -1}.get(header[end], 0)
-        end += 1
-    aliases: dict[int, int] = {}
-    tokens = _TOKENS.search(header)
-    before_outputs, before_arguments = (tokens[2].count("token"), tokens[1].count("token")) if tokens else (0, 0)
-    for output, parameter, path in _ENTRY.findall(header, start + len(_START), end - 1):
-        # jax hands over flat leaves, so a path has one index at most: none for a single output or a parameter by itself, and
-        # one for an output among several or a parameter inside the one tuple that holds them all.
-        assert "," not in output + path, f"nested tuples in {header[start:end]}"
-        aliases[int(output or 0) - before_outputs] = int(path or parameter) - before_arguments
-    return aliases

@@ -20,22 +20,15 @@ from jgraph.xla.donation import Donation, donations
 from jgraph.xla.options import option_errors
 
 _SHOWN = 8
-_FULL = (
-    "--graph full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
-    "--xla-options name=value are further entries of it"
+_HOW = (
+    "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
+    "`xla_options` name=value are further entries of it"
 )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory by XLA's own account.
-
-    Attributes:
-        arguments: what goes in.
-        outputs: what comes out, those in donated buffers included.
-        aliased: of the outputs, those in donated buffers.
-        temporaries: what the program needs while it runs, besides.
-    """
+    """Bytes of device memory by XLA's own account; `aliased` are those of the outputs that lie in donated buffers."""
 
     arguments: int
     outputs: int
@@ -44,24 +37,18 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Of a program; None where XLA does not tell."""
+        """Returns that of a program; None where XLA does not tell."""
         found = compiled.memory_analysis()
-        if found is None:
-            return None
-        return cls(
-            arguments=found.argument_size_in_bytes,
-            outputs=found.output_size_in_bytes,
-            aliased=found.alias_size_in_bytes,
-            temporaries=found.temp_size_in_bytes,
-        )
+        names = ("argument", "output", "alias", "temp")
+        return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
 
     @property
     def total(self) -> int:
-        """All of it at once, each buffer counted once."""
+        """Returns all of it at once, each buffer counted once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"together": self.total}
+        parts = dataclasses.asdict(self) | {"together": self.total}
         return ", ".join(f"{name} {_bytes(number)}" for name, number in parts.items())
 
 
@@ -87,21 +74,19 @@ class Explanation:
 
     @property
     def dropped(self) -> tuple[Donation, ...]:
-        """Donated for nothing: no output lies in the buffer."""
+        """Leaves donated for nothing: no output lies in the buffer."""
         return tuple(donation for donation in self.donations if donation.dropped)
 
     @property
     def crosswise(self) -> tuple[Donation, ...]:
-        """Given to another output than the one in the leaf's place."""
+        """Leaves given to another output than the one in their place."""
         return tuple(donation for donation in self.donations if donation.crosswise)
 
     def to_json(self) -> str:
-        """The fields as a JSON object, nested as they are, with `total` in memory, `dropped` and `crosswise` in donations."""
+        """Returns the fields as a JSON object, with `total` in memory, `dropped` and `crosswise` in donations."""
         fields = dataclasses.asdict(self)
-        fields["donations"] = [
-            dataclasses.asdict(donation) | {"dropped": donation.dropped, "crosswise": donation.crosswise}
-            for donation in self.donations
-        ]
+        for told, donation in zip(fields["donations"], self.donations, strict=True):
+            told |= {"dropped": donation.dropped, "crosswise": donation.crosswise}
         if self.memory is not None:
             fields["memory"]["total"] = self.memory.total
         return json.dumps(fields)
@@ -113,8 +98,8 @@ class Explanation:
         lines += _donation_lines(self.donations)
         if self.memory is not None:
             lines.append(f"memory: {self.memory}")
-        if self.capture is not None and any("--graph full" in o.remedy for o in self.capture.outside):
-            lines.append(f"note: {_FULL}")
+        if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
+            lines.append(f"note: {_HOW}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -135,7 +120,7 @@ def explain(
         compiler_options: as `jgraph.xla.compiler_options` returns them.
 
     Returns:
-        The report. Warnings of jax about donations are left out, since the report has them.
+        The report. Warnings of jax about donations, which are in it, are left out.
 
     Raises:
         ConfigError: `fn` is no function, or is jitted and `donate_argnums` are given besides.
@@ -150,23 +135,18 @@ def explain(
     elif donate_argnums not in ((), []):
         raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
     options = compiler_options or {}
-    if target is not None:
-        device = targets.devices(gpu=target)[0].device_kind + ", which is not here"
-        avals = targets.placed(args, gpu=target)
-        with _donations_unwarned(), targets.needs_no_gpu():
-            traced = jitted.trace(*avals)
-            lowered = traced.lower()
+    device = targets.devices(gpu=target)[0] if target else jax.devices()[0]
+    with _donations_unwarned(), targets.needs_no_gpu() if target else contextlib.nullcontext():
+        traced = jitted.trace(*(targets.placed(args, gpu=target) if target else args))
+        lowered = traced.lower()
+    if target:
         compiled, capture = targets.compile_lowered(lowered, options)
     else:
-        device = jax.devices()[0].device_kind
-        with _donations_unwarned():
-            traced = jitted.trace(*args)
-            lowered = traced.lower()
         with option_errors():
             compiled, capture = compile_and_report(lowered, options)
     return Explanation(
         name=getattr(fn, "__name__", type(fn).__name__),
-        device=device,
+        device=device.device_kind + (", which is not here" if target else ""),
         capture=capture,
         donations=donations(lowered, compiled, _argument_names(traced, lowered)),
         memory=Memory.of(compiled),
@@ -192,7 +172,7 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
 
 
 def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
-    """Paths of the arguments' leaves, with the function's own names (`state['w']`) or, without names, `args[0]['w']`."""
+    """Returns paths of the arguments' leaves, by the function's own names (`state['w']`) or, without names, `args[0]['w']`."""
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
@@ -222,12 +202,8 @@ def _leaves(count: int) -> str:
 
 
 def _bytes(number: int) -> str:
-    size, unit = float(number), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"
+    power = max(k for k in range(4) if k == 0 or number >= 1024**k)
+    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 @contextlib.contextmanager

@@ -24,10 +24,7 @@ _FIRST = ("command_buffer::initialize", "command_buffer::record", "command_buffe
 class Launches:
     """What happened to command buffers on all devices; all 0 where there are none, as on a CPU.
 
-    Attributes:
-        launches: of graphs.
-        updates: recordings into a graph that was there, since an array lies somewhere else than at the last launch.
-        records: graphs made anew.
+    `records` are graphs made anew, `updates` recordings into one that was there, since an array lies elsewhere than last time.
     """
 
     launches: int
@@ -38,8 +35,7 @@ class Launches:
 class LaunchCount:
     """What `count_launches` hands out: `launches`, `updates` and `records` of `counts`, once the block is over."""
 
-    def __init__(self):
-        self._counts: Launches | None = None
+    _counts: Launches | None = None
 
     @property
     def counts(self) -> Launches:
@@ -47,20 +43,12 @@ class LaunchCount:
             raise JgraphError("launches are counted when the block of count_launches() has ended: read them after it")
         return self._counts
 
-    @property
-    def launches(self) -> int:
-        return self.counts.launches
-
-    @property
-    def updates(self) -> int:
-        return self.counts.updates
-
-    @property
-    def records(self) -> int:
-        return self.counts.records
+    launches = property(lambda self: self.counts.launches)
+    updates = property(lambda self: self.counts.updates)
+    records = property(lambda self: self.counts.records)
 
     def __repr__(self) -> str:
-        return "LaunchCount(still counting)" if self._counts is None else f"LaunchCount({self._counts})"
+        return f"LaunchCount({self._counts or 'still counting'})"
 
 
 @contextlib.contextmanager
@@ -91,18 +79,14 @@ def count_launches() -> Iterator[LaunchCount]:
 
 
 def profiler_options() -> jax.profiler.ProfileOptions:
-    """Devices and XLA's host, not every Python call, which would slow down what is watched."""
+    """Returns options that record devices and XLA's host, not every Python call, which would slow down what is watched."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
 def launches_of(events: Mapping[tuple[str, str], int]) -> Launches:
-    """The counts in a profile.
-
-    Args:
-        events: how often each (plane, name of the event) occurs.
-    """
+    """Returns the counts in a profile, from how often each (plane, name of an event) occurs in it."""
     names: Counter[str] = Counter()
     for (plane, name), number in events.items():
         if plane.startswith("/host:"):

@@ -37,13 +37,10 @@ _COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHIL
 
 @dataclass(frozen=True)
 class Option:
-    """One field of XLA's DebugOptions.
+    """One field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`.
 
-    Attributes:
-        name: e.g. `xla_gpu_graph_min_graph_size`.
-        kind: type of the value; `message` cannot be set from a string.
-        repeated: several values are allowed, separated by commas; they replace XLA's default.
-        values: names that an `enum` may take, empty where the library keeps them elsewhere.
+    A `message` cannot be set from a text. A repeated one takes several values, separated by commas, instead of XLA's default.
+    `values` are the names that an `enum` may take, empty where the library keeps them elsewhere.
     """
 
     name: str
@@ -52,13 +49,15 @@ class Option:
     values: tuple[str, ...] = ()
 
 
-def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str, num_devices: int = 1) -> dict[str, OptionValue]:
-    """Options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
+def compiler_options(
+    graph: str, xla_options: Sequence[str] = (), *, platform: str, num_devices: int = 1
+) -> dict[str, OptionValue]:
+    """Returns options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
 
     Args:
         graph: `auto` leaves XLA's default; `off` records nothing; `full` records everything, on several devices the collectives
             too, and then loops and branches as their pieces.
-        extra: further `name=value` options (`--xla-options`); they win over those of `graph`.
+        xla_options: further `name=value` options; they win over those of `graph`.
         platform: `cpu`, or `gpu`/`cuda`. Command buffers exist on a GPU only, so on a CPU `graph` adds nothing.
         num_devices: that the program runs on.
 
@@ -66,49 +65,41 @@ def compiler_options(graph: str, extra: Sequence[str] = (), *, platform: str, nu
         Option name to value, of the type that XLA wants.
 
     Raises:
-        CompilerOptionError: `graph` is none of the three, or an extra option or its value is not one the installed XLA has.
+        CompilerOptionError: `graph` is none of the three, or an option or its value is not one the installed XLA has.
     """
     if graph not in get_args(Graph):
-        raise CompilerOptionError(f"--graph is {graph}: must be one of {', '.join(get_args(Graph))}")
+        raise CompilerOptionError(f"`graph` is {graph}: must be one of {', '.join(get_args(Graph))}", field="graph")
     options: dict[str, OptionValue] = {}
     if platform in ("gpu", "cuda"):
         options |= _graph_options(graph, num_devices)
-    for text in extra:
+    for text in xla_options:
         name, equals, value = text.strip().partition("=")
         if not equals:
-            raise CompilerOptionError(f"--xla-options has {text!r}: must be name=value")
+            raise _refused(f"has {text!r}: must be name=value")
         options[name] = check_option(name, value)
     return options
 
 
 def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
-    match graph:
-        case "off":
-            return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
-        case "full":
-            installed = installed_options() or {}
-            commands = installed[COMMAND_BUFFER].values if COMMAND_BUFFER in installed else _COMMON.split(",")
-            left_out = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
-            options: dict[str, OptionValue] = {
-                COMMAND_BUFFER: ",".join(c for c in commands if c not in left_out),
-                MIN_GRAPH_SIZE: 1,
-            }
-            if num_devices > 1 and _SMALL_COLLECTIVES in installed:
-                options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
-            return options
-        case _:
-            return {}
+    if graph == "auto":
+        return {}
+    if graph == "off":
+        return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
+    installed = installed_options() or {}
+    commands = installed[COMMAND_BUFFER].values if COMMAND_BUFFER in installed else _COMMON.split(",")
+    left_out = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
+    options: dict[str, OptionValue] = {COMMAND_BUFFER: ",".join(c for c in commands if c not in left_out), MIN_GRAPH_SIZE: 1}
+    if num_devices > 1 and _SMALL_COLLECTIVES in installed:
+        options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
+    return options
 
 
 def check_option(name: str, value: str) -> OptionValue:
-    """The value as XLA wants it, if the installed XLA has the option and the option this value.
+    """Returns the value of an option in the type that XLA wants; the text itself where the library does not tell its options.
 
     Args:
         name: an XLA option without dashes.
-        value: as written on the command line; `true`/`false` for a bool, commas between several values.
-
-    Returns:
-        The typed value; the text itself where the installed library does not tell its options.
+        value: `true` or `false` for a bool, commas between several values.
 
     Raises:
         CompilerOptionError: with the closest name, the type, or the allowed values.
@@ -119,10 +110,10 @@ def check_option(name: str, value: str) -> OptionValue:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise CompilerOptionError(f"--xla-options names {name}, which the installed XLA does not have{hint}")
+        raise _refused(f"names {name}, which the installed XLA does not have{hint}")
     option = known[name]
     if option.kind == "message":
-        raise CompilerOptionError(f"--xla-options sets {name}, which holds a structure and cannot be set from the command line")
+        raise _refused(f"sets {name}, which holds a structure and cannot be set from a text")
     if option.repeated:
         for item in value.split(",") if value else ():
             _convert(option, item)
@@ -149,12 +140,16 @@ def _convert(option: Option, value: str) -> OptionValue:
     except (KeyError, ValueError):
         allowed = {"bool": "true or false", "enum": "one of " + ", ".join(option.values)}
         allowed = allowed.get(option.kind, f"of type {option.kind}")
-        raise CompilerOptionError(f"--xla-options sets {option.name} to {value!r}: must be {allowed}") from None
+        raise _refused(f"sets {option.name} to {value!r}: must be {allowed}") from None
+
+
+def _refused(what: str) -> CompilerOptionError:
+    return CompilerOptionError(f"`xla_options` {what}", field="xla_options")
 
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Around `compile()`: XLA's own complaint about an option becomes a CompilerOptionError; other errors pass.
+    """Turns XLA's own complaint about an option into a CompilerOptionError, around `compile()`; other errors pass.
 
     Needed where the installed library does not tell its options, and for limits that only XLA knows.
     """
@@ -162,13 +157,13 @@ def option_errors() -> Iterator[None]:
         yield
     except RuntimeError as e:  # jax.errors.JaxRuntimeError is one; naming it would import jax here
         if complaint := re.search(r"No such compile option: .*|While setting option .*", str(e)):
-            raise CompilerOptionError(f"XLA refuses an option of --xla-options or --graph: {complaint[0]}") from e
+            raise CompilerOptionError(f"XLA refuses an option: {complaint[0]}", field="xla_options") from e
         raise
 
 
 @functools.cache
 def installed_options() -> Mapping[str, Option] | None:
-    """Every option of the installed XLA by name, or None where the library does not tell. About 30 ms, once a process."""
+    """Returns every option of the installed XLA by name, or None where the library does not tell. 30 ms, once a process."""
     descriptor = _descriptor_of_installed_xla()
     if descriptor is None:
         return None
@@ -194,7 +189,7 @@ _KINDS: dict[int, OptionKind] = {
 
 
 def _descriptor_of_installed_xla() -> _Fields | None:
-    """Fields of the FileDescriptorProto of xla/xla.proto inside jaxlib's shared library; None when it is not there.
+    """Returns fields of the FileDescriptorProto of xla/xla.proto inside jaxlib's shared library; None when it is not there.
 
     No public function of jax lists XLA's options. The protocol buffer runtime needs this descriptor for XLA's own lookup of
     option names, so the library has to carry it: this is the same list that XLA will check against, only earlier. It is still
@@ -213,7 +208,7 @@ def _descriptor_of_installed_xla() -> _Fields | None:
 
 
 def _fields(data: bytes) -> _Fields:
-    """(number, value) of each field of a message. Ends where no message can go on: the length is not stored with it."""
+    """Reads (number, value) of each field of a message. Ends where no message can go on: the length is not stored with it."""
     fields: _Fields = []
     position = number = 0
     while position < len(data):

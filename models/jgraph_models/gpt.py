@@ -83,15 +83,15 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
     padding = -config.vocab_size % ranks
 
-    def embed(ends: Any, tokens_BS: Array) -> Array:
-        return split_embedding(ends["embedding_VD"], tokens_BS[:, :-1], config.compute_dtype)
+    def embed(outer: Any, tokens_BS: Array) -> Array:
+        return split_embedding(outer["embedding_VD"], tokens_BS[:, :-1], config.compute_dtype)
 
     def layer(params: Any, x_BTD: Array) -> Array:
         return nnx.merge(block, params)(x_BTD, rotary(x_BTD.shape[1], config.head_size, config.rope_theta))
 
-    def head(ends: Any, x_BTD: Array, tokens_BS: Array) -> Array:
-        x_BTD = nnx.merge(norm, ends["norm"])(jax.lax.psum(x_BTD, "pipe"))
-        head_DV = ends["embedding_VD"].T if config.head == "tied" else ends["head_DV"]
+    def head(outer: Any, x_BTD: Array, tokens_BS: Array) -> Array:
+        x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
+        head_DV = outer["embedding_VD"].T if config.head == "tied" else outer["head_DV"]
         labels_BT, size = tokens_BS[:, 1:], config.vocab_size if padding else 0
         return jgraph.cross_entropy(
             x_BTD,
@@ -103,18 +103,18 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         )
 
     def split(params: Any) -> tuple[Any, list[Any]]:
-        ends = {name: leaf for name, leaf in params.items() if name != "blocks"}
+        outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
         for name, axis in axes.items():
-            ends[name] = jnp.pad(ends[name], [(0, padding) if i == axis else (0, 0) for i in range(2)])
+            outer[name] = jnp.pad(outer[name], [(0, padding) if i == axis else (0, 0) for i in range(2)])
         blocks = params["blocks"]
         if config.scan_layers:
-            return ends, [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(config.num_layers)]
-        return ends, [blocks[i] for i in range(config.num_layers)]
+            return outer, [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(config.num_layers)]
+        return outer, [blocks[i] for i in range(config.num_layers)]
 
-    def join(ends: Any, layers: list[Any]) -> Any:
-        whole = {name: jax.lax.slice_in_dim(ends[name], 0, config.vocab_size, axis=axis) for name, axis in axes.items()}
+    def join(outer: Any, layers: list[Any]) -> Any:
+        whole = {name: jax.lax.slice_in_dim(outer[name], 0, config.vocab_size, axis=axis) for name, axis in axes.items()}
         blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if config.scan_layers else dict(enumerate(layers))
-        return ends | whole | {"blocks": blocks}
+        return outer | whole | {"blocks": blocks}
 
     axes = {"embedding_VD": 0} | ({"head_DV": 1} if config.head == "untied" else {})
     return PipelineModel(embed, layer, head, sharded=axes, split=split, join=join)

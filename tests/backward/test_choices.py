@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.errors import SplitError
+from jgraph.errors import JgraphError, SplitError
 from tests.backward.stages import STAGES, gradients_by_vjp, hidden, mlp, mlp_params, normal, of_module
 
 DIMS = (((2,), (0,)), ((), ()))
@@ -53,8 +53,24 @@ def test_what_cannot_wait_is_refused_by_name_with_the_way_it_takes(name, path, b
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(SplitError, match=r"delay='kernel' matches no parameter; there are bias, down, up"):
+    with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter; there are bias, down, up"):
         jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
+
+
+CHOICES = [{"recompute": "all"}, {"products": "foo"}, {"products": ["all"]}, {"delay": 3}, {"delay": [3]}]
+
+
+@pytest.mark.parametrize("asked", CHOICES, ids=str)
+def test_a_choice_that_is_not_there_is_refused_before_anything_is_split(asked):
+    with pytest.raises(JgraphError) as error:
+        jgraph.split_backward(mlp, **asked)
+    assert error.value.field == next(iter(asked))
+
+
+def test_a_stage_that_is_no_function_is_refused():
+    with pytest.raises(SplitError) as error:
+        jgraph.split_backward(mlp_params())
+    assert error.value.field == "stage_fn"
 
 
 def test_only_hooked_products_are_delayed_if_so_chosen():

@@ -71,7 +71,7 @@ def test_parts_of_the_processes_make_up_the_batch_of_one(process_count):
 
 
 def test_batch_that_the_processes_cannot_share_is_refused():
-    with pytest.raises(ConfigError, match="--batch-size is 4: must be divisible by the number of processes, 3") as caught:
+    with pytest.raises(ConfigError, match="`batch_size` is 4: must be divisible by the number of processes, 3") as caught:
         batches_of(process_count=3)
     assert caught.value.field == "batch_size"
 
@@ -82,7 +82,7 @@ def test_stream_of_one_window_repeats_it():
 
 @pytest.mark.parametrize("sample", [batches_of, lambda tokens: heldout_batches(tokens, batch_size=4, seq_len=16, limit=1)])
 def test_stream_shorter_than_a_sequence_is_refused(sample):
-    with pytest.raises(DataError, match="has 16 tokens where --seq-len 16 needs at least 17"):
+    with pytest.raises(DataError, match="has 16 tokens where `seq_len` 16 needs at least 17"):
         sample(TOKENS[:16])
 
 

@@ -126,13 +126,13 @@ def test_token_directory_without_tokenizer_decodes_to_numbers(token_directory, m
 
 def test_unknown_name_is_refused_with_the_names_and_the_closest():
     with pytest.raises(
-        DataError, match=r"--data is pyton-docs: .*python-docs, python-source, synthetic; did you mean python-docs\?"
+        DataError, match=r"`data` is pyton-docs: .*python-docs, python-source, synthetic; did you mean python-docs\?"
     ):
         open_corpus("pyton-docs")
 
 
 def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"--data is .*absent.txt: no such file or directory"):
+    with pytest.raises(DataError, match=r"`data` is .*absent.txt: no such file or directory"):
         open_corpus(tmp_path / "absent.txt")
 
 
@@ -140,38 +140,38 @@ def test_missing_file_is_refused(tmp_path):
 def test_empty_file_is_refused(tmp_path, contents):
     path = tmp_path / "empty.txt"
     path.write_bytes(contents)
-    with pytest.raises(DataError, match=r"--data is .*empty.txt: the file is empty"):
+    with pytest.raises(DataError, match=r"`data` is .*empty.txt: the file is empty"):
         open_corpus(path)
 
 
 def test_text_of_one_repeated_document_is_refused(tmp_path):
     path = tmp_path / "same.txt"
     path.write_bytes(b"same\n<|endoftext|>\n" * 3)
-    with pytest.raises(DataError, match=r"--data is .*same.txt: the text has 3 documents, none different"):
+    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, none different"):
         open_corpus(path)
 
 
 def test_text_shorter_than_a_sequence_is_refused_with_sizes(text_file):
     corpus = open_corpus(text_file)
     sizes = f"{len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out"
-    with pytest.raises(DataError, match=f"{sizes}, --seq-len 99999 needs at least 100000 of each"):
+    with pytest.raises(DataError, match=f"{sizes}, `seq_len` 99999 needs at least 100000 of each"):
         open_corpus(text_file, seq_len=99_999)
 
 
 def test_unreadable_file_is_a_data_error():
-    with pytest.raises(DataError, match=r"--data is xxx.*: cannot be read"):
+    with pytest.raises(DataError, match=r"`data` is xxx.*: cannot be read"):
         open_corpus("x" * 5000)
 
 
 def test_byte_beyond_the_vocabulary_is_refused_and_the_largest_one_accepted(text_file):
     largest = max(text_file.read_bytes())
     open_corpus(text_file, vocab_size=largest + 1)
-    with pytest.raises(DataError, match=f"--model.vocab-size is {largest}: .* needs at least {largest + 1} token ids"):
+    with pytest.raises(DataError, match=f"`model.vocab_size` is {largest}: .* needs at least {largest + 1} token ids"):
         open_corpus(text_file, vocab_size=largest)
 
 
 def test_token_files_of_a_larger_vocabulary_are_refused(token_directory):
-    with pytest.raises(DataError, match=r"--model.vocab-size is 256: --data .*tokens needs at least 300 token ids"):
+    with pytest.raises(DataError, match=r"`model.vocab_size` is 256: `data` .*tokens needs at least 300 token ids"):
         open_corpus(token_directory)
 
 
@@ -181,7 +181,7 @@ def test_single_token_file_is_refused_with_its_directory(token_directory):
 
 
 def test_directory_without_token_files_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"--data is .*: has no .bin files; make such .* with python -m jgraph.data make"):
+    with pytest.raises(DataError, match=r"`data` is .*: has no .bin files; make such .* with python -m jgraph.data make"):
         open_corpus(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_directory_with_a_stranger_is_refused(token_directory):
 def test_directory_with_a_truncated_file_is_refused(token_directory):
     path = token_directory / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"--data is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
+    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
         open_corpus(token_directory, vocab_size=512)
 
 

@@ -67,5 +67,5 @@ def test_fewer_than_two_different_documents_are_refused(documents):
 
 @pytest.mark.parametrize("fraction", [0, 1, float("nan")])
 def test_a_fraction_outside_zero_to_one_is_refused(fraction):
-    with pytest.raises(ConfigError, match="--heldout-fraction"):
+    with pytest.raises(ConfigError, match="`heldout_fraction`"):
         count_heldout([b"a", b"b"], fraction)

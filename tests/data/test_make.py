@@ -114,7 +114,7 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
 def test_empty_directory_is_used_and_a_full_one_refused(make, tmp_path):
     (tmp_path / "tokens").mkdir()
     make()
-    with pytest.raises(DataError, match=r"--out is .*tokens: it exists and is not an empty directory"):
+    with pytest.raises(DataError, match=r"`out` is .*tokens: it exists and is not an empty directory"):
         make()
 
 
@@ -132,20 +132,20 @@ def test_file_that_is_no_tokenizer_is_refused(make, text_file):
 def test_text_that_the_tokenizer_cannot_encode_is_refused_with_its_name(make, tmp_path):
     path = tmp_path / "two-words.json"
     Tokenizer(models.WordLevel({"\n": 0, "hello": 1}, unk_token="[UNK]")).save(str(path))
-    with pytest.raises(DataError, match=r"--text is .*stories.txt: the tokenizer cannot encode this text: .*UNK"):
+    with pytest.raises(DataError, match=r"`text` is .*stories.txt: the tokenizer cannot encode this text: .*UNK"):
         make(tokenizer=path)
 
 
 def test_text_that_is_not_utf8_is_refused_with_its_name(make, tmp_path, text_file):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 au lait " * 100)
-    with pytest.raises(DataError, match=r"--text is .*latin.txt: not UTF-8"):
+    with pytest.raises(DataError, match=r"`text` is .*latin.txt: not UTF-8"):
         make(texts=[text_file, path])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"shard_tokens": 0}, "--shard-tokens is 0"), ({"heldout_fraction": 1.0}, r"--heldout-fraction is 1.0")],
+    [({"shard_tokens": 0}, "`shard_tokens` is 0"), ({"heldout_fraction": 1.0}, r"`heldout_fraction` is 1.0")],
 )
 def test_numbers_out_of_range_are_refused(make, options, message):
     with pytest.raises(ConfigError, match=message):
@@ -154,7 +154,7 @@ def test_numbers_out_of_range_are_refused(make, options, message):
 
 def test_empty_text_is_refused(make, tmp_path):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"--text is .*empty.txt: the file is empty"):
+    with pytest.raises(DataError, match=r"`text` is .*empty.txt: the file is empty"):
         make(texts=[tmp_path / "empty.txt"])
 
 

@@ -1,4 +1,4 @@
-"""A run on a GPU profiles itself: both traces, and nearly every kernel with a cause."""
+"""A run on a GPU profiles itself: both traces, and nearly every kernel with a category."""
 
 import json
 

@@ -74,27 +74,25 @@ def give(**kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        (give(params=chain.make_chain(3)[1]), r"params: 3 given for 2 callables"),
-        (give(params=chain.make_params(0)), r"params: one dict given for 2 callables"),
-        (give(sample_args=chain.sample(1)), r"sample_args: 1 given for 2 callables; give a tuple with one for each"),
-        (give(sample_args=(jnp.ones(3), jnp.ones(3))), r"sample_args of callable 0 are .*: must be a tuple \(x, \*extra\)"),
-        (give(sample_kwargs=({},)), r"sample_kwargs: 1 given for 2"),
-        (give(hooks=({"before": print}, {})), r"hooks of callable 0 name 'before': must be of forward_pre, forward"),
-        (give(hooks=({"forward": 3}, {})), r"hook forward of callable 0 is 3: must be a function"),
-        (give(sample_kwargs=(3, {})), r"sample_kwargs of callable 0 are 3: must be a dict"),
-        (give(devices=5), r"devices are 5: must be a list of jax devices"),
-        (give(devices=["cpu:0"]), r"devices are .*: must be a list of jax devices"),
-        (give(order=[[1, -1], [1, -1]], delay_wgrad=1), r"delay_wgrad is 1"),
-        (give(param_grads="cloned"), r"param_grads is 'cloned': must be one of owned, aliased"),
-        (give(on_mismatch="ignore"), r"on_mismatch is 'ignore': must be one of error, recompile"),
-        (give(callables=(), params=(), sample_args=()), "there are no callables"),
+        (give(params=chain.make_chain(3)[1]), r"`params`: 3 given for 2 callables"),
+        (give(params=chain.make_params(0)), r"`params`: one dict given for 2 callables"),
+        (give(sample_args=chain.sample(1)), r"`sample_args`: 1 given for 2 callables; give a tuple with one for each"),
+        (give(sample_args=(jnp.ones(3), jnp.ones(3))), r"`sample_args` of callable 0 is .*: must be a tuple \(x, \*extra\)"),
+        (give(sample_kwargs=({},)), r"`sample_kwargs`: 1 given for 2"),
+        (give(sample_kwargs=(3, {})), r"`sample_kwargs` of callable 0 is 3: must be a dict"),
+        (give(devices=5), r"`devices` is 5: must be a list of jax devices"),
+        (give(devices=["cpu:0"]), r"`devices` is .*: must be a list of jax devices"),
+        (give(order=[[1, -1], [1, -1]], delay_wgrad=1), r"`delay_wgrad` is 1"),
+        (give(param_grads="cloned"), r"`param_grads` is 'cloned': must be one of owned, aliased"),
+        (give(on_mismatch="ignore"), r"`on_mismatch` is 'ignore': must be one of error, recompile"),
+        (give(callables=(), params=(), sample_args=()), "`callables` is empty"),
         (give(callables=(chain.stage, 3)), "callable 1 is int: must be a function or a Flax module"),
-        (give(reuse_buffers=True), "reuse_buffers needs an order"),
+        (give(reuse_buffers=True), "`reuse_buffers` needs an order"),
         (give(order=[1, -1]), r"the order has 1 callables .*, but 2 are given"),
         (give(order=[1, 2, -2, -1], num_layers_per_chunk=[2, 1]), r"the order has 3 callables .*, but 2 are given"),
-        (give(order=[1, 2, -2, -1], devices=jax.devices()[:2]), r"2 devices for 1 ranks: give one for each rank"),
-        (give(training=False, order=[1, 2, -2, -1]), "training=False builds no backward: leave out order"),
-        (give(training=False, delay_wgrad=True), "training=False builds no backward"),
+        (give(order=[1, 2, -2, -1], devices=jax.devices()[:2]), r"`devices` has 2 for 1 ranks: give one for each rank"),
+        (give(training=False, order=[1, 2, -2, -1]), "`training` is False, which builds no backward: leave out order"),
+        (give(training=False, delay_wgrad=True), "`training` is False"),
         (give(compiler_options={"xla_gpu_no_such_option": 1}), "xla_gpu_no_such_option"),
     ],
 )
@@ -118,7 +116,7 @@ def test_callables_of_an_order_must_fit_each_other():
 def test_params_on_several_devices_need_devices():
     fns, params = chain.make_chain(2)
     spread = tuple(jax.device_put(p, d) for p, d in zip(params, jax.devices(), strict=False))
-    with pytest.raises(CallableError, match="params lie on 2 devices: name one device per rank"):
+    with pytest.raises(CallableError, match="`params` lie on 2 devices: name one device per rank"):
         jgraph.make_graphed_callables(fns, spread, chain.sample(2))
 
 
@@ -140,18 +138,18 @@ X = jnp.ones((chain.B, chain.D))
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"inputs": [X, X]}, "inputs has 2 entries, but the order has 1 microbatches"),
+        ({"inputs": [X, X]}, "`inputs` has 2 entries, but the order has 1 microbatches"),
         ({"inputs": [X[:1]]}, r"inputs\[0\] is float32\[1, 4\], built for float32\[3, 4\]"),
-        ({"loss_args": [(X,), (X,)]}, "loss_args has 2 entries"),
-        ({"extra": [(X,)]}, "extra is given, but no callable takes arguments after x"),
-        ({"inputs": X[None]}, "inputs are ArrayImpl: must be a list of 1"),
-        ({"loss_args": [X]}, r"loss_args\[0\] is ArrayImpl: must be a tuple of arguments"),
-        ({"loss_fn": None}, "loss_fn is NoneType: must be a function"),
+        ({"loss_args": [(X,), (X,)]}, "`loss_args` has 2 entries"),
+        ({"extra": [(X,)]}, "`extra` is given, but no callable takes arguments after x"),
+        ({"inputs": X[None]}, "`inputs` is ArrayImpl: must be a list of 1"),
+        ({"loss_args": [X]}, r"`loss_args\[0\]` is ArrayImpl: must be a tuple of arguments"),
+        ({"loss_fn": None}, "`loss_fn` is NoneType: must be a function"),
         ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn gives a tuple: must be a floating scalar alone"),
-        ({"step": 2**40}, "step is 1099511627776: must be a whole number"),
-        ({"outputs": "some"}, "outputs is 'some': must be one of drop, keep"),
-        ({"join": "all"}, "join is 'all': must be one of segments, nothing"),
-        ({"params": (chain.make_params(0),)}, "params: 1 given for 2 callables"),
+        ({"step": 2**40}, "`step` is 1099511627776: must be a whole number"),
+        ({"outputs": "some"}, "`outputs` is 'some': must be one of drop, keep"),
+        ({"join": "all"}, "`join` is 'all': must be one of segments, nothing"),
+        ({"params": (chain.make_params(0),)}, "`params`: 1 given for 2 callables"),
         ({"loss_fn": lambda y, t: y}, r"loss_fn gives float32\[3, 4\]: must be a floating scalar"),
         ({"order": [1, -1]}, "the order has 1 callables"),
         ({"order": [1, 2, -1, -2]}, "which it needs; move it after"),
@@ -183,9 +181,9 @@ def test_run_needs_a_key_or_keys_among_the_arguments():
         return x * params * jax.random.bernoulli(key, 0.5, x.shape)
 
     graphed = jgraph.make_graphed_callables(noisy, jnp.ones(()), (X,), sample_kwargs={"key": jax.random.key(0)}, order=[1, -1])
-    with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: give run a key="):
+    with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: give run a `key`"):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
-    with pytest.raises(CallableError, match=r"key is 3: must be one random key like the sample's"):
+    with pytest.raises(CallableError, match=r"`key` is 3: must be one random key like the sample's"):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)], key=3)
 
 

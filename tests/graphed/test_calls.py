@@ -143,8 +143,8 @@ def test_the_compiled_programs_say_that_main_grad_is_updated_in_place():
     call, _ = build(delay_wgrad=True)
     part = call.entry.parts["wgrad"]
     assert len(part.updates) == 2
-    assert alias_map(part.program.compiled) == {0: 0, 1: 1}
-    assert alias_map(call.entry.parts["forward"].program.compiled) == {}
+    assert alias_map(part.executable.compiled) == {0: 0, 1: 1}
+    assert alias_map(call.entry.parts["forward"].executable.compiled) == {}
 
 
 def test_a_stale_handle_says_whose_it_was_what_ended_it_and_how_to_keep_it():
@@ -273,7 +273,7 @@ def test_what_the_callers_context_says_holds_while_building():
     # jax keeps such settings by thread.
     with jax.default_matmul_precision("highest"):
         call, _ = build()
-    assert "operand_precision={highest,highest}" in call.entry.parts["forward"].program.compiled.as_text()
+    assert "operand_precision={highest,highest}" in call.entry.parts["forward"].executable.compiled.as_text()
 
 
 # The pool
@@ -365,12 +365,12 @@ def test_the_residuals_of_a_run_are_donated_to_their_last_consumer():
     xs, loss_args = chain.batches(2)
     graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")
     (plan,) = graphed._plans.values()
-    donated = [r for instruction in plan.instructions for r in instruction.program.donated]
+    donated = [r for instruction in plan.instructions for r in instruction.executable.donated]
     assert donated
     assert set(donated) <= set(plan.pool)
     for instruction in plan.instructions:
-        count = len(instruction.program.sums) + len(instruction.program.donated)
-        assert set(alias_map(instruction.program.compiled).values()) == set(range(count))
+        count = len(instruction.executable.sums) + len(instruction.executable.donated)
+        assert set(alias_map(instruction.executable.compiled).values()) == set(range(count))
 
 
 # Wrong calls
@@ -633,7 +633,7 @@ def test_a_module_with_variables_that_a_call_would_change_is_refused():
         jgraph.make_graphed_callables(module, nnx.state(module, nnx.Param), (X,))
 
 
-# Reset, hooks, failure
+# Reset, failure
 
 
 def test_reset_frees_memory_and_use_after_it_is_refused():
@@ -658,21 +658,6 @@ def test_reset_frees_memory_and_use_after_it_is_refused():
     del y, graphed
     gc.collect()
     assert len(jax.live_arrays()) - before == len(jax.tree.leaves(params))
-
-
-def test_hooks_run_while_building_in_their_order_and_never_on_replay():
-    calls = []
-    hooks = tuple(
-        {name: lambda i, name=name: calls.append((name, i)) for name in ("forward_pre", "forward", "backward_pre", "backward")}
-        for _ in range(2)
-    )
-    graphed, params = chain.build(2, hooks=hooks)
-    expected = [("forward_pre", 0), ("forward", 0), ("forward_pre", 1), ("forward", 1)]
-    expected += [("backward_pre", 1), ("backward", 1), ("backward_pre", 0), ("backward", 0)]
-    assert calls == expected
-    graphed[0](params[0], X)
-    graphed[0].backward(DY)
-    assert calls == expected
 
 
 def test_a_build_that_fails_half_way_leaves_nothing_behind():
@@ -705,7 +690,7 @@ def noisy(params, x, *, key):
     return chain.stage(params, x) * jax.random.bernoulli(key, 0.5, x.shape)
 
 
-def test_a_runs_keys_are_folded_by_step_callable_and_microbatch():
+def test_a_runs_keys_are_folded_by_step_microbatch_and_callable():
     params, key = tuple(map(chain.make_params, range(2))), jax.random.key(7)
     graphed = jgraph.make_graphed_callables(
         (noisy,) * 2, params, chain.sample(2), sample_kwargs=({"key": key},) * 2, order=[1, 1, 2, 2, -2, -1, -2, -1]
@@ -716,7 +701,7 @@ def test_a_runs_keys_are_folded_by_step_callable_and_microbatch():
         total = 0.0
         for m, (x, args) in enumerate(zip(xs, loss_args, strict=True)):
             for i, p in enumerate(params):
-                x = noisy(p, x, key=jgraph.fold_key(key, step=step, index=i, microbatch=m))
+                x = noisy(p, x, key=jgraph.fold_key(key, step=step, microbatch=m, layer=i))
             total += chain.loss_fn(x, *args)
         return total
 
@@ -725,3 +710,9 @@ def test_a_runs_keys_are_folded_by_step_callable_and_microbatch():
         chain.assert_close(sum(run.losses), eager(step))
     assert float(sum(runs[0].losses)) != float(sum(runs[1].losses))
     chain.assert_same_bits(runs[0].grads, runs[2].grads)
+
+
+def test_a_layers_key_is_the_one_that_a_pipeline_program_folds_from_its_steps_key():
+    key = jax.random.key(7)
+    in_a_step = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 3), 1), 2)
+    assert jgraph.fold_key(key, step=3, microbatch=1, layer=2) == in_a_step

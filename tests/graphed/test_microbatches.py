@@ -79,7 +79,7 @@ def test_a_forward_too_many_is_noticed_at_the_next_backward():
     call, params = build()
     call(params, OTHER)  # should have been an evaluation
     call(params, X)
-    with pytest.raises(CallableError, match=r"2 microbatches wait .*\(0, 1\).*microbatch=.*drop"):
+    with pytest.raises(CallableError, match=r"2 microbatches wait .*\(0, 1\).*`microbatch`.*drop"):
         call.backward(DY)
     call.drop(0)
     chain.assert_close(call.backward(DY), truth(params, X))

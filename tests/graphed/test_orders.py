@@ -151,10 +151,10 @@ def test_a_rounds_forward_dgrad_and_wgrad_are_one_executable_in_the_steady_state
     xs, loss_args = chain.batches(16)
     graphed.run(None, xs, chain.loss_fn, params=graphed.place(params), loss_args=loss_args)
     (plan,) = graphed._plans.values()
-    kinds = Counter("".join(t.kind[0] for t in i.program.tasks if t.kind != "loss") for i in plan.instructions)
+    kinds = Counter("".join(t.kind[0] for t in i.executable.tasks if t.kind != "loss") for i in plan.instructions)
     rounds = sum(count for kinds, count in kinds.items() if sorted(kinds) == ["d", "f", "w"])
     assert rounds >= 4 * (16 - 7)
-    assert len({id(i.program.compiled) for i in plan.instructions}) < 40
+    assert len({id(i.executable.compiled) for i in plan.instructions}) < 40
 
 
 @pytest.mark.once
@@ -258,7 +258,7 @@ def test_the_buffers_that_live_are_those_that_the_order_has_slots_for(order, mon
     counts, plan = watched(graphed, None, params, xs, loss_args, monkeypatch)
     schedule = graphed.schedule
     live = live_by_slots(schedule, graphed)
-    num_losses = np.cumsum([any(t.kind == "loss" for t in i.program.tasks) for i in plan.instructions])
+    num_losses = np.cumsum([any(t.kind == "loss" for t in i.executable.tasks) for i in plan.instructions])
     assert counts == [a + b for a, b in zip(live, num_losses.tolist(), strict=True)]
     assert counts[-1] == schedule.num_microbatches  # the losses alone are left
 

@@ -42,18 +42,18 @@ def test_main_grad_is_updated_in_place_on_the_target(h200):
     graphed = blocks(1, h200[0], param_grads="aliased")
     part = graphed[0].entry.parts["backward"]
     assert len(part.updates) == 6
-    assert alias_map(part.program.compiled) == {i: i for i in range(6)}
+    assert alias_map(part.executable.compiled) == {i: i for i in range(6)}
 
 
 def test_a_joined_order_is_one_command_buffer(h200):
     graphed = blocks(2, h200[0], order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
     plan = graphed._plan(graphed.schedule, half_square, (), "drop", "segments", "given")
     (instruction,) = plan.instructions
-    assert instruction.program.report.command_buffers == 1
-    assert instruction.program.report.captured == instruction.program.report.total
-    count = len(instruction.program.sums)
+    assert instruction.executable.report.command_buffers == 1
+    assert instruction.executable.report.captured == instruction.executable.report.total
+    count = len(instruction.executable.sums)
     assert count == 8  # four products a block; the norms' gradients are owned
-    aliases = alias_map(instruction.program.compiled)
+    aliases = alias_map(instruction.executable.compiled)
     assert {out: aliases[out] for out in range(count)} == {i: i for i in range(count)}
 
 
@@ -62,7 +62,7 @@ def test_every_instruction_has_an_executable_of_its_own(h200):
     graphed = jgraph.make_graphed_callables(chain.stage, params, (chain.sample(1)[0][0],), order=[1, -1] * 2, devices=[h200[0]])
     args = (jax.ShapeDtypeStruct((chain.B, chain.D), jnp.float32),)
     plan = graphed._plan(graphed.schedule, chain.loss_fn, args, "drop", "nothing", "given")
-    assert len({id(i.program.compiled.runtime_executable()) for i in plan.instructions}) == 4
+    assert len({id(i.executable.compiled.runtime_executable()) for i in plan.instructions}) == 4
 
 
 def half_square(y):

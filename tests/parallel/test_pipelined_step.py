@@ -19,16 +19,16 @@ def new_params():
     return {"embed": rng.standard_normal((2, WIDTH), np.float32), "layers": layers, "head": np.ones((WIDTH, 4), np.float32)}
 
 
-def embed(ends, batch):
-    return batch["x"] @ ends["embed"]
+def embed(outer, batch):
+    return batch["x"] @ outer["embed"]
 
 
 def layer(params, x):
     return x + jnp.tanh(x @ params["kernel"])
 
 
-def head(ends, x, batch):
-    return jnp.mean((x @ ends["head"] - batch["y"]) ** 2)
+def head(outer, x, batch):
+    return jnp.mean((x @ outer["head"] - batch["y"]) ** 2)
 
 
 MODEL = PipelineModel(
@@ -36,7 +36,7 @@ MODEL = PipelineModel(
     layer,
     head,
     split=lambda params: ({"embed": params["embed"], "head": params["head"]}, params["layers"]),
-    join=lambda ends, layers: ends | {"layers": layers},
+    join=lambda outer, layers: outer | {"layers": layers},
 )
 
 

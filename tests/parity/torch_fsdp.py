@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.peers.torch_gpt import GPT
 from jgraph.training.config import OptimizerConfig
 from jgraph_models.gpt import GPTConfig
-from tests.parity.torch_gpt import GPT
 
 Arrays = dict[str, np.ndarray]
 

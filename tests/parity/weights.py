@@ -5,8 +5,8 @@ import numpy as np
 import torch
 from flax import nnx
 
+from benchmarks.peers import torch_gpt
 from jgraph_models.gpt import GPT, GPTConfig
-from tests.parity import torch_gpt
 
 PyTree = object
 

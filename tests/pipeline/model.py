@@ -32,13 +32,13 @@ def layer(p: Tree, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
     return 0.9 * x + u @ p["down"]
 
 
-def embed(ends: Tree, inputs: Tree) -> jax.Array:
-    return ends["table"][inputs["tokens"]]
+def embed(outer: Tree, inputs: Tree) -> jax.Array:
+    return outer["table"][inputs["tokens"]]
 
 
-def head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+def head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
     """Mean cross-entropy; the table is the embedding's."""
-    logits = (x * ends["scale"].astype(x.dtype)) @ ends["table"].T.astype(x.dtype)
+    logits = (x * outer["scale"].astype(x.dtype)) @ outer["table"].T.astype(x.dtype)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_p, inputs["labels"][..., None], -1))
 
@@ -48,18 +48,18 @@ PARTS = PipelineModel(embed, layer, head)
 
 @cache
 def params(L: int) -> tuple[Tree, list[Tree]]:
-    """Of the ends, and of each layer."""
+    """Of embedding and head, and of each layer."""
     rng = np.random.default_rng(L)
 
     def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> jax.Array:
         return jnp.asarray(mean + scale * rng.standard_normal(shape), jnp.float32)
 
-    ends = {"table": normal(V, D, scale=0.3), "scale": normal(D, scale=0.1, mean=1)}
+    outer = {"table": normal(V, D, scale=0.3), "scale": normal(D, scale=0.1, mean=1)}
     layers = [
         {"norm": normal(D, scale=0.1, mean=1), "up": normal(D, F, scale=D**-0.5), "down": normal(F, D, scale=F**-0.5)}
         for _ in range(L)
     ]
-    return ends, layers
+    return outer, layers
 
 
 @cache
@@ -69,12 +69,12 @@ def batch(M: int, seed: int = 0) -> Tree:
     return {"tokens": tokens, "labels": labels}
 
 
-def plain_loss(ends: Tree, layers: Sequence[Tree], inputs: Tree, key: jax.Array | None) -> jax.Array:
+def plain_loss(outer: Tree, layers: Sequence[Tree], inputs: Tree, key: jax.Array | None) -> jax.Array:
     """Of one microbatch."""
-    x = embed(ends, inputs)
+    x = embed(outer, inputs)
     for j, p in enumerate(layers):
         x = layer(p, x) if key is None else layer(p, x, jax.random.fold_in(key, j))
-    return head(ends, x, inputs)
+    return head(outer, x, inputs)
 
 
 @cache
@@ -83,7 +83,7 @@ def _gradient(loss: Any) -> Any:
 
 
 def plain(
-    ends: Tree,
+    outer: Tree,
     layers: Sequence[Tree],
     inputs: Tree,
     *,
@@ -97,8 +97,9 @@ def plain(
     for d in range(dp):
         for m in range(M):
             own = jax.tree.map(lambda leaf, d=d, m=m: leaf[m].reshape(dp, -1, T)[d], inputs)
-            folded = None if key is None else jax.random.fold_in(jax.random.fold_in(key, d), m)
-            one = jax.tree.map(partial(np.asarray, dtype=np.float64), _gradient(loss)(ends, layers, own, folded))
+            own_key = jax.random.fold_in(key, d) if key is not None and dp > 1 else key
+            folded = None if own_key is None else jax.random.fold_in(own_key, m)
+            one = jax.tree.map(partial(np.asarray, dtype=np.float64), _gradient(loss)(outer, layers, own, folded))
             total = one if total is None else jax.tree.map(np.add, total, one)
     return jax.tree.map(lambda a: a / (M * dp), total)
 
@@ -117,8 +118,8 @@ def pipeline(schedule: Schedule, L: int, *, dp: int = 1, parts: PipelineModel = 
     return Pipeline.of(parts, schedule, mesh(schedule.num_ranks, dp), num_layers=L, **choices)
 
 
-def placed(pipe: Pipeline, ends: Tree, layers: Sequence[Tree]) -> Tree:
-    stacked = pipe.stack(ends, list(layers))
+def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:
+    stacked = pipe.stack(outer, list(layers))
     return jax.device_put(stacked, pipe.shardings(stacked))
 
 

@@ -1,4 +1,4 @@
-"""Models in parts: which layer is where, ends that ranks share, and what does not go together."""
+"""Models in parts: which layer is where, embedding and head that ranks share, and what does not go together."""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from tests.pipeline import model
 )
 def test_unstack_is_the_inverse_of_stack(name, P, C, L):
     pipe = model.pipeline(generate(name, pp=P, microbatches=2 * P, chunks=C), L)
-    ends, layers = model.params(L)
-    jax.tree.map(np.testing.assert_array_equal, pipe.unstack(pipe.stack(ends, layers)), (ends, layers))
+    outer, layers = model.params(L)
+    jax.tree.map(np.testing.assert_array_equal, pipe.unstack(pipe.stack(outer, layers)), (outer, layers))
 
 
 def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
@@ -51,16 +51,16 @@ def own_rows(table, ids):
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
-def shared_embed(ends, inputs):
-    rows, here = own_rows(ends["table"], inputs["tokens"])
-    return lax.psum(jnp.where(here[..., None], ends["table"][rows], 0), "pipe")
+def shared_embed(outer, inputs):
+    rows, here = own_rows(outer["table"], inputs["tokens"])
+    return lax.psum(jnp.where(here[..., None], outer["table"][rows], 0), "pipe")
 
 
-def shared_head(ends, y, inputs):
-    logits = (lax.psum(y, "pipe") * ends["scale"]) @ ends["table"].T
+def shared_head(outer, y, inputs):
+    logits = (lax.psum(y, "pipe") * outer["scale"]) @ outer["table"].T
     top = lax.pmax(lax.stop_gradient(logits).max(-1), "pipe")
     total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "pipe")
-    rows, here = own_rows(ends["table"], inputs["labels"])
+    rows, here = own_rows(outer["table"], inputs["labels"])
     picked = lax.psum(jnp.where(here, jnp.take_along_axis(logits, rows[..., None], -1)[..., 0], 0), "pipe")
     return jnp.mean(jnp.log(total) + top - picked)
 
@@ -81,8 +81,8 @@ SHARED = PipelineModel(shared_embed, model.layer, shared_head, sharded={"table":
 def test_gradients_of_ends_shared_by_psum_are_right(name, P, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=5, chunks=C), 4, parts=SHARED, runtime=runtime)
     stacked = model.placed(pipe, *model.params(4))
-    assert pipe.specs(stacked)["ends"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
-    assert stacked["ends"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
+    assert pipe.specs(stacked)["outer"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
+    assert stacked["outer"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
     model.assert_same(model.piped(pipe), model.expected(4, 5))
 
 
@@ -106,7 +106,7 @@ def test_ranks_with_unequal_numbers_of_stages_are_refused():
 
 
 def test_a_mesh_with_another_number_of_ranks_is_refused():
-    with pytest.raises(ConfigError, match="the schedule has 4 ranks, but --pp is 2") as caught:
+    with pytest.raises(ConfigError, match="the schedule has 4 ranks, but `pp` is 2") as caught:
         Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), num_layers=4)
     assert caught.value.field == "pp"
 
@@ -123,9 +123,9 @@ def test_backwards_that_are_not_split_are_refused_by_the_aligned_runtime():
 
 def test_a_shared_leaf_that_does_not_divide_is_refused():
     pipe = model.pipeline(generate("1f1b", pp=8, microbatches=8), 8, parts=SHARED)
-    ends, layers = model.params(8)
+    outer, layers = model.params(8)
     with pytest.raises(ConfigError, match="axis 0 of table has 12 rows for 8 ranks: must be divisible"):
-        pipe.specs(pipe.stack(ends, layers))
+        pipe.specs(pipe.stack(outer, layers))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ import pytest
 
 from jgraph import split_backward
 from jgraph.parallel.pipeline.runtime import RankRuntime
-from jgraph.schedule import generate, phases
+from jgraph.schedule import generate, phases, tabulate
 from jgraph.schedule.action import WGRAD
-from jgraph.schedule.columns import columns
 from tests.pipeline import model
 
 P, M = 4, 12  # so many that rounds of all three kinds repeat
 SCHEDULE = generate("aligned", pp=P, microbatches=M)
-COLUMNS = columns(SCHEDULE, writing="makers")
+COLUMNS = tabulate(SCHEDULE, writing="makers")
 
 
 class Hlo:
@@ -74,7 +73,7 @@ def branches() -> int:
             ticks = phase.first_tick + j + len(phase.kinds) * np.arange(phase.rounds)
             wgrads = COLUMNS.table.kind[ticks] == WGRAD
             count += bool(wgrads.any() and not wgrads.all())
-            # The ends are a branch where only some rounds of a phase have them.
+            # Embedding and head are a branch where only some rounds of a phase have them.
             for numbers in (COLUMNS.enter, COLUMNS.leave, COLUMNS.back):
                 has = numbers[ticks] >= 0
                 count += bool(has.any() and not has.all())
@@ -96,7 +95,7 @@ def test_the_program_has_a_branch_only_where_ranks_differ():
 
 
 def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
-    ends, layers = model.params(P)
+    outer, layers = model.params(P)
     x = jnp.zeros((model.B, model.T, model.D))
     inputs = jax.tree.map(lambda leaf: leaf[0], model.batch(M))
     split = split_backward(model.layer)
@@ -106,7 +105,7 @@ def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
         "forward": hlo(split.forward, layers[0], x),
         "dgrad": hlo(split.dgrad, layers[0], residuals, x),
         "wgrad": hlo(split.wgrad, layers[0], residuals, stash),
-        "head": hlo(jax.value_and_grad(model.head, (0, 1)), ends, x, inputs),
+        "head": hlo(jax.value_and_grad(model.head, (0, 1)), outer, x, inputs),
     }
     products = {name: part.count("dot") for name, part in parts.items()}
     assert products == {"forward": 2, "dgrad": 2, "wgrad": 2, "head": 3}
@@ -141,7 +140,7 @@ def nbytes(pool) -> int:
 def test_pools_take_the_bytes_of_their_slots_and_no_more(monkeypatch, name, C, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)
     pools = started(monkeypatch, model.pipeline(schedule, P * C, runtime=runtime))
-    slots = columns(schedule, writing="makers" if runtime == "aligned" else "all").slots
+    slots = tabulate(schedule, writing="makers" if runtime == "aligned" else "all").slots
     x = jax.ShapeDtypeStruct((model.B, model.T, model.D), jnp.float32)
     one = split_backward(model.layer).spec(model.params(1)[1][0], x).nbytes()
     one |= dict.fromkeys(("activation", "gradient", "loss"), 4 * x.size)

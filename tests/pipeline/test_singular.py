@@ -22,20 +22,20 @@ def unit(x: jax.Array, axis: int = -1) -> jax.Array:
     return x / jnp.linalg.norm(x, axis=axis, keepdims=True)
 
 
-def unit_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    return model.head(ends, unit(x), inputs)
+def unit_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    return model.head(outer, unit(x), inputs)
 
 
-def log_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    return model.head(ends, x, inputs) + jnp.mean(jnp.log(jnp.sum((x * ends["scale"]) ** 2, -1)))
+def log_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+    return model.head(outer, x, inputs) + jnp.mean(jnp.log(jnp.sum((x * outer["scale"]) ** 2, -1)))
 
 
-def biased_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+def biased_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
     """Has a gradient even where x is zero."""
-    return model.head(ends, x + ends["scale"], inputs)
+    return model.head(outer, x + outer["scale"], inputs)
 
 
-def shared_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
+def shared_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
     """`unit_head`, with a part of the rows on each rank."""
     ranks = lax.axis_size("pipe")
 
@@ -43,7 +43,7 @@ def shared_head(ends: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
         return lax.dynamic_index_in_dim(whole.reshape(ranks, -1, *whole.shape[1:]), lax.axis_index("pipe"), keepdims=False)
 
     x = unit(lax.psum(x, "pipe"))
-    return lax.psum(model.head(ends, own(x), {"labels": own(inputs["labels"])}), "pipe") / ranks
+    return lax.psum(model.head(outer, own(x), {"labels": own(inputs["labels"])}), "pipe") / ranks
 
 
 def weight_normalized(p: Tree, x: jax.Array) -> jax.Array:
@@ -66,11 +66,11 @@ PLAIN = {
 
 @cache
 def expected(layer: Any, head: Any, L: int) -> tuple[Any, Tree]:
-    def loss(ends: Tree, layers: list[Tree], inputs: Tree, key: None) -> jax.Array:
-        x = model.embed(ends, inputs)
+    def loss(outer: Tree, layers: list[Tree], inputs: Tree, key: None) -> jax.Array:
+        x = model.embed(outer, inputs)
         for p in layers:
             x = layer(p, x)
-        return head(ends, x, inputs)
+        return head(outer, x, inputs)
 
     return model.plain(*model.params(L), model.batch(M), loss=loss)
 

@@ -33,8 +33,8 @@ def trained(optimizer: optax.GradientTransformationExtraArgs, params, gradients)
 @cache
 def trained_plainly(optimizer: str):
     def gradients(params, inputs):
-        ends, layers = params
-        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.plain(ends, layers, inputs)[1])
+        outer, layers = params
+        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.plain(outer, layers, inputs)[1])
 
     return jax.device_get(trained(OPTIMIZERS[optimizer], model.params(L), gradients))
 
@@ -57,7 +57,7 @@ def assert_same_weights(got, want) -> None:
         assert np.abs(w - before).max() > 1e-2
 
 
-LOW = PipelineModel(lambda ends, inputs: model.embed(ends, inputs).astype(jnp.bfloat16), model.layer, model.head)
+LOW = PipelineModel(lambda outer, inputs: model.embed(outer, inputs).astype(jnp.bfloat16), model.layer, model.head)
 
 
 def cast(tree):
@@ -68,11 +68,11 @@ def cast(tree):
 def plain_in_bfloat16():
     """Gradients of one device that computes in bfloat16, cast to float32 before they are added."""
 
-    def loss(ends, layers, inputs):
-        x = LOW.embed(ends, inputs)
+    def loss(outer, layers, inputs):
+        x = LOW.embed(outer, inputs)
         for p in cast(layers):
             x = model.layer(p, x)
-        return model.head(cast(ends), x, inputs)
+        return model.head(cast(outer), x, inputs)
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     each = [gradient(*model.params(L), jax.tree.map(lambda leaf, m=m: leaf[m], model.batch(M))) for m in range(M)]

@@ -18,5 +18,5 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory, monkeypatch):
-    """Ceilings that a developer has measured must not change what tests see."""
+    """Rates that a developer has measured must not change what tests see."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

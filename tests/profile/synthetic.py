@@ -8,7 +8,7 @@ import numpy as np
 from jgraph.schedule import Costs, generate, simulate
 from jgraph.schedule.action import KINDS
 
-CAUSES = [
+CATEGORIES = [
     *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer", "copies", "control", "other"),
 ]
@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dict[str, Any]:
-    """A profile in format 1; of several ranks, with a pipeline and its transfers.
+    """A profile in format 2; of several ranks, with a pipeline and its transfers.
 
     Args:
         ranks: devices.
@@ -34,7 +34,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
     pipeline = _pipeline(ranks, microbatches) if ranks > 1 else None
     step = pipeline["measured"]["step_ms"] if pipeline else 31.7
     return {
-        "format": 1,
+        "format": 2,
         "title": f"gpt-124m, {microbatches} x 1024 tokens a step, {ranks} x NVIDIA H200",
         "about": {
             "device": "NVIDIA H200",
@@ -61,8 +61,8 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
             "ranks": [_rank(rank, ranks, step, rng) for rank in range(ranks)],
         },
         "groups": _groups(rng),
-        "ceilings": {
-            "device": "NVIDIA H200",
+        "roofline": {
+            "name": "NVIDIA H200",
             "copy_bytes_per_second": 4.0e12,
             "product_flops_per_second": 7.0e14,
             "link_bytes_per_second": 3.0e11 if ranks > 1 else None,
@@ -77,28 +77,29 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
             "compiled_peak": 15.3 * _GIB,
             "measured_peak": 15.4 * _GIB,
         },
-        "timeline": {"names": list(NAMES), "causes": CAUSES, "tracks": _tracks(ranks, events, step, rng)},
+        "timeline": {"names": list(NAMES), "categories": CATEGORIES, "tracks": _tracks(ranks, events, step, rng)},
     }
 
 
 def _rank(rank: int, ranks: int, step: float, rng: np.random.Generator) -> dict[str, Any]:
     alone = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer"}
     weights = np.array([9.1, 8.8, 8.2, 1, 2.4, 1.3, 1.1, 0.6, 0.6, 0.5, 0.4, 0.9, 0.3, 0.1, 0.06]) * rng.uniform(
-        0.9, 1.1, len(CAUSES)
+        0.9, 1.1, len(CATEGORIES)
     )
-    own = {cause: weight for cause, weight in zip(CAUSES, weights, strict=True) if ranks > 1 or cause not in alone}
+    own = {category: weight for category, weight in zip(CATEGORIES, weights, strict=True) if ranks > 1 or category not in alone}
     idle = step * (0.14 + 0.01 * rank if ranks > 1 else 0.02)
     scale = (step - idle) / sum(own.values())
-    causes = {
-        cause: {
+    categories = {
+        category: {
             "ms": float(weight * scale),
-            "kernel_ms": float(weight * scale * (1.6 if cause in alone else 1.01)),
+            "kernel_ms": float(weight * scale * (1.6 if category in alone else 1.01)),
             "kernels": int(40 * weight) + 1,
         }
-        for cause, weight in own.items()
+        for category, weight in own.items()
     }
     other = [
-        {"name": f"{name}_unnamed", "ms": causes["other"]["ms"] * share} for name, share in zip(NAMES, (0.6, 0.3), strict=False)
+        {"name": f"{name}_unnamed", "ms": categories["other"]["ms"] * share}
+        for name, share in zip(NAMES, (0.6, 0.3), strict=False)
     ]
     return {
         "rank": rank,
@@ -106,25 +107,25 @@ def _rank(rank: int, ranks: int, step: float, rng: np.random.Generator) -> dict[
         "idle_ms": idle,
         "attributed": 0.998 - 0.002 * rank,
         "other": other,
-        "causes": causes,
+        "categories": categories,
     }
 
 
 def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
     groups = []
     for i in range(37):
-        cause, bound = CAUSES[i % len(CAUSES)], ("compute", "memory", "link")[i % 3]
+        category, bound = CATEGORIES[i % len(CATEGORIES)], ("compute", "memory", "link")[i % 3]
         ms = float(3 * rng.uniform(0.6, 1) * 0.85**i)
-        floor = ms * float(rng.uniform(0.3, 0.95)) if i % 7 != 6 else None
+        least = ms * float(rng.uniform(0.3, 0.95)) if i % 7 != 6 else None
         label = (
             f"product bf16[16384,{768 * (1 + i % 4)}] x [768,{768 * (1 + i)}]"
             if i % 3
             else f"fusion of add, multiply, rsqrt {i}"
         )
         source = f"models/gpt.py:{143 + i}" if i % 5 else ""
-        group = {"label": label, "cause": cause, "source": source, "count": 12 * (1 + i % 4), "ms": ms}
-        group |= {"flops": 1e11 * ms, "bytes": 1e9 * ms, "floor_ms": floor, "bound": bound if floor else ""}
-        groups.append(group | {"over_ms": ms - floor if floor else None})
+        group = {"label": label, "category": category, "source": source, "count": 12 * (1 + i % 4), "ms": ms}
+        group |= {"flops": 1e11 * ms, "bytes": 1e9 * ms, "roofline_ms": least, "bound": bound if least else ""}
+        groups.append(group | {"over_ms": ms - least if least else None})
     return sorted(groups, key=lambda group: group["over_ms"] or 0, reverse=True)
 
 
@@ -166,6 +167,6 @@ def _tracks(ranks: int, events: int, step: float, rng: np.random.Generator) -> l
         stream = f"Stream #{14 + i % 2}({('Compute', 'Memcpy')[i % 2]})"
         track = {"rank": i // 2, "stream": stream, "start_ms": [round(edge, 6) for edge in edges[:-1:2]]}
         track["ms"] = [round(span, 6) for span in spans[::2].tolist()]
-        causes = rng.choice(len(CAUSES) - 1, count) if i % 2 == 0 else rng.choice([7, 8, 11, 12], count)
-        tracks.append(track | {"name": rng.integers(len(NAMES), size=count).tolist(), "cause": causes.tolist()})
+        categories = rng.choice(len(CATEGORIES) - 1, count) if i % 2 == 0 else rng.choice([7, 8, 11, 12], count)
+        tracks.append(track | {"name": rng.integers(len(NAMES), size=count).tolist(), "category": categories.tolist()})
     return tracks

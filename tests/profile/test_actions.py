@@ -11,7 +11,7 @@ from jgraph.errors import ProfileError
 from jgraph.profile import actions
 from jgraph.schedule import Costs, Order, Schedule, generate, simulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
-from jgraph.schedule.table import tick_table
+from jgraph.schedule.tables import tick_table
 
 COSTS = {"forward": 2.0, "dgrad": 3.0, "wgrad": 1.0, "backward": 4.5}
 EXECUTION: dict[str, Any] = {"aligned": "lockstep", "general": "neighbours"}

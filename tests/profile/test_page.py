@@ -20,9 +20,9 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 PANELS = ["Summary", "Where the time went", "What to fix first", "Pipeline", "Memory", "Timeline"]
 NOTHING = "\N{EN DASH}"
-EMPTY = {"captured": None, "uncaptured": None, "groups": [], "ceilings": None, "pipeline": None}
+EMPTY = {"captured": None, "uncaptured": None, "groups": [], "roofline": None, "pipeline": None}
 EMPTY |= {"memory": {"pools": {}, "predicted_peak": None, "compiled_peak": None, "measured_peak": None}}
-EMPTY |= {"timeline": {"names": [], "causes": [], "tracks": []}}
+EMPTY |= {"timeline": {"names": [], "categories": [], "tracks": []}}
 TITLES = "[...document.querySelectorAll('h2')].map((title) => title.textContent)"
 TABLES = """Object.fromEntries([...document.querySelectorAll("table")].map((table) => [table.id, [...table.tBodies[0].rows].map(
   (row) => [...row.querySelectorAll(".number")].map((cell) => [Number(cell.dataset.value ?? NaN), cell.textContent]))]))"""
@@ -117,7 +117,7 @@ def test_text_can_be_read_in_light_and_in_dark():
         (1, {}, [title for title in PANELS if title != "Pipeline"]),
         (1, EMPTY, []),
         (4, EMPTY | {"captured": profile()["captured"]}, ["Summary"]),
-        (4, {"captured": None, "ceilings": None, "groups": []}, [title for title in PANELS if title != "What to fix first"]),
+        (4, {"captured": None, "roofline": None, "groups": []}, [title for title in PANELS if title != "What to fix first"]),
     ],
     ids=["all", "one-gpu", "nothing", "captured", "uncaptured"],
 )
@@ -138,8 +138,8 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
     def over_ranks(get):
         return sum(map(get, uncaptured["ranks"])) / ranks
 
-    def of(cause, key):
-        return over_ranks(lambda rank: rank["causes"][cause][key])
+    def of(category, key):
+        return over_ranks(lambda rank: rank["categories"][category][key])
 
     def late(action):
         return [action[key] for key in ("rank", "planned_end_ms", "end_ms", "late_ms")]
@@ -152,15 +152,15 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
             [captured["idle_ms"], idle],
             *([captured[key], None] for key in ("launches", "updates", "records", "launch_ms", "update_ms")),
         ],
-        "causes": [
+        "categories": [
             *(
-                [of(cause, "ms"), of(cause, "ms") / step, of(cause, "kernel_ms"), of(cause, "kernels")]
-                for cause in uncaptured["ranks"][0]["causes"]
+                [of(category, "ms"), of(category, "ms") / step, of(category, "kernel_ms"), of(category, "kernels")]
+                for category in uncaptured["ranks"][0]["categories"]
             ),
             [idle, idle / step, None, None],
         ],
         "groups": [
-            [g["count"], g["ms"], g["floor_ms"], g["floor_ms"] and g["floor_ms"] / g["ms"], g["over_ms"]]
+            [g["count"], g["ms"], g["roofline_ms"], g["roofline_ms"] and g["roofline_ms"] / g["ms"], g["over_ms"]]
             for g in data["groups"]
         ],
         "pools": [[size] for size in [*pools.values(), sum(pools.values())]]
@@ -273,17 +273,17 @@ def test_tables_are_sorted_by_their_headers_and_all_groups_are_shown_on_demand(t
         const sorted = [...document.querySelectorAll("#groups [aria-sort]")].map((head) => head.getAttribute("aria-sort"));
         seen.push([rows.map((row) => row.cells[5].dataset.value ?? null), sorted.filter((sort) => sort !== "none"), sorted[5]]);
       };
-      const floor = document.querySelectorAll("#groups thead button")[5];
-      look(); floor.click(); look(); floor.click(); look(); button.click(); look(); button.click(); look();"""
+      const least = document.querySelectorAll("#groups thead button")[5];
+      look(); least.click(); look(); least.click(); look(); button.click(); look(); button.click(); look();"""
     start, down, up, every, short = see(tmp_path, data, "seen", before=before)
-    floors = [group["floor_ms"] for group in data["groups"]]
-    known = sorted(floor for floor in floors if floor is not None)
-    unknown = floors.count(None)
+    rooflines = [group["roofline_ms"] for group in data["groups"]]
+    known = sorted(least for least in rooflines if least is not None)
+    unknown = rooflines.count(None)
 
     def numbers(texts):
         return [text and float(text) for text in texts]
 
-    assert (numbers(start[0]), *start[1:]) == (floors[:20], ["descending"], "none")
+    assert (numbers(start[0]), *start[1:]) == (rooflines[:20], ["descending"], "none")
     assert (numbers(down[0]), *down[1:]) == (known[::-1][:20], ["descending"], "descending")
     assert (numbers(up[0]), *up[1:]) == (known[:20], ["ascending"], "ascending")
     assert numbers(every[0]) == known + [None] * unknown
@@ -295,11 +295,11 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
     data = profile()
     # A thousand kernels on some eight pixels; one in the middle is longer than the others.
     short = {"start_ms": [10 + 0.001 * i for i in range(1000)], "ms": [0.0002] * 1000, "name": [0] * 1000}
-    short["ms"][500], causes = 0.0008, [0] * 500 + [5] + [0] * 499
+    short["ms"][500], categories = 0.0008, [0] * 500 + [5] + [0] * 499
     tracks = [
-        {"rank": 0, "stream": "a", "start_ms": [25.0, 0.0], "ms": [75.0, 20.0], "name": [0, 1], "cause": [1, 2]},
-        {"rank": 0, "stream": "b", **short, "cause": causes},
-        {"rank": 0, "stream": "c", "start_ms": [], "ms": [], "name": [], "cause": []},
+        {"rank": 0, "stream": "a", "start_ms": [25.0, 0.0], "ms": [75.0, 20.0], "name": [0, 1], "category": [1, 2]},
+        {"rank": 0, "stream": "b", **short, "category": categories},
+        {"rank": 0, "stream": "c", "start_ms": [], "ms": [], "name": [], "category": []},
     ]
     data["timeline"]["tracks"] = tracks
     colours, height = see(
@@ -313,8 +313,8 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
     )
     page_colours = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", page(data)))
 
-    def opaque(cause):
-        return [*bytes.fromhex(page_colours[cause][1:]), 255]
+    def opaque(category):
+        return [*bytes.fromhex(page_colours[category][1:]), 255]
 
     assert colours[0] == opaque("wgrad")
     assert colours[2] == opaque("dgrad")
@@ -328,7 +328,7 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
 @browser
 def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
     data = profile()
-    track = {"rank": 0, "stream": "a", "name": [0, 1, 2], "cause": [0, 1, 2]}
+    track = {"rank": 0, "stream": "a", "name": [0, 1, 2], "category": [0, 1, 2]}
     apart, nested = (
         {"start_ms": [0.0, 60.0, 80.0], "ms": [20.0, 10.0, 20.0]},
         {"start_ms": [0.0, 5.0, 20.0], "ms": [99.0, 5.0, 5.0]},

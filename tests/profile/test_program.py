@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.profile.causes import purpose_of, purpose_of_hidden
+from jgraph.profile.categories import purpose_of, purpose_of_hidden
 from jgraph.profile.program import Program
 
 TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_computation_layout={}
@@ -61,13 +61,13 @@ def compiled(fn, *args, donate):
 
 
 def products(program):
-    """How many there are of each cause; a fusion and the product in it count once."""
-    found = [purpose_of(program, i).cause for i in program.instructions.values() if i.is_product]
-    return {cause: found.count(cause) for cause in sorted(set(found))}
+    """How many there are of each category; a fusion and the product in it count once."""
+    found = [purpose_of(program, i).category for i in program.instructions.values() if i.is_product]
+    return {category: found.count(category) for category in sorted(set(found))}
 
 
 def test_the_entry_and_all_instructions_are_found(program):
-    assert (program.module, program.entry) == ("jit_step", "main")
+    assert (program.name, program.entry) == ("jit_step", "main")
     assert program.computations["main"].root.name == "out"
     assert program.instructions["made"].operands == ("sliced", "w")
     assert [str(shape) for shape in program.instructions["made"].shapes] == ["f32[1,64]", "f32[1,256]"]
@@ -89,8 +89,8 @@ def test_a_fusion_has_the_flops_of_the_products_in_it(program):
 
 
 def test_what_only_moves_is_a_copy_and_a_product_has_its_own_cause(program):
-    causes = {name: purpose_of(program, program.instructions[name]).cause for name in ("sliced", "made", "new", "all")}
-    assert causes == {"sliced": "copies", "made": "forward", "new": "copies", "all": "all-reduce"}
+    categories = {name: purpose_of(program, program.instructions[name]).category for name in ("sliced", "made", "new", "all")}
+    assert categories == {"sliced": "copies", "made": "forward", "new": "copies", "all": "all-reduce"}
 
 
 def test_what_is_updated_in_place_is_no_batch(program):
@@ -132,7 +132,7 @@ def test_the_products_of_a_step_for_an_h200_are_those_of_its_model(recorded):
 
 
 @pytest.mark.parametrize(
-    ("op", "cause"),
+    ("op", "category"),
     [
         ("psum.649.1", "all-reduce"),
         ("psum.652.0-fusion.1", "all-reduce"),
@@ -143,8 +143,8 @@ def test_the_products_of_a_step_for_an_h200_are_those_of_its_model(recorded):
         ("loop_add_fusion", "other"),
     ],
 )
-def test_a_collective_that_the_text_hides_is_told_by_its_instruction(op, cause):
-    assert purpose_of_hidden(op).cause == cause
+def test_a_collective_that_the_text_hides_is_told_by_its_instruction(op, category):
+    assert purpose_of_hidden(op).category == category
 
 
 def test_what_xla_made_by_itself_is_for_what_it_was_made_of():
@@ -158,4 +158,4 @@ ENTRY %main (x: f32[8,256]) -> f32[8] {
 }
 """
     program = Program.of(text)
-    assert purpose_of(program, program.instructions["dot"]).cause == "optimizer"
+    assert purpose_of(program, program.instructions["dot"]).category == "optimizer"

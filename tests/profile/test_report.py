@@ -8,7 +8,7 @@ import pytest
 
 from jgraph.cli.profile import main
 from jgraph.errors import ConfigError, ProfileError
-from jgraph.profile import ceilings, report
+from jgraph.profile import report, roofline
 from jgraph.training.config import TrainConfig
 from tests import tiny
 from tests.profile.checks import check
@@ -34,7 +34,7 @@ def test_the_time_of_an_h200s_step_is_given_out_once(name, reports):
 def test_every_cause_of_a_step_is_found_and_no_other(name, collectives, reports):
     recompute = {"recompute"} if name == "pipeline" else set()
     for rank in reports[name]["uncaptured"]["ranks"]:
-        assert set(rank["causes"]) - {"other", "control"} == COMPUTE | collectives | recompute
+        assert set(rank["categories"]) - {"other", "control"} == COMPUTE | collectives | recompute
 
 
 def test_a_captured_step_is_one_launch(reports):
@@ -54,20 +54,22 @@ def test_a_pipelines_actions_are_those_of_its_schedule(reports):
     for (_, kind, _), action in by_key.items():
         took = action["end_ms"] - action["start_ms"]
         # A transfer that begins in an action may go on after it.
-        computing = {cause: ms for cause, ms in action["causes"].items() if cause not in ("transfer", "all-reduce")}
+        computing = {
+            category: ms for category, ms in action["categories"].items() if category not in ("transfer", "all-reduce")
+        }
         assert 0 < sum(computing.values()) < 1.01 * took + 0.001
-        assert {kind, "attention"} & set(action["causes"])
+        assert {kind, "attention"} & set(action["categories"])
     for m in range(4):  # a microbatch goes from rank to rank, and back
         starts = [by_key[rank, "forward", m]["start_ms"] for rank in range(4)]
         starts += [by_key[rank, "dgrad", m]["start_ms"] for rank in (3, 2, 1, 0)]
         assert starts == sorted(starts)
 
 
-def test_floors_are_below_what_was_measured(reports):
-    known = [group for group in reports["one"]["groups"] if group["floor_ms"] is not None]
+def test_rooflines_are_below_what_was_measured(reports):
+    known = [group for group in reports["one"]["groups"] if group["roofline_ms"] is not None]
     products = [group for group in known if group["label"].startswith("product")]
     assert sum(group["count"] for group in products) >= 3 * (2 * 4 + 1)
-    assert all(0 < group["floor_ms"] < group["ms"] for group in products)
+    assert all(0 < group["roofline_ms"] < group["ms"] for group in products)
     assert known == sorted(known, key=lambda group: -group["over_ms"])
 
 
@@ -81,7 +83,7 @@ def test_a_trace_of_graphs_says_what_to_do(recorded, capsys):
     assert main([str(recorded("one") / "captured")]) == 2
     said = capsys.readouterr().err
     assert "came out of CUDA graphs" in said
-    assert "--graph off" in said
+    assert "`graph` is off" in said
     assert said.count("\n") == 1
 
 
@@ -91,7 +93,7 @@ def test_a_bare_trace_and_its_program_give_the_same_causes(recorded, reports, tm
     trace = next((recorded("one") / "uncaptured").glob("*.xplane.pb"))
     flags = ["--program", str(program), "--steps", "2", "--out", str(tmp_path / "out")]
     assert main([str(trace), *flags]) == 0
-    assert "above its floor" in capsys.readouterr().out
+    assert "above its roofline" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert found["uncaptured"] == reports["one"]["uncaptured"]
 
@@ -219,20 +221,20 @@ def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_p
         report.of_trace(recorded("one") / "uncaptured", program=program, steps=2)
 
 
-def test_ceilings_are_measured_kept_and_found_before_the_projects(monkeypatch, tmp_path):
+def test_rates_are_measured_kept_and_found_before_the_projects(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("_BURST_SECONDS", "_REST_SECONDS"):
-        monkeypatch.setattr(ceilings, name, 0.001)
-    found = ceilings.measure(copy_bytes=2**20, size=64, link_bytes=2**16)
+        monkeypatch.setattr(roofline, name, 0.001)
+    found = roofline.measure(copy_bytes=2**20, size=64, link_bytes=2**16)
     assert min(found.copy_bytes_per_second, found.product_flops_per_second, found.link_bytes_per_second or 0) > 0
-    assert ceilings.find(found.device) is None
-    ceilings.save(found)
-    assert ceilings.find(found.device) == found
-    assert ceilings.find("NVIDIA H200") is not None
+    assert roofline.find(found.name) is None
+    roofline.save(found)
+    assert roofline.find(found.name) == found
+    assert roofline.find("NVIDIA H200") is not None
     for damaged in ("[{]", "[" * 100_000, "[1]", "null"):
-        ceilings.own_file(found.device).write_text(damaged)
+        roofline.own_file(found.name).write_text(damaged)
         with pytest.raises(ProfileError, match="is damaged"):
-            ceilings.find(found.device)
+            roofline.find(found.name)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_a_profiled_run_trains_as_any_other(tmp_path):
 
 @pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])
 def test_a_window_that_cannot_be_profiled_is_refused(window, tmp_path):
-    with pytest.raises(ConfigError, match="--profile is"):
+    with pytest.raises(ConfigError, match="`profile` is"):
         TrainConfig(steps=12, run_dir=str(tmp_path), profile=window)
 
 

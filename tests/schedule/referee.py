@@ -18,6 +18,7 @@ from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
 
 # P ranks, S stages, M microbatches
 
+
 OWN_POOLS = ("forward_dgrad", "forward_wgrad", "stash")
 
 
@@ -52,9 +53,9 @@ def counted(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
     return rows
 
 
-def referee(schedule: Schedule, sharing: str = "rank", slots: Slots | None = None) -> int:
+def referee(schedule: Schedule, slots: Slots | None = None) -> int:
     """Plays the schedule with its slots, tick by tick. Returns how many uses were checked; raises Foul."""
-    slots = assign(schedule, sharing=sharing) if slots is None else slots
+    slots = assign(schedule) if slots is None else slots
     numbers = {pool: table.tolist() for pool, table in slots.numbers.items()}
     counts = {pool: row.tolist() for pool, row in slots.counts.items()}
     home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}
@@ -93,12 +94,8 @@ def referee(schedule: Schedule, sharing: str = "rank", slots: Slots | None = Non
     sent: list[tuple[str, int, int, tuple]] = []
     results: dict[tuple[int, int], tuple] = {}
     for tick in range(max(by_tick) + 1):
-        # By pool, on each rank the slots that are filled in this tick.
-        born: dict[str, dict[int, set[int]]] = {}
         for pool, stage, m, value in sent:
-            place = where(pool, home[stage], stage, m)
-            held[place] = stage, m, value
-            born.setdefault(pool, {}).setdefault(home[stage], set()).add(place[2])
+            held[where(pool, home[stage], stage, m)] = stage, m, value
         sent = []
         for r, kind, stage, m in by_tick.get(tick, []):
             writes = {}
@@ -129,21 +126,11 @@ def referee(schedule: Schedule, sharing: str = "rank", slots: Slots | None = Non
             if kind in (WGRAD, BACKWARD):
                 results[stage, m] = use("forward_wgrad", r, stage, m), value
             for pool, new in writes.items():
-                place = where(pool, r, stage, m)
-                held[place] = stage, m, new
-                born.setdefault(pool, {}).setdefault(r, set()).add(place[2])
+                held[where(pool, r, stage, m)] = stage, m, new
             for part in (DGRAD, WGRAD) if kind == BACKWARD else (kind,):
                 if (part, stage, m) in done:
                     raise Foul(f"tick {tick}: kind {part} of stage {stage}, microbatch {m} is done twice")
                 done[part, stage, m] = tick
-        if sharing == "all":
-            for pool, places in born.items():
-                # A rank can receive several in a tick; then the ranks that receive fewer have some of the same slots.
-                most = max(places.values(), key=len)
-                if not all(own <= most for own in places.values()):
-                    raise Foul(
-                        f"tick {tick}: {pool} is made in slots {sorted(map(sorted, places.values()))} on different ranks"
-                    )
     everything = {(part, s, m) for part in (FORWARD, DGRAD, WGRAD) for s in range(last + 1) for m in range(M)}
     if set(done) != everything:
         raise Foul(f"not done: {sorted(everything - set(done))[:3]}; done for no reason: {sorted(set(done) - everything)[:3]}")

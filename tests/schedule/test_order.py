@@ -122,9 +122,9 @@ def test_orders_that_are_hazardous_only_for_reused_buffers_can_run(row):
         (
             [1, -1],
             {"num_layers_per_chunk": [1, 1]},
-            "num_layers_per_chunk has 2 values, but the order has 1 chunks; give one per chunk",
+            "`num_layers_per_chunk` has 2 values, but the order has 1 chunks: give one per chunk",
         ),
-        ([1, -1], {"delay_wgrad": 1}, "delay_wgrad is 1 (int); give one bool, or one per chunk"),
+        ([1, -1], {"delay_wgrad": 1}, "`delay_wgrad` is 1 (int): must be one bool, or one per chunk"),
     ],
 )
 def test_a_message_says_where_what_why_and_the_remedy(numbers, arguments, message):
@@ -436,7 +436,7 @@ def test_an_order_does_not_change_with_the_arrays_that_it_was_made_from():
 
 def test_layers_count_for_chunks_that_do_not_delay():
     assert Order.parse([1, -1], num_layers_per_chunk=3).num_layers_per_chunk == (3,)
-    with pytest.raises(OrderError, match="num_layers_per_chunk is 0"):
+    with pytest.raises(OrderError, match="`num_layers_per_chunk` is 0"):
         Order.parse([1, -1], num_layers_per_chunk=0)
     with pytest.raises(OrderError, match="has 3 values"):
         Order.parse([1, -1], num_layers_per_chunk=[1, 1, 1])

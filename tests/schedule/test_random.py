@@ -36,8 +36,7 @@ def test_random_legal_schedules_are_accepted_and_play_without_a_clash(part):
         schedule = random_schedule(rng)
         if rng.random() < 0.25:
             schedule = delayed_ticks(rng, schedule)
-        for sharing in ("rank", "all"):
-            uses += referee(schedule, sharing)
+        uses += referee(schedule)
         seen += 1
     assert seen == LEGAL // PARTS
     assert uses > 50 * seen
@@ -67,8 +66,7 @@ def test_changed_orders_are_refused_exactly_if_they_cannot_be_played_and_are_saf
             expected = can_be_played([said(row) for row in rows], schedule.placement)
             assert (problem is None) == expected, (rows, schedule.placement, problem)
             if problem is None:
-                for sharing in ("rank", "all"):
-                    assert referee(changed, sharing) >= 0
+                assert referee(changed) >= 0
             elif problem.position is not None:
                 # Where no rank is named, one order alone was at fault, and it is one that was changed.
                 lengths = [len(row) for row in rows] if problem.rank is None else [len(rows[problem.rank])]
@@ -115,17 +113,16 @@ def test_ticks_of_ones_own_are_refused_exactly_if_something_would_be_used_too_ea
             changed = None
         assert (changed is not None) == ticks_can_be_kept(schedule, ticks), (schedule.orders, schedule.placement, ticks)
         if changed is not None:
-            for sharing in ("rank", "all"):
-                referee(changed, sharing)
+            referee(changed)
         seen[changed is not None] += 1
     assert seen.total() == TICKS
     assert min(seen.values()) > TICKS // 5
 
 
-@given(schedules(), st.sampled_from(["rank", "all"]))
+@given(schedules())
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_a_schedule_that_hypothesis_draws_plays_without_a_clash(schedule, sharing):
-    referee(schedule, sharing)
+def test_a_schedule_that_hypothesis_draws_plays_without_a_clash(schedule):
+    referee(schedule)
 
 
 @given(schedules(), st.data())

@@ -119,7 +119,7 @@ def test_each_action_has_the_earliest_tick():
     ("orders", "placement", "match"),
     [
         ((), (), "at least one rank"),
-        (([1, -1], [1, -1]), ((0,),), "1 ranks, but there are 2 orders"),
+        (([1, -1], [1, -1]), ((0,),), "1 ranks for 2 orders"),
         (([1, -1], [1, -1]), ((0,), (0,)), "each of 0 to 1 must be on exactly one"),
         (([1, -1], [1, -1]), ((0,), (2,)), "each of 0 to 1"),
         (([1, 2, -2, -1],), ((1, 0),), "ascending"),
@@ -225,7 +225,7 @@ def test_ticks_cannot_be_changed(given):
         (([-1, 3], [1, 2]), "ticks are whole numbers"),
         (([0.0, 3.0], [1, 2]), "ticks are whole numbers"),
         (([0, 3, 4], [1, 2]), "rank 0 has 2 actions, but 3 ticks"),
-        (([0, 3],), "ticks for 1 ranks, but 2 orders"),
+        (([0, 3],), "1 rows for 2 orders"),
     ],
 )
 def test_ticks_that_come_too_early_are_refused(ticks, match):
@@ -259,3 +259,10 @@ def test_what_is_no_row_of_orders_is_refused(orders):
 def test_what_is_no_placement_is_refused(placement):
     with pytest.raises(OrderError, match="one row of stages per rank"):
         Schedule((Order.parse([1, -1]),) * 2, placement)
+
+
+def test_orders_and_schedules_say_in_a_line_what_they_are():
+    assert repr(Order.parse([1, 2, -2, -1, -1.5])) == "Order([1, 2, -2, -1, -1.5]: 5 actions, 2 chunks)"
+    schedule = generate("zb-h1", pp=2, microbatches=8)
+    assert repr(schedule) == "Schedule(zb-h1: 2 ranks, 2 stages, 8 microbatches, 25 ticks)"
+    assert repr(schedule[0]) == "Order([1, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, ...]: 24 actions, 1 chunk)"

@@ -87,7 +87,7 @@ def counts(report):
 def test_thunks_of_an_uncaptured_loop_are_counted_with_the_flag_that_captures_it():
     report = report_of(LOOP_OUTSIDE, DEFAULT)
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 8)
-    assert Outside("While", 4, "WHILE is off by default", "--graph full") in report.outside
+    assert Outside("While", 4, "WHILE is off by default", "`graph` full") in report.outside
     (copies,) = (o for o in report.outside if o.kind == "Copy")
     assert (copies.count, copies.reason) == (2, "fewer than 5 in a row")
     assert "xla_gpu_graph_min_graph_size=1" in copies.remedy
@@ -179,7 +179,7 @@ def test_all_that_keeps_a_loop_outside_is_told_with_every_remedy():
     report = report_of(SLICING_LOOP, DEFAULT)
     (loop,) = (o for o in report.outside if o.kind == "While")
     assert loop.reason == "WHILE is off by default and the loop slices an array by its counter"
-    assert "--graph full" in loop.remedy
+    assert "`graph` full" in loop.remedy
     assert "xla_gpu_command_buffer_unroll_loops=true" in loop.remedy
 
 
@@ -222,7 +222,7 @@ def test_graph_off_captures_nothing_and_says_so(h200):
     _, report = compile_step(mlp, WEIGHTS, X, graph="off")
     assert (report.command_buffers, report.captured) == (0, 0)
     assert sum(o.count for o in report.outside) == report.total >= 4
-    assert {(o.reason, o.remedy) for o in report.outside} == {("command buffers are off", "--graph auto or full")}
+    assert {(o.reason, o.remedy) for o in report.outside} == {("command buffers are off", "`graph` auto or full")}
 
 
 def decay(weights, x):
@@ -232,7 +232,7 @@ def decay(weights, x):
 @pytest.mark.target
 def test_a_while_loop_is_outside_by_default_and_inside_in_full(h200):
     _, auto = compile_step(decay, WEIGHTS, X)
-    assert {(o.reason, o.remedy) for o in auto.outside if o.kind == "While"} == {("WHILE is off by default", "--graph full")}
+    assert {(o.reason, o.remedy) for o in auto.outside if o.kind == "While"} == {("WHILE is off by default", "`graph` full")}
     _, full = compile_step(decay, WEIGHTS, X, graph="full")
     assert full.command_buffers == 1
     assert full.captured == full.total == auto.total

@@ -53,7 +53,7 @@ def test_with_graphs_off_nothing_is_captured(h200):
     _, report, _ = compile_step(SMALL, graph="off")
     assert (report.command_buffers, report.captured) == (0, 0)
     assert {(outside.reason, outside.remedy) for outside in report.outside} == {
-        ("command buffers are off", "--graph auto or full")
+        ("command buffers are off", "`graph` auto or full")
     }
 
 
@@ -73,7 +73,7 @@ def test_sixteen_microbatches_are_a_loop_around_a_command_buffer_and_the_report_
         "While",
         1,
         "WHILE is off by default",
-        "--graph full",
+        "`graph` full",
     )
     check_identity(compiled, state)
 

@@ -159,7 +159,7 @@ def test_flags_in_a_remedy_are_translated_for_callers_of_the_function():
     def printed(remedy):
         return str(Explanation("f", "gpu", CaptureReport(0, 0, 1, (Outside("While", 1, "off", remedy),)), (), None))
 
-    assert "compiler_options=jgraph.xla.compiler_options('full', platform='gpu')" in printed("--graph full")
+    assert "compiler_options=jgraph.xla.compiler_options('full', platform='gpu')" in printed("`graph` full")
     assert "compiler_options=" not in printed("rewrite it")
 
 
@@ -218,7 +218,7 @@ def test_a_loop_outside_is_told_by_its_own_line_and_the_remedy_brings_it_in(h200
     report = explain(decay, W, X, target="h200")
     loops = [outside for outside in report.capture.outside if outside.kind == "While"]
     assert {op.source for outside in loops for op in outside.ops} == {line_of("the line of the loop")}
-    assert {outside.remedy for outside in loops} == {"--graph full"}
+    assert {outside.remedy for outside in loops} == {"`graph` full"}
     full = explain(decay, W, X, target="h200", compiler_options=compiler_options("full", platform="gpu"))
     assert full.capture.captured == full.capture.total
     assert "compiler_options=" in str(report)
@@ -236,7 +236,7 @@ def test_two_remedies_of_a_slicing_loop_are_both_needed(h200):
         return {o.remedy for o in report.capture.outside if o.kind == "While"}
 
     unroll = "xla_gpu_command_buffer_unroll_loops=true"
-    assert any("--graph full" in remedy and unroll in remedy for remedy in held_back("auto"))
+    assert any("`graph` full" in remedy and unroll in remedy for remedy in held_back("auto"))
     assert any(unroll in remedy for remedy in held_back("full"))
     assert held_back("full", [unroll]) == set()
 

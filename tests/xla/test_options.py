@@ -46,7 +46,7 @@ def test_full_on_several_devices_captures_collectives_and_no_branches():
 
 
 def test_a_wrong_graph_is_refused_with_the_flag_and_the_choices():
-    with pytest.raises(CompilerOptionError, match="--graph is on: must be one of auto, off, full"):
+    with pytest.raises(CompilerOptionError, match="`graph` is on: must be one of auto, off, full"):
         compiler_options("on", platform="cpu")
 
 
@@ -125,7 +125,7 @@ def test_the_check_starts_no_backend():
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"JAX_PLATFORMS": "no_such_platform"}, check=False
     )
-    assert run.stderr.splitlines()[-1].startswith("jgraph.errors.CompilerOptionError: --xla-options names xla_nope")
+    assert run.stderr.splitlines()[-1].startswith("jgraph.errors.CompilerOptionError: `xla_options` names xla_nope")
 
 
 def test_without_a_descriptor_xla_itself_is_the_judge(lowered, monkeypatch):

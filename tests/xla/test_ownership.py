@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.errors import DonationError
-from jgraph.xla import alias_map, aot, check_identity, donation
+from jgraph.xla import alias_map, aot, check_identity
+from jgraph.xla.hlo import HloModule
 
 STATE = {"b": jnp.ones(8), "count": jnp.zeros((), jnp.int32), "w": jnp.ones((8, 8))}
 
@@ -103,7 +104,7 @@ def test_the_header_of_a_program_is_read_up_to_the_end_of_the_aliases(entry, fou
     # What follows also holds braces, and must not be taken for aliases.
     layout = "entry_computation_layout={(f32[8]{0})->f32[8]{0}}"
     header = f"HloModule jit_step, is_scheduled=true, {entry}{layout}, other={{ {{7}}: (7, {{}}) }}"
-    assert donation._parse_aliases(header) == found
+    assert HloModule(header).aliases == found
 
 
 @pytest.mark.target
@@ -115,6 +116,6 @@ def test_aliases_are_read_from_a_program_for_a_gpu(h200):
 def test_tokens_before_arguments_and_outputs_are_not_counted():
     layout = "entry_computation_layout={(token[], f32[3]{0}, f32[4]{0})->(token[], f32[3]{0}, f32[4]{0})}"
     header = f"HloModule jit_step, input_output_alias={{ {{1}}: (1, {{}}, may-alias), {{2}}: (2, {{}}, may-alias) }}, {layout}"
-    assert donation._parse_aliases(header) == {0: 0, 1: 1}
+    assert HloModule(header).aliases == {0: 0, 1: 1}
     only_in = header.replace("->(token[], ", "->(")
-    assert donation._parse_aliases(only_in) == {1: 0, 2: 1}
+    assert HloModule(only_in).aliases == {1: 0, 2: 1}

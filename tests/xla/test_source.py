@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jgraph.xla.hlo import HloModule
 from jgraph.xla.source import Op, operations, thunk_instructions
 
 HERE = Path(__file__)
@@ -44,7 +45,7 @@ def program(metadata, tables=TABLES):
 
 
 def only(text):
-    return operations(text, {"fft.0.0"})["fft.0.0"]
+    return operations(HloModule(text), {"fft.0.0"})["fft.0.0"]
 
 
 def test_an_older_program_has_the_line_beside_the_operation():
@@ -84,8 +85,8 @@ def test_quotes_in_a_name_are_those_that_the_user_wrote():
 
 
 def test_instructions_that_are_not_asked_for_or_not_there_are_left_out():
-    assert operations(program(""), {"fft.0.0", "fft.1"}) == {"fft.0.0": Op("fft.0.0")}
-    assert operations(program(""), set()) == {}
+    assert operations(HloModule(program("")), {"fft.0.0", "fft.1"}) == {"fft.0.0": Op("fft.0.0")}
+    assert operations(HloModule(program("")), set()) == {}
 
 
 def test_a_program_of_the_installed_jax_leads_back_to_this_file(monkeypatch):
@@ -97,7 +98,7 @@ def test_a_program_of_the_installed_jax_leads_back_to_this_file(monkeypatch):
     text = jax.jit(step).lower(jnp.ones(8)).compile().as_text()
     names = {line.split(" = ")[0].split("%")[-1] for line in text.splitlines() if " = " in line}
     (line,) = (i for i, code in enumerate(HERE.read_text().splitlines(), 1) if code.endswith("# the line looked for"))
-    assert f"tests/xla/test_source.py:{line}" in {op.source for op in operations(text, names).values()}
+    assert f"tests/xla/test_source.py:{line}" in {op.source for op in operations(HloModule(text), names).values()}
 
 
 def test_thunks_are_named_by_number_and_kind():

@@ -1,3 +1,4 @@
+import importlib.util
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -206,7 +207,7 @@ def test_the_command_line_answers_in_one_line(tmp_path):
     assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(bool(aot.importlib.util.find_spec("jax_plugins")), reason="the environment has a plugin of its own")
+@pytest.mark.skipif(bool(importlib.util.find_spec("jax_plugins")), reason="the environment has a plugin of its own")
 def test_private_functions_are_needed_while_the_public_one_wants_a_registered_plugin():
     """When this fails, jax describes a GPU from a library alone: use that in `_compile_only_devices`."""
     with pytest.raises(NotImplementedError, match="topology not implemented for cuda"):

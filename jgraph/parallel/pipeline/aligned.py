@@ -13,13 +13,13 @@ from jax import Array, lax
 
 from jgraph.parallel.pipeline.runtime import Made, RankRuntime, Row, State
 from jgraph.schedule.action import DGRAD, FORWARD, KINDS, WGRAD
-from jgraph.schedule.table import phases
+from jgraph.schedule.tables import phases
 
 
 def play(runtime: RankRuntime) -> State:
     """All phases, one after another."""
     state = runtime.start()
-    for phase in phases(runtime.columns.table):
+    for phase in phases(runtime.tables.table):
         size = len(phase.kinds)
         ticks = phase.first_tick + np.arange(phase.rounds * size).reshape(phase.rounds, size)
         kinds = [KINDS.index(of_tick[0]) for of_tick in phase.kinds]
@@ -37,7 +37,7 @@ def play(runtime: RankRuntime) -> State:
 
 def _round(runtime: RankRuntime, state: State, kinds: list[int], rows: Row, ticks: np.ndarray) -> State:
     """A round; `ticks` [rounds, ticks of a round] are all those that this code is run for."""
-    table, stashed = runtime.columns.table, None
+    table, stashed = runtime.tables.table, None
     for j, kind in enumerate(kinds):
         row = {name: row[j] for name, row in rows.items()}
         if kind == FORWARD:
@@ -67,14 +67,14 @@ def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) ->
 
 def _dgrad(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) -> tuple[State, Made]:
     dy, does = runtime.dy(state, row), row["kind"] == DGRAD
-    counts = None if (runtime.columns.table.kind[ticks] == DGRAD).all() else does
+    counts = None if (runtime.tables.table.kind[ticks] == DGRAD).all() else does
     made, state = _or_wgrad(runtime, state, row, ticks, lambda: runtime.dgrad(state, row, dy, counts))
     state = runtime.back(state, row, made.out, ticks, does)
     return runtime.send(state, row, made.out, ["gradient"]), made
 
 
 def _wgrad(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, stashed: tuple[Array, ...] | None) -> State:
-    if (runtime.columns.table.kind[ticks] == WGRAD).all():
+    if (runtime.tables.table.kind[ticks] == WGRAD).all():
         return replace(state, grads=runtime.wgrad(state, row, stashed)[1])
     return replace(state, grads=lax.cond(row["kind"] == WGRAD, lambda: runtime.wgrad(state, row)[1], lambda: state.grads))
 
@@ -83,6 +83,6 @@ def _or_wgrad(
     runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, act: Callable[[], tuple[Made, Any]]
 ) -> tuple[Made, State]:
     """What `act` makes; in a tick in which some ranks do a wgrad instead, those do."""
-    has_wgrad = (runtime.columns.table.kind[ticks] == WGRAD).any()
+    has_wgrad = (runtime.tables.table.kind[ticks] == WGRAD).any()
     made, grads = lax.cond(row["kind"] == WGRAD, lambda: runtime.wgrad(state, row), act) if has_wgrad else act()
     return made, replace(state, grads=grads)

@@ -16,7 +16,7 @@ from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 
 def play(runtime: RankRuntime) -> State:
     """All ticks, one after another."""
-    kinds = runtime.columns.table.kind
+    kinds = runtime.tables.table.kind
     ticks = np.arange(len(kinds))
     present = [int(kind) for kind in np.unique(kinds)]
     branch_of = np.searchsorted(present, np.arange(IDLE + 1)).astype(np.int32)
@@ -32,7 +32,7 @@ def play(runtime: RankRuntime) -> State:
         }
         made, grads = lax.switch(jnp.asarray(branch_of)[row["kind"]], [actions[kind] for kind in present])
         after = replace(state, grads=grads)
-        for pool in runtime.columns.writes:
+        for pool in runtime.tables.writes:
             if pool != "loss":
                 after = after.write(pool, row[f"write {pool}"], getattr(made, pool))
         after = runtime.leave(after, row, made.out, ticks, row["kind"] == FORWARD)

@@ -28,12 +28,12 @@ class PipelineModel:
     Where stages are uneven, the shorter ones do their first layer once more, on their last layer's y, and drop what it makes.
 
     Attributes:
-        embed: `embed(ends, inputs) -> x`, a floating array; `ends` as they are kept, in float32.
+        embed: `embed(outer, inputs) -> x`, a floating array; `outer` are the parameters of embedding and head, in float32.
         layer: `layer(params, x) -> x`, shape and dtype kept; `layer(params, x, key)` where a key is given.
-        head: `head(ends, x, inputs) -> loss`, scalar float32, the mean over the microbatch; `ends` cast as the layers are.
-        sharded: paths (`/` between names) of the leaves of `ends` of which each rank holds 1/P, and along which axis.
-        split: `split(params) -> (ends, layers)`: a model's tree of parameters as the ends and a list of one tree a layer.
-        join: its inverse, `join(ends, layers) -> params`.
+        head: `head(outer, x, inputs) -> loss`, scalar float32, the mean over the microbatch; `outer` cast as the layers are.
+        sharded: paths (`/` between names) of the leaves of `outer` of which each rank holds 1/P, and along which axis.
+        split: `split(params) -> (outer, layers)`: a model's parameters as those outside the layers, and one tree a layer.
+        join: inverts it, `join(outer, layers) -> params`.
         takes_key: whether `layer` takes a random key as its third argument in a training step.
     """
 
@@ -42,13 +42,13 @@ class PipelineModel:
     head: Callable[[Tree, jax.Array, Tree], jax.Array]
     sharded: dict[str, int] = field(default_factory=dict)
     split: Callable[[Tree], tuple[Tree, list[Tree]]] = lambda params: params
-    join: Callable[[Tree, list[Tree]], Tree] = lambda ends, layers: (ends, layers)
+    join: Callable[[Tree, list[Tree]], Tree] = lambda outer, layers: (outer, layers)
     takes_key: bool = False
 
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Which layer is where: consecutive layers make a stage, and the schedule says on which rank a stage is.
+    """Says which layer is where: consecutive layers make a stage, and the schedule says on which rank a stage is.
 
     Where the layers do not divide evenly, the first stages have one more; the others are padded with a layer of zeros, which
     counts for nothing, so that all ranks run one program.
@@ -70,7 +70,7 @@ class StageAssignment:
 
     @classmethod
     def of(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
-        """For the stages of a schedule."""
+        """Makes the assignment for the stages of a schedule."""
         if len(set(map(len, schedule.placement))) > 1:
             counts = ", ".join(str(len(stages)) for stages in schedule.placement)
             raise OrderError(f"the ranks have {counts} stages; a pipeline program needs as many on every rank")
@@ -103,7 +103,7 @@ class StageAssignment:
         return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
 
     def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
-        """From one tree a layer to `[chunk][place]` trees whose leaves have the ranks as their first axis."""
+        """Returns `[chunk][place]` trees whose leaves have the ranks as their first axis, of one tree a layer."""
         assert len(layers) == self.num_layers
         zeros = jax.tree.map(jnp.zeros_like, layers[0])
 
@@ -120,7 +120,7 @@ class StageAssignment:
         ]
 
     def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
-        """The inverse of `stack`."""
+        """Inverts `stack`."""
         where = self._where()
 
         def layer(i: int) -> Tree:
@@ -130,11 +130,11 @@ class StageAssignment:
         return [layer(i) for i in range(self.num_layers)]
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """Chunk and place in it, where `stack` has a layer."""
+        """Returns the chunk of a layer, and its place in it."""
         return self._where()[layer][1:]
 
     def _where(self) -> dict[int, tuple[int, int, int]]:
-        """StageExecutor, chunk and place of each layer."""
+        """Returns rank, chunk and place of each layer."""
         return {
             first + place: (rank, chunk, place)
             for rank, stages in enumerate(self.placement)
@@ -144,14 +144,14 @@ class StageAssignment:
         }
 
     def _bounds(self, stage: int) -> tuple[int, int]:
-        """First layer of a stage, and the one after its last."""
+        """Returns the first layer of a stage, and the one after its last."""
         least, longer = divmod(self.num_layers, self.num_stages)
         first = stage * least + min(stage, longer)
         return first, first + least + (stage < longer)
 
 
 def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of an embedding of which each rank of `pipe` holds V/P, in order.
+    """Returns rows of an embedding of which each rank of `pipe` holds V/P, in order.
 
     Args:
         table_VD: this rank's rows, float32; their gradient is summed over repeated tokens in float32.

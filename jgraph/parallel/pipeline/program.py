@@ -1,4 +1,4 @@
-"""`Pipeline`: a model in parts and a schedule, as one function from parameters and microbatches to loss and gradients."""
+"""`Pipeline`: a model and a schedule as one function from parameters and microbatches to loss and gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,9 +20,8 @@ from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
 from jgraph.schedule.action import BACKWARD
-from jgraph.schedule.columns import ScheduleTables, columns
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.table import phases, tick_table
+from jgraph.schedule.tables import ScheduleTables, phases, tabulate
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -31,13 +30,13 @@ Remat = Literal["nothing", "layer"]
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A whole iteration but for the optimizer, as one SPMD program over the axes `data` and `pipe` of a mesh.
+    """Plays a whole iteration but for the optimizer, as one SPMD program over the axes `data` and `pipe` of a mesh.
 
-    With an axis `fsdp`, which shares the batch as `data` does, parameters come in and gradients go out cut over it. Within a
-    step a rank has its stages whole: they are gathered once and their gradients summed once, not for every microbatch.
+    With an axis `fsdp`, which shares the batch as `data` does, parameters come in and gradients go out sharded over it. Within
+    a step a rank has its stages whole: they are gathered once and their gradients summed once, not for every microbatch.
 
     Attributes:
-        parts: of the model.
+        model: in the pieces of a pipeline.
         schedule: what runs when; as many ranks as the mesh's `pipe` axis has. The aligned runtime takes wgrads newest first.
         layout: which layer is where.
         mesh: with the axes `data`, `pipe` and perhaps `fsdp`.
@@ -45,10 +44,10 @@ class Pipeline:
         runtime: `aligned` needs a schedule in whose ticks all ranks do the same; `general` plays any; `auto` takes the first
             where it can.
         remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
-        axes: the axis that the axis `fsdp` shards of some parameters, as `cut_as` finds it.
+        axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
     """
 
-    parts: PipelineModel
+    model: PipelineModel
     schedule: Schedule
     layout: StageAssignment
     mesh: Mesh
@@ -58,8 +57,8 @@ class Pipeline:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
-        """Checks that they go together.
+    def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
+        """Makes a pipeline of what goes together.
 
         Raises:
             OrderError: too few layers for the stages, or the schedule cannot be played by the runtime asked for.
@@ -70,7 +69,7 @@ class Pipeline:
             raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but `pp` is {ranks}: must be equal", field="pp")
         # With the explicit axes of jax.make_mesh, arguments would have to lie where they belong before the call.
         mesh = Mesh(mesh.devices, mesh.axis_names)
-        pipeline = cls(parts, schedule, StageAssignment.of(schedule, num_layers), mesh, **choices)
+        pipeline = cls(model, schedule, StageAssignment.of(schedule, num_layers), mesh, **choices)
         if pipeline.runtime == "auto":
             pipeline = replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")
         if pipeline.runtime == "general":
@@ -79,52 +78,52 @@ class Pipeline:
         return replace(pipeline, schedule=schedule.newest_first())
 
     def shard_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
-        """The same pipeline, with parameters cut over `fsdp` along the axes that are asked for.
+        """Returns the pipeline with parameters sharded over `fsdp` along the axes that are asked for.
 
         Args:
             tree: the model's parameters, as shapes.
             axes: by the names of this tree, as `fsdp.asked_axes` gives them.
 
         Raises:
-            ConfigError: one of them cannot be cut along its axis in a pipeline.
+            ConfigError: one of them cannot be sharded along its axis in a pipeline.
         """
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
-        return replace(self, axes=sharding.by_place(self.parts, self.layout, tree, axes, ranks)) if ranks > 1 else self
+        return replace(self, axes=sharding.by_place(self.model, self.layout, tree, axes, ranks)) if ranks > 1 else self
 
-    def stack(self, ends: Tree, layers: list[Tree]) -> Tree:
-        """The parameters as the program takes them, from `ends` and one tree a layer."""
-        return {"ends": ends, "layers": self.layout.stack(layers)}
+    def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
+        """Returns the parameters as the program takes them, from `outer` and one tree a layer."""
+        return {"outer": outer, "layers": self.layout.stack(layers)}
 
     def unstack(self, params: Tree) -> tuple[Tree, list[Tree]]:
-        """The inverse of `stack`."""
-        return params["ends"], self.layout.unstack(params["layers"])
+        """Inverts `stack`."""
+        return params["outer"], self.layout.unstack(params["layers"])
 
     def specs(self, params: Tree) -> Tree:
-        """How the parameters lie on the mesh: a tree of PartitionSpec. Raises ConfigError where `sharded` does not fit them."""
-        names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params["ends"])[0]]
-        for name in self.parts.sharded:
+        """Returns the PartitionSpec of every parameter. Raises ConfigError where `sharded` does not fit them."""
+        names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params["outer"])[0]]
+        for name in self.model.sharded:
             if name not in names:
                 raise ConfigError(f"PipelineModel.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
-        jax.tree_util.tree_map_with_path(self._check_divides, params["ends"])
-        cut_of = self._cuts(params)
+        jax.tree_util.tree_map_with_path(self._check_divides, params["outer"])
+        shards = self._shards(params)
 
-        def of_ends(path: Any, shard: ShardSpec) -> PartitionSpec:
+        def of_outer(path: Any, shard: ShardSpec) -> PartitionSpec:
             names = {self._axis(path): AXIS, shard.axis: fsdp.AXIS}
             return PartitionSpec(*[names.get(i) for i in range(1 + max((i for i in names if i is not None), default=-1))])
 
         return {
-            "ends": jax.tree_util.tree_map_with_path(of_ends, cut_of["ends"]),
-            "layers": jax.tree.map(lambda shard: shard.spec(lead=(AXIS,)), cut_of["layers"]),
+            "outer": jax.tree_util.tree_map_with_path(of_outer, shards["outer"]),
+            "layers": jax.tree.map(lambda shard: shard.spec(lead=(AXIS,)), shards["layers"]),
         }
 
     def shardings(self, params: Tree) -> Tree:
-        """As `specs`, as shardings."""
+        """Returns the NamedSharding of every parameter."""
         return jax.tree.map(
             partial(NamedSharding, self.mesh), self.specs(params), is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
 
     def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
-        """Mean loss and mean gradients over all microbatches. Pure; to be jitted.
+        """Returns mean loss and mean gradients over all microbatches. Pure; to be jitted.
 
         Args:
             params: as `stack` gives them, sharded as `specs` says.
@@ -136,11 +135,11 @@ class Pipeline:
         """
         specs = self.specs(params)
         rest = () if key is None else (jax.random.key_data(key),)
-        run = partial(self._local, cut_of=self._cuts(params), impl=None if key is None else jax.random.key_impl(key))
+        run = partial(self._local, shards=self._shards(params), impl=None if key is None else jax.random.key_impl(key))
         return self._mapped(run, params, (PartitionSpec(), specs), len(rest))(params, inputs, *rest)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
-        """What a rank holds during a step besides parameters and optimizer state, predicted from the schedule.
+        """Predicts what a rank holds during a step besides parameters and optimizer state.
 
         Args:
             params, inputs: as `loss_and_grads` takes them; shapes are enough.
@@ -150,7 +149,7 @@ class Pipeline:
             parameters in `compute_dtype`, else those that padding computes with; of `gathered`, those that an axis `fsdp`
             makes whole besides.
         """
-        slots, sizes = self._columns().slots, self.slot_bytes(params, inputs)
+        slots, sizes = self._tables().slots, self.slot_bytes(params, inputs)
         pools = {pool: slots[pool] * size for pool, size in sizes.items()}
         pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
         ranks = self.mesh.shape[AXIS]
@@ -159,20 +158,20 @@ class Pipeline:
             return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
-        ends = jax.tree_util.tree_map_with_path(
+        outer = jax.tree_util.tree_map_with_path(
             lambda path, leaf: jax.ShapeDtypeStruct((leaf.size // (1 if self._axis(path) is None else ranks),), leaf.dtype),
-            params["ends"],
+            params["outer"],
         )
         matrices = [leaf for leaf in jax.tree.leaves(own) if leaf.ndim > 1]
         is_cast = self.compute_dtype not in (None, jnp.float32)
-        cast = of([matrices, ends], self.compute_dtype) if is_cast else 0
-        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(ends if is_cast else [own, ends], None)
+        cast = of([matrices, outer], self.compute_dtype) if is_cast else 0
+        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(outer if is_cast else [own, outer], None)
         if not (is_cast or self.layout.is_even):
             cast = of([stage[-1] for stage in own], None)
-        return pools | {"main_grad": of([own, ends], jnp.float32), "cast": cast, "gathered": gathered}
+        return pools | {"main_grad": of([own, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
-        """Bytes of one slot of each pool; of a stage, or of so many layers."""
+        """Returns bytes of one slot of each pool, for a stage or so many layers."""
         x = self._shapes(params, inputs)
         stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
         stage = [stage[0]] * layers if layers else stage
@@ -181,19 +180,20 @@ class Pipeline:
         return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
-        """A layer's parameters, as it computes with them, and its input."""
+        """Returns shapes of a layer's parameters, as it computes with them, and of its input."""
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
         return jax.eval_shape(self._cast, layer), self._shapes(params, inputs)
 
     def _shapes(self, params: Tree, inputs: Tree) -> Any:
-        """Of what passes between stages. Embedding may use the axis, so it is traced as the program traces it."""
+        """Returns the shape of what passes between stages."""
+        # Embedding may use the axis, so it is traced as the program traces it.
         x: list[Any] = []
-        ends_cuts = self._cuts(params)["ends"]
+        outer_shards = self._shards(params)["outer"]
 
         def embed(params: Tree, inputs: Tree) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
-            ends = jax.tree.map(lambda shard, part: shard.gather(part), ends_cuts, params["ends"])
-            x.append(jax.eval_shape(self.parts.embed, ends, first))
+            outer = jax.tree.map(lambda shard, part: shard.gather(part), outer_shards, params["outer"])
+            x.append(jax.eval_shape(self.model.embed, outer, first))
 
         jax.eval_shape(self._mapped(embed, params, None, 0), params, inputs)
         return x[0]
@@ -208,17 +208,17 @@ class Pipeline:
             check_vma=False,
         )
 
-    def _columns(self) -> ScheduleTables:
-        return columns(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
+    def _tables(self) -> ScheduleTables:
+        return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
-    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, cut_of: Tree, impl: Any) -> tuple[Array, Tree]:
-        """On one rank."""
+    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, shards: Tree, impl: Any) -> tuple[Array, Tree]:
+        """Plays the schedule on one rank."""
         batch, layout = batch_axes(self.mesh), self.layout
         data = tuple(axis for axis in batch if axis != fsdp.AXIS)
         layers = self._cast(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
-        layers = jax.tree.map(lambda shard, part: shard.gather(part), cut_of["layers"], layers)
-        ends = jax.tree.map(lambda shard, part: shard.gather(part), cut_of["ends"], params["ends"])
-        if key is not None:
+        layers = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"], layers)
+        outer = jax.tree.map(lambda shard, part: shard.gather(part), shards["outer"], params["outer"])
+        if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
         stages = []
         for c, own in enumerate(layers):
@@ -230,21 +230,21 @@ class Pipeline:
             if key is not None:
                 extra["first"] = self._own(layout.first_layers()[:, c])
             stages.append((own, extra))
-        rank = StageExecutor(self.parts, self.split(impl), ends, self._cast(ends), stages, inputs, key, impl)
-        runtime = RankRuntime(rank, self._columns(), layout.num_stages)
+        rank = StageExecutor(self.model, self.split(impl), outer, self._cast(outer), stages, inputs, key, impl)
+        runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
         summed = jax.tree_util.tree_map_with_path(
-            lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.ends
+            lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.outer
         )
-        grads = {"ends": summed, "layers": [_without_padding(own, extra) for own, extra in state.grads]}
+        grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in state.grads]}
         if fsdp.AXIS in batch:
-            grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], cut_of, grads)
+            grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
         grads = jax.tree.map(lambda g: lax.pmean(g, data), grads)
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch)
         return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
-    def _cuts(self, params: Tree) -> Tree:
-        """Of every parameter, over the axis `fsdp`."""
+    def _shards(self, params: Tree) -> Tree:
+        """Returns how every parameter is sharded over the axis `fsdp`."""
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         if ranks == 1:
             return jax.tree.map(lambda _: ShardSpec(None), params)
@@ -252,12 +252,12 @@ class Pipeline:
             params | {"layers": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])}
         )
         shapes = {sharding.place_name(path): leaf for path, leaf in named}
-        taken = {f"ends/{name}": axis for name, axis in self.parts.sharded.items()}
+        taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False).values())
 
     def split(self, impl: Any) -> Split:
-        """A stage in its parts; `impl` is the kind of the keys, None where there are none."""
-        layer = jax.checkpoint(self.parts.layer) if self.remat == "layer" else self.parts.layer
+        """Returns a stage, split; `impl` is the kind of the keys, None where there are none."""
+        layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
 
         def stage(params: Tree, x: Array, *key: Array) -> Array:
             layers, extra = params
@@ -276,11 +276,11 @@ class Pipeline:
         return jax.tree.map(lambda p: p.astype(self.compute_dtype) if p.ndim > 1 else p, tree)
 
     def _own(self, table: Any) -> Array:
-        """This rank's row of a table."""
+        """Returns this rank's row of a table."""
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _axis(self, path: Any) -> int | None:
-        return self.parts.sharded.get(_name(path))
+        return self.model.sharded.get(_name(path))
 
     def _check_divides(self, path: Any, leaf: Any) -> None:
         axis, ranks = self._axis(path), self.mesh.shape[AXIS]
@@ -292,7 +292,7 @@ class Pipeline:
 
 
 def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
-    """The gradients of a stage's layers, zeros for padding."""
+    """Returns the gradients of a stage's layers, zeros for padding."""
     if "active" not in extra:
         return grads
     return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
@@ -304,7 +304,7 @@ def _name(path: Any) -> str:
 
 def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError where the aligned runtime cannot play a schedule."""
-    phases(tick_table(schedule))
+    phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
         raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
 

@@ -13,14 +13,14 @@ from jax import Array, lax
 from jgraph.backward import Residuals, Stash
 from jgraph.parallel.pipeline.pools import Pool
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
-from jgraph.schedule.columns import ScheduleTables
+from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
 
 Tree = Any
 Row = dict[str, Array]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "ends", "loss"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "outer", "loss"], meta_fields=[])
 @dataclass(frozen=True)
 class State:
     """Of a rank, between two ticks.
@@ -28,21 +28,21 @@ class State:
     Attributes:
         pools: by name.
         grads: of each chunk, float32 sums over the microbatches so far.
-        ends: the same of embedding and head.
+        outer: the same of embedding and head.
         loss: float32 sum, of the rank that has the last stage.
     """
 
     pools: dict[str, Pool]
     grads: tuple[Tree, ...]
-    ends: Tree
+    outer: Tree
     loss: Array
 
     def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
         return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
 
     @scope("wgrad")
-    def add_ends(self, gradients: Tree) -> "State":
-        return replace(self, ends=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.ends, gradients))
+    def add_outer(self, gradients: Tree) -> "State":
+        return replace(self, outer=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.outer, gradients))
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,24 @@ jax.tree_util.register_dataclass(Made, ["out", "forward_dgrad", "forward_wgrad",
 
 
 class RankRuntime:
-    """A rank with its columns.
+    """A rank with its part of the schedule tables.
 
     Attributes:
         rank: what it computes with.
-        columns: what all ranks do.
-        rows: this rank's columns, int32 [T] each, by name: kind, stage, chunk, microbatch, enter, leave, back, `read POOL`,
+        tables: of all ranks.
+        rows: this rank's, int32 [T] each, by name: kind, stage, chunk, microbatch, enter, leave, back, `read POOL`,
             `write POOL`, `arrive SOURCE POOL`.
     """
 
-    def __init__(self, rank: StageExecutor, columns: ScheduleTables, num_stages: int):
-        self.rank, self.columns, self._last = rank, columns, num_stages - 1
-        table = columns.table
-        shared = {"enter": columns.enter, "leave": columns.leave, "back": columns.back}
+    def __init__(self, rank: StageExecutor, tables: ScheduleTables, num_stages: int):
+        self.rank, self.tables, self._last = rank, tables, num_stages - 1
+        table = tables.table
+        shared = {"enter": tables.enter, "leave": tables.leave, "back": tables.back}
         own = {"kind": table.kind, "stage": table.stage, "chunk": np.maximum(table.chunk, 0)}
         own["microbatch"] = np.maximum(table.microbatch, 0)
-        own |= {f"read {pool}": column for pool, column in columns.reads.items()}
-        own |= {f"write {pool}": column for pool, column in columns.writes.items()}
-        own |= {f"arrive {source} {pool}": column for (source, pool), column in columns.arrivals.items()}
+        own |= {f"read {pool}": column for pool, column in tables.reads.items()}
+        own |= {f"write {pool}": column for pool, column in tables.writes.items()}
+        own |= {f"arrive {source} {pool}": column for (source, pool), column in tables.arrivals.items()}
         # One array of all, so that a rank picks its own with one operation.
         index = lax.axis_index(AXIS) if table.kind.shape[1] > 1 else 0
         picked = lax.dynamic_index_in_dim(jnp.asarray(np.stack(list(own.values()))), index, 2, keepdims=False)
@@ -89,7 +89,7 @@ class RankRuntime:
 
     def start(self) -> State:
         """Before the first tick."""
-        shapes, slots = self.rank.shapes, self.columns.slots
+        shapes, slots = self.rank.shapes, self.tables.slots
         of = {
             "forward_dgrad": shapes.residuals.dgrad,
             "forward_wgrad": shapes.residuals.wgrad,
@@ -99,7 +99,7 @@ class RankRuntime:
             "loss": (shapes.x,),
         }
         pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
-        return State(pools, self.rank.zero_grads(), self.rank.zero_ends(), jnp.zeros((), jnp.float32))
+        return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32))
 
     # What goes in
 
@@ -108,9 +108,9 @@ class RankRuntime:
         """The input of a forward: embedded on the first stage, received elsewhere."""
         received = state.pools["activation"].read(row["read activation"])
         zeros = jnp.zeros(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
-        if not (self.columns.enter[ticks] >= 0).any():
+        if not (self.tables.enter[ticks] >= 0).any():
             return received[0]
-        x = _where_any(self.columns.enter[ticks], row["enter"], self.rank.embed, zeros)
+        x = _where_any(self.tables.enter[ticks], row["enter"], self.rank.embed, zeros)
         return jnp.where(row["stage"] == 0, x, received[0]) if received else x
 
     @scope("copies")
@@ -156,37 +156,37 @@ class RankRuntime:
     @scope("copies")
     def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:
         """The head, where a microbatch leaves the last stage: loss, gradients, and dy for its dgrad."""
-        numbers = self.columns.leave[ticks]
+        numbers = self.tables.leave[ticks]
         if not (numbers >= 0).any():
             return state
         here = (row["stage"] == self._last) & is_forward
-        none = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.ends), jnp.zeros_like(y))
+        none = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.outer), jnp.zeros_like(y))
 
         def head(m: Array):
-            loss, d_ends, dy = self.rank.head(m, y, here)
-            return loss.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), d_ends), dy
+            loss, d_outer, dy = self.rank.head(m, y, here)
+            return loss.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), d_outer), dy
 
-        loss, d_ends, dy = _where_any(numbers, row["leave"], head, none)
-        state = replace(state.add_ends(d_ends), loss=state.loss + loss)
+        loss, d_outer, dy = _where_any(numbers, row["leave"], head, none)
+        state = replace(state.add_outer(d_outer), loss=state.loss + loss)
         return state.write("loss", row["write loss"], (dy,))
 
     @scope("copies")
     def back(self, state: State, row: Row, dx: Array, ticks: np.ndarray, is_dgrad: Array) -> State:
         """The embedding's gradient, where a microbatch is back at the first stage."""
-        numbers = self.columns.back[ticks]
+        numbers = self.tables.back[ticks]
         if not (numbers >= 0).any():
             return state
         dx = jnp.where((row["stage"] == 0) & is_dgrad, dx, jnp.zeros((), dx.dtype))
-        zeros = jax.tree.map(jnp.zeros_like, state.ends)
-        return state.add_ends(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
+        zeros = jax.tree.map(jnp.zeros_like, state.outer)
+        return state.add_outer(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
 
     def send(self, state: State, row: Row, out: Array, pools: Sequence[str]) -> State:
         """Passes on what was made, and takes what comes, into these of the pools `activation` and `gradient`."""
         came: dict[str, Array] = {}
-        for source, pool in self.columns.arrivals:
+        for source, pool in self.tables.arrivals:
             if pool in pools:
                 if source not in came:
-                    came[source] = out if source == "same" else lax.ppermute(out, AXIS, self.columns.hops[source])
+                    came[source] = out if source == "same" else lax.ppermute(out, AXIS, self.tables.hops[source])
                 state = state.write(pool, row[f"arrive {source} {pool}"], (came[source],))
         return state
 

@@ -1,4 +1,4 @@
-"""Along which axis a pipeline's parameters are cut over `fsdp`: as it is asked for by the model's own names."""
+"""Along which axis a pipeline's parameters are sharded over `fsdp`: as it is asked for by the model's own names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,28 +13,28 @@ Tree = Any
 
 
 def place_name(path: Sequence[Any]) -> str:
-    """The name of a leaf of what `Pipeline.stack` gives: `ends/table`, `layers/CHUNK/PLACE/up`."""
+    """Returns the name of a leaf of what `Pipeline.stack` gives: `outer/table`, `layers/CHUNK/PLACE/up`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def by_place(parts: PipelineModel, layout: StageAssignment, tree: Tree, axes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The axis to cut of some leaves of `Pipeline.stack`, by `place_name`; for layers, not counting the axis of ranks.
+def by_place(model: PipelineModel, layout: StageAssignment, tree: Tree, axes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Returns the axis to shard of some leaves of `Pipeline.stack`, by `place_name`; of layers, without the axis of ranks.
 
     Args:
-        parts, layout: of the pipeline.
+        model, layout: of the pipeline.
         tree: the model's parameters, as shapes.
         axes: the axis asked for, by the model's names, as `fsdp.asked_axes` gives it.
         ranks: devices of the axis `fsdp`.
 
     Raises:
-        ConfigError: an axis is cut over `pipe` already, counts the layers, is not divisible, or layers that share an array
+        ConfigError: an axis is sharded over `pipe` already, counts the layers, is not divisible, or layers that share an array
             ask for different ones.
     """
     found: dict[str, tuple[int, str]] = {}
     for name, axis in axes.items():
-        for path, i, length in _after_split(parts, tree, name, axis):
+        for path, i, length in _after_split(model, tree, name, axis):
             place = _place(layout, path)
-            if place.startswith("ends/") and parts.sharded.get(place.removeprefix("ends/")) == i:
+            if place.startswith("outer/") and model.sharded.get(place.removeprefix("outer/")) == i:
                 raise _cannot(name, axis, "must be another one, `pp` shards this one")
             if length % ranks:
                 raise _cannot(name, axis, f"its length {length} must be a multiple of `fsdp` {ranks} in a pipeline")
@@ -44,8 +44,8 @@ def by_place(parts: PipelineModel, layout: StageAssignment, tree: Tree, axes: Ma
     return {place: axis for place, (axis, _) in found.items()}
 
 
-def _after_split(parts: PipelineModel, tree: Tree, name: str, axis: int) -> list[tuple[Any, int, int]]:
-    """Returns where `PipelineModel.split` leaves an axis: path in (ends, layers), axis, length. Found by making it longer."""
+def _after_split(model: PipelineModel, tree: Tree, name: str, axis: int) -> list[tuple[Any, int, int]]:
+    """Returns where `PipelineModel.split` leaves an axis: path in (outer, layers), axis, length. Found by making it longer."""
     leaves, structure = jax.tree.flatten(tree)
     index = leaf_names(tree).index(name)
     shape = leaves[index].shape
@@ -53,11 +53,11 @@ def _after_split(parts: PipelineModel, tree: Tree, name: str, axis: int) -> list
         raise _cannot(name, axis, f"must be less than {len(shape)}, its shape is {shape}")
     leaves[index] = jax.ShapeDtypeStruct((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), leaves[index].dtype)
     try:
-        after = jax.tree.leaves(jax.eval_shape(parts.split, structure.unflatten(leaves)))
+        after = jax.tree.leaves(jax.eval_shape(model.split, structure.unflatten(leaves)))
     except (TypeError, ValueError):
         raise _cannot(name, axis, "must be an axis that PipelineModel.split keeps as it is") from None
     found = []
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(parts.split, tree)), after, strict=True):
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
         found += [(path, i, old.shape[i]) for i in changed]
     if not found:
@@ -68,12 +68,12 @@ def _after_split(parts: PipelineModel, tree: Tree, name: str, axis: int) -> list
 
 
 def _place(layout: StageAssignment, path: Sequence[Any]) -> str:
-    """The `place_name` of a leaf, from its path in (ends, layers)."""
+    """Returns the `place_name` of a leaf, from its path in (outer, layers)."""
     if path[0].idx == 0:
-        return f"ends/{place_name(path[1:])}"
+        return f"outer/{place_name(path[1:])}"
     chunk, place = layout.place_of(path[1].idx)
     return f"layers/{chunk}/{place}/{place_name(path[2:])}"
 
 
 def _cannot(name: str, axis: int, why: str) -> ConfigError:
-    return ConfigError(f"`shard_rules` cut {name} along axis {axis}: {why}", field="shard_rules")
+    return ConfigError(f"`shard_rules` shards {name} along axis {axis}: {why}", field="shard_rules")

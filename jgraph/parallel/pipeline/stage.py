@@ -40,10 +40,10 @@ class StageExecutor:
 
     def __init__(
         self,
-        parts: PipelineModel,
+        model: PipelineModel,
         split: Split,
-        ends: Tree,
-        head_ends: Tree,
+        outer: Tree,
+        head_outer: Tree,
         stages: Sequence[Tree],
         inputs: Tree,
         key: Array | None,
@@ -51,17 +51,17 @@ class StageExecutor:
     ):
         """
         Args:
-            parts, split: of the model, and of a stage.
-            ends, head_ends: parameters of embedding and head, as they are kept and as the head reads them.
+            model, split: the model, and one of its stages, split.
+            outer, head_outer: parameters of embedding and head, as they are kept and as the head reads them.
             stages: for each chunk, what the stage function takes as its parameters.
             inputs: of the microbatches, leaves [M, ...].
             key: key data of a random key of the kind `impl`, or None.
         """
-        self._parts, self._split, self._inputs = parts, split, inputs
+        self._model, self._split, self._inputs = model, split, inputs
         self._key, self._impl = key, impl
-        self._ends, self._head_ends, self._stages = ends, head_ends, stages
-        x = jax.eval_shape(parts.embed, ends, self._of(0))
-        effects = jax.make_jaxpr(parts.head)(head_ends, x, self._of(0)).effects
+        self._outer, self._head_outer, self._stages = outer, head_outer, stages
+        x = jax.eval_shape(model.embed, outer, self._of(0))
+        effects = jax.make_jaxpr(model.head)(head_outer, x, self._of(0)).effects
         # Whether ranks work on the head together, or each for itself.
         self._shares_head = any(getattr(effect, "name", None) == AXIS for effect in effects)
         spec = split.spec(stages[0], x, *self._keys(0))
@@ -79,9 +79,9 @@ class StageExecutor:
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, tuple(self._stages))
 
     @scope("wgrad")
-    def zero_ends(self) -> Tree:
+    def zero_outer(self) -> Tree:
         """Float32 zeros as the parameters of embedding and head."""
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._ends)
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._outer)
 
     # What a stage does. `chunk` is a number, or an int32 scalar where it is known only at run time.
 
@@ -132,17 +132,17 @@ class StageExecutor:
 
     @scope("forward")
     def embed(self, m: Any) -> Array:
-        return self._parts.embed(self._ends, self._of(m))
+        return self._model.embed(self._outer, self._of(m))
 
     @scope("wgrad")
     def embed_backward(self, m: Any, dx: Array) -> Tree:
-        """Gradients as `ends`, from dx on the rank of the first stage and zeros elsewhere."""
-        _, pull_back = jax.vjp(lambda ends: self._parts.embed(ends, self._of(m)), self._ends)
+        """Gradients as `outer`, from dx on the rank of the first stage and zeros elsewhere."""
+        _, pull_back = jax.vjp(lambda outer: self._model.embed(outer, self._of(m)), self._outer)
         return pull_back(dx)[0]
 
     @scope("loss")
     def head(self, m: Any, y: Array, here: Array) -> tuple[Array, Tree, Array]:
-        """This microbatch's share of the mean loss, and of it the gradients as `ends`, and dy.
+        """This microbatch's share of the mean loss, and of it the gradients as `outer`, and dy.
 
         Args:
             m: the microbatch.
@@ -151,14 +151,14 @@ class StageExecutor:
         """
         if self._shares_head:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
-        loss, pull_back = jax.vjp(lambda ends, y: self._parts.head(ends, y, self._of(m)), self._head_ends, y)
+        loss, pull_back = jax.vjp(lambda outer, y: self._model.head(outer, y, self._of(m)), self._head_outer, y)
         # The mean is taken here, of one number, and not at the end, of all gradients.
         share = 1 / len(jax.tree.leaves(self._inputs)[0])
-        d_ends, dy = pull_back(jnp.where(here, share, 0).astype(loss.dtype))
+        d_outer, dy = pull_back(jnp.where(here, share, 0).astype(loss.dtype))
         if not self._shares_head:
             # Cotangents of zero are not enough: of what lies elsewhere as y, the derivative may be infinite.
-            d_ends = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_ends)
-        return jnp.where(here, loss * share, 0), d_ends, dy
+            d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
+        return jnp.where(here, loss * share, 0), d_outer, dy
 
     def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1 or isinstance(chunk, int):

@@ -3,23 +3,20 @@
 A name is (pool, stage, microbatch). What a rank makes for nobody is None, and may overwrite only what nobody waits for.
 """
 
-from typing import Literal
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jgraph.errors import OrderError
-from jgraph.schedule import NAMES, Schedule, assign, generate, tick_table
+from jgraph.schedule import NAMES, Schedule, assign, generate, tabulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
-from jgraph.schedule.columns import ScheduleTables, columns
+from jgraph.schedule.tables import ScheduleTables, Writing
 from tests.schedule.strategies import delayed_ticks, schedules
 
 # T ticks, P ranks, r this rank, M microbatches
 
 Name = tuple[str, int, int] | None
-Writing = Literal["makers", "all"]
 
 # What each kind of action finds in the pools, besides what was sent to it, and which of that it is the last to use.
 FINDS = {
@@ -91,7 +88,7 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
 
 
 def check(schedule: Schedule, writing: Writing) -> None:
-    cs = columns(schedule, writing=writing)
+    cs = tabulate(schedule, writing=writing)
     play(schedule, cs, writing)
     for numbers in (cs.enter, cs.leave, cs.back):
         assert sorted(numbers[numbers >= 0]) == list(range(schedule.num_microbatches))
@@ -127,7 +124,7 @@ def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_random_schedules_with_pauses_are_played_too(schedule, seed, writing):
     try:
-        tick_table(schedule)
+        tabulate(schedule)
     except OrderError:
         assume(False)  # stages that follow each other are on ranks that are no neighbours
     check(schedule, writing)
@@ -138,4 +135,4 @@ def test_stages_on_ranks_that_are_no_neighbours_are_refused():
     schedule = generate("1f1b", pp=4, microbatches=4)
     moved = Schedule(tuple(schedule.orders[s] for s in (0, 2, 1, 3)), ((0,), (2,), (1,), (3,)))
     with pytest.raises(OrderError, match="not its neighbour"):
-        columns(moved)
+        tabulate(moved)

@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jgraph.profile.program import Instruction, Program
+from jgraph.profile.program import Program
+from jgraph.profile.trace import Events
 from jgraph.scopes import PREFIX
+from jgraph.xla.hlo import Instruction
 
 COLLECTIVES: dict[str, str] = {
     "all-gather": "all-gather",
@@ -23,7 +25,7 @@ COLLECTIVES: dict[str, str] = {
     "send": "transfer",
     "recv": "transfer",
 }
-"""Causes by opcode, without `-start` and `-done`."""
+"""Categories by opcode, without `-start` and `-done`."""
 
 # jax's primitives that have another name than XLA's opcode.
 _PRIMITIVES = {
@@ -35,12 +37,12 @@ _PRIMITIVES = {
     "all-gather-invariant": "all-gather",
 }
 
-CAUSES = (
+CATEGORIES = (
     *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
     *dict.fromkeys(COLLECTIVES.values()),
     *("copies", "control", "other"),
 )
-"""All causes, in the order in which they are shown."""
+"""All categories, in the order in which they are shown."""
 
 _ACTIONS = ("forward", "dgrad", "wgrad")
 # Counters of loops, conditions, places in pools: nothing that a model computes.
@@ -51,15 +53,12 @@ _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 
 @dataclass(frozen=True)
 class Purpose:
-    """Of an instruction.
+    """What an instruction was for: one of `CATEGORIES`, and the action of a pipeline that it is part of, or "".
 
-    Attributes:
-        cause: one of `CAUSES`.
-        action: the action of a pipeline that it is part of, `forward`, `dgrad` or `wgrad`; empty outside of one.
-        works: whether it is a matrix product or attention, which make up an action's time.
+    Those that `works` marks are matrix products and attention, which make up an action's time.
     """
 
-    cause: str
+    category: str
     action: str = ""
     works: bool = False
 
@@ -67,8 +66,17 @@ class Purpose:
 OTHER = Purpose("other")
 
 
+def purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
+    """Returns what each event was for; without the program, by what the trace says of scopes."""
+    if program is None:
+        return tuple(purpose_of_hidden("", scopes) for scopes in events.scopes)
+    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
+    rows = zip(events.module, events.op, events.scopes, strict=True)
+    return tuple(OTHER if m != program.name else known.get(op) or purpose_of_hidden(op, scopes) for m, op, scopes in rows)
+
+
 def purpose_of(program: Program, instruction: Instruction) -> Purpose:
-    """Of an instruction that a kernel was launched for."""
+    """Returns what an instruction was for that a kernel was launched for."""
     parts = list(program.inside(instruction))
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
@@ -80,40 +88,36 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     # Of a fusion the last operation is what it was made for; what comes before it was drawn in.
     meant = next(filter(_by_scopes, (*named[:1], *named[:0:-1])), "")
     if product is not None:
-        meant = product.scopes or meant
+        meant = product.op_name or meant
     action = next((action for action in map(_action, (meant, *named)) if action), "")
-    cause = _by_scopes(meant)
-    if not cause and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
+    category = _by_scopes(meant)
+    if not category and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
         return Purpose("control", action)
-    if not computes and cause not in ("attention", "loss", "optimizer"):
+    if not computes and category not in ("attention", "loss", "optimizer"):
         return Purpose("copies", action)
-    if product is not None and cause == "dgrad" and not action:
+    if product is not None and category == "dgrad" and not action:
         factors = product.operands[:2]
-        cause = "wgrad" if all(name in program.of_batch for name in factors) else cause
-    return Purpose(cause or "other", action, works)
-
-
-def purpose_of_scopes(scopes: str) -> Purpose:
-    """From jax's name of an operation alone, where the program is not at hand: a joint backward is all dgrad then."""
-    return Purpose(_by_scopes(scopes) or "other", _action(scopes))
+        category = "wgrad" if all(name in program.of_batch for name in factors) else category
+    return Purpose(category or "other", action, works)
 
 
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
-    """Of an instruction that the program's text does not show: one within the start of an asynchronous one.
+    """Returns the purpose of an instruction that no text of the program shows, by its name and jax's name of the operation.
 
-    XLA names instructions after jax's primitives, so that a collective's name begins with its primitive's or its opcode.
+    Such are all where the program is not at hand, when a joint backward is all dgrad, and those within the start of an
+    asynchronous one. XLA names instructions after jax's primitives: a collective's name begins with its primitive or opcode.
     """
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
-    cause = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
-    return Purpose(cause) if cause else purpose_of_scopes(scopes)
+    category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
+    return Purpose(category) if category else Purpose(_by_scopes(scopes) or "other", _action(scopes))
 
 
 def _names(parts: Iterable[Instruction]) -> list[str]:
-    return [part.scopes for part in parts if part.scopes and part.opcode not in ("parameter", "constant")]
+    return [part.op_name for part in parts if part.op_name and part.opcode not in ("parameter", "constant")]
 
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:
-    """Names of the nearest instruction before this one that has any: what XLA made by itself, it made of that."""
+    """Returns names of the nearest instruction before this one that has any: what XLA made by itself, it made of that."""
     home = program.home[instruction.name].instructions
     names, seen = list(instruction.operands), set[str]()
     for name in names:
@@ -126,14 +130,14 @@ def _inherited(program: Program, instruction: Instruction) -> list[str]:
 
 
 def _by_scopes(scopes: str) -> str:
-    """The cause that a name tells, the innermost first; empty where it tells none."""
+    """Returns the category that a name tells, the innermost first; empty where it tells none."""
     scopes = scopes.split(";")[-1]
     if "rematted_computation" in scopes:
         return "recompute"
     if "dot_product_attention" in scopes:
         return "attention"
     if found := _SCOPE.findall(scopes):
-        return found[-1] if found[-1] in CAUSES else "other"
+        return found[-1] if found[-1] in CATEGORIES else "other"
     if "transpose(" in scopes:
         return "dgrad"
     return "forward" if "jvp(" in scopes else ""

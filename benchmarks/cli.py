@@ -1,0 +1,118 @@
+"""The benchmarks from one command: which there are, running one, comparing two results, and README's tables.
+
+    python -m benchmarks list
+    python -m benchmarks run fsdp --work gpt-1b3            # flags are the benchmark's own; so is --help
+    python -m benchmarks compare before.json after.json
+    python -m benchmarks show results/
+    python -m benchmarks readme --check
+
+A results file has rows of the schema in `benchmarks/rows.py`.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import runner
+from benchmarks.compare import ResultsError, compared, distinct, read
+from benchmarks.readme import write_readme
+from benchmarks.rows import fastest, named, ratio
+from benchmarks.runner import benchmark_of, found, soaks
+from jgraph.cli.parse import one_line
+from jgraph.errors import JgraphError
+
+Command = Callable[[], int | None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Returns:
+        Exit code: 0 when done, 1 where README has drifted, 2 for input that cannot work (one line on stderr). A benchmark
+        may end the process with a code of its own.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
+
+    def list_() -> Command:
+        """Every benchmark, with the results it has left."""
+        return lambda: show(("benchmark", "results", "date", "device", "revision", "what"), listed())
+
+    def run(name: tyro.conf.Positional[str]) -> Command:
+        """Run a benchmark; the flags after its name are its own."""
+        return lambda: start(name, rest)
+
+    def compare(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path]) -> Command:
+        """Times of two results files, row by row: what was before, and what is now."""
+        return lambda: show(("row", "A ms", "B ms", "B/A", "B is"), compared(a, b))
+
+    def show_(folder: tyro.conf.Positional[Path]) -> Command:
+        """Every row of the results in a folder, short: its time, PyTorch's fastest and ours over it by rounds, what failed."""
+        return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
+
+    def readme(*, check: bool = False) -> Command:
+        """Write README's tables of speed, and all others, from benchmarks/results; or only check whether they have drifted."""
+        return lambda: write_readme(check)
+
+    commands = {"list": list_, "run": run, "compare": compare, "show": show_, "readme": readme}
+    parse = tyro.extras.subcommand_cli_from_dict
+    try:
+        command = one_line(lambda: parse(commands, prog="python -m benchmarks", description=__doc__, args=own))
+        return (command() if command else 0) or 0
+    except (JgraphError, OSError) as e:
+        print(f"benchmarks: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+
+
+def start(name: str, flags: list[str]) -> None:
+    if name not in (scripts := found()):
+        raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
+    sys.argv = [name, *flags]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+
+
+def show(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    table = Table(box=box.MARKDOWN, show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("A ms", "B ms", "B/A") else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # A pipe has no width, and what reads it wants a row in a line.
+    if table.row_count:
+        Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000).print(table)
+
+
+def listed() -> Iterator[list[str]]:
+    """A row for each results file; of a benchmark that has none, one all the same."""
+    scripts = found()
+    files: dict[str, list[Path]] = {name: [] for name in scripts}
+    for file in sorted(runner.RESULTS.glob("*.json")):
+        files.setdefault(benchmark_of(file.stem, scripts), []).append(file)
+    for name, own in files.items():
+        for nth, file in enumerate(own):
+            try:
+                facts = [distinct(read(file).values(), key) for key in ("date", "device", "revision")]
+            except ResultsError:
+                facts = ["not readable", "", ""]
+            yield [name, file.name, *facts, "" if nth else scripts.get(name, "")]
+        if not own:
+            yield [name, "", "", "", "", scripts[name]]
+
+
+def shown(folder: Path) -> Iterator[list[str]]:
+    for file in sorted(folder.glob("*.json")):
+        for work, result in read(file).items():
+            peer, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
+            for row in result["rows"]:
+                told = [f"{row['ms']:.3f}" if "ms" in row else "", ratio(peer, row), ratio(row, ours)]
+                yield [f"{file.stem} {work}", named(row)[:60], *told, row.get("failed", "")[:100]]
+        if file.stem == "soaks":
+            yield from ([cells[0], *cells[2:6], cells[7]] for cells in soaks(read(file)))

@@ -1,0 +1,65 @@
+"""Peer: a training step of GPT on one GPU in PyTorch: fused AdamW, clipping by global norm, gradients set to None.
+
+    python -m benchmarks.peers.single_gpu '{"variant": "torch compile + CUDA graph", "config": {...}}'
+
+The model is the one that the parity tests hold against ours; with a CUDA graph it is of the whole step.
+"""
+
+from typing import Any
+
+import torch
+
+from benchmarks.peers.protocol import answer, request, take_turns, told
+from benchmarks.peers.torch_gpt import GPT
+from jgraph.training.config import TrainConfig
+
+
+def main() -> None:
+    asked = request()
+    variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    model = GPT(config.model).cuda()
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=o.learning_rate,
+        betas=(o.beta1, o.beta2),
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        fused=True,
+        capturable=True,
+    )
+    tokens_BS = torch.randint(0, config.model.vocab_size, (config.batch_size, config.seq_len + 1), device="cuda")
+    with torch.no_grad():
+        model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
+    loss_fn = torch.compile(model.loss) if "compile" in variant else model.loss
+    latest: dict[str, Any] = {}
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        latest["loss"] = loss_fn(tokens_BS)
+        latest["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    run: Any = step
+    if "graph" in variant:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+        torch.cuda.empty_cache()  # what the steps before the capture left: the graph has a pool of its own, others need room
+    answer(device=torch.cuda.get_device_name())
+    take_turns(lambda clock: told(clock.back_to_back(run, torch.cuda.synchronize)))
+    answer(loss=float(latest["loss"]), peak_bytes=torch.cuda.max_memory_allocated())
+
+
+if __name__ == "__main__":
+    main()

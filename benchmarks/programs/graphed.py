@@ -1,0 +1,198 @@
+"""A process that is asked about graphed callables: GPT blocks one by one, a pipeline's step, or what replays leave behind."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jgraph
+from benchmarks.harness import resident_bytes
+from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
+from benchmarks.programs.step import stepping
+from benchmarks.rows import Row
+from benchmarks.works import MLPSize, schedule_of
+
+# N tokens, D model, B batch, T sequence
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of GPT in bfloat16: the stage, parameters of each, and what goes in at both ends."""
+
+    stage: Callable[[Any, jax.Array], jax.Array]
+    params: tuple[Any, ...]
+    x: jax.Array
+    dy: jax.Array
+
+    @classmethod
+    def of(cls, size: Row) -> "Blocks":
+        stage, params, x, dy = gpt_blocks(size)
+        return cls(stage, tuple(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)), x, dy)
+
+    @property
+    def order(self) -> list[int]:
+        n = len(self.params)
+        return [*range(1, n + 1), *range(-n, 0)]
+
+    def graphed(self, **options: Any) -> Any:
+        n = len(self.params)
+        return jgraph.make_graphed_callables((self.stage,) * n, self.params, ((self.x,),) * n, **options)
+
+    def one_by_one(self, **options: Any) -> Callable[[], Any]:
+        """An iteration of single calls; gives back all gradients and dx."""
+        graphed = self.graphed(**options)
+        calls = [graphed[i] for i in range(len(graphed))]
+
+        def iteration():
+            y, gradients = self.x, []
+            for call, params in zip(calls, self.params, strict=True):
+                y = call(params, y)
+            dx = self.dy
+            for call in reversed(calls):
+                of_params, dx = call.backward(dx)
+                gradients.append(of_params)
+            return gradients, dx
+
+        return iteration
+
+    def run(self, join: str, **options: Any) -> Callable[[], Any]:
+        """An iteration by `run`; gives back losses and gradients."""
+        graphed = self.graphed(order=self.order, **options)
+
+        def iteration():
+            result = graphed.run(None, (self.x,), _product, params=self.params, loss_args=((self.dy,),), join=join)
+            return result.losses, result.grads
+
+        return iteration
+
+    def jitted(self) -> Callable[[], Any]:
+        """What needs no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
+        forward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x))
+        backward = jax.jit(lambda vjp, dy: vjp(dy))
+
+        def iteration():
+            y, vjps, gradients = self.x, [], []
+            for params in self.params:
+                y, vjp = forward(params, y)
+                vjps.append(vjp)
+            dx = self.dy
+            while vjps:
+                of_params, dx = backward(vjps.pop(), dx)
+                gradients.append(of_params)
+            return gradients, dx
+
+        return iteration
+
+
+def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
+    """A loss of which dy is the gradient."""
+    return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
+
+
+BLOCKS: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
+    "one by one": lambda blocks: blocks.one_by_one(),
+    "one by one, reuse_buffers": lambda blocks: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
+    "run, join segments": lambda blocks: blocks.run("segments"),
+    "run, join nothing": lambda blocks: blocks.run("nothing"),
+    "jit a block": lambda blocks: blocks.jitted(),
+}
+
+
+def time_blocks(asked: Row) -> None:
+    start = time.perf_counter()
+    iteration, handed = BLOCKS[asked["variant"]](Blocks.of(asked["size"])), 2 * asked["size"]["num_blocks"]
+    jax.block_until_ready(iteration())
+    device = f"1 x {jax.devices()[0].device_kind}"
+    answer(build_and_first_s=time.perf_counter() - start, replays=handed, device=device)
+    run, wait, _ = stepping(iteration)  # as torch's gradients, which are None before the next iteration
+
+    def measure(clock: Clock) -> Row:
+        return told(clock.back_to_back(run, wait)) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
+
+    take_turns(measure)
+
+
+# Pipeline
+
+
+def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
+    for layer in params:
+        x_ND = mlp_layer(layer, x_ND)
+    return x_ND
+
+
+def time_pipeline(asked: Row) -> None:
+    size, ranks = MLPSize(**asked["size"]), asked["ranks"]
+    devices = jax.devices()[:ranks]
+    if len(devices) < ranks:
+        raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
+    schedule = schedule_of(asked["schedule"], ranks, size.microbatches)
+    stages = schedule.num_stages
+    if size.layers % stages:
+        raise RuntimeError(f"{size.layers} layers cannot be shared out evenly to {stages} stages")
+    layers = mlp_layers(size)
+    params = tuple(tuple(layers[i : i + size.layers // stages]) for i in range(0, size.layers, size.layers // stages))
+    keys = jax.random.split(jax.random.key(1), size.microbatches)
+    inputs = tuple(jax.random.normal(key, (size.tokens, size.d_model), jnp.bfloat16) for key in keys)
+    start = time.perf_counter()
+    graphed = jgraph.make_graphed_callables(
+        (mlp_stage,) * stages,
+        params,
+        ((inputs[0],),) * stages,
+        order=schedule,
+        delay_wgrad=any(action.kind == "wgrad" for order in schedule for action in order),
+        param_grads="aliased",
+        reuse_buffers=True,
+        devices=devices,
+    )
+    answer(device=f"{ranks} x {devices[0].device_kind}", build_s=time.perf_counter() - start)
+    placed = graphed.place(params)
+    run, _, latest = stepping(lambda: graphed.run(None, inputs, half_square, params=placed, join=asked["join"]))
+
+    def wait():
+        jax.block_until_ready((latest[0].losses, latest[0].grads))
+
+    start = time.perf_counter()
+    run()
+    wait()
+    answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0].losses)))
+
+    def measure(clock: Clock) -> Row:
+        return told(clock.one_by_one(run, wait)) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
+
+    take_turns(measure)
+
+
+# Replays
+
+REPLAYED: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
+    "one by one": lambda blocks: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
+    "run": lambda blocks: blocks.run("segments", reuse_buffers=True),
+}
+
+
+def count_bytes(asked: Row) -> None:
+    """Bytes in use on the device and of the process after each number of replays that is asked for."""
+    iteration = REPLAYED[asked["variant"]](Blocks.of(asked["size"] | {"num_blocks": 2}))
+    after = []
+    for replay in range(1, asked["replays"][-1] + 1):
+        latest = iteration()
+        if replay in asked["replays"]:
+            jax.block_until_ready(latest)
+            del latest
+            gc.collect()
+            stats = jax.devices()[0].memory_stats()
+            after.append((stats["bytes_in_use"] if stats else None, resident_bytes()))
+    bytes_of = {place: [one[i] for one in after] for i, place in enumerate(("device", "host"))}
+    for place, (first, last) in bytes_of.items():
+        answer(**{f"{place}_bytes": [first, last], f"{place}_growth": None if first is None else last - first})
+    answer(device=f"1 x {jax.devices()[0].device_kind}", replays=asked["replays"])
+
+
+if __name__ == "__main__":
+    serve({"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes})

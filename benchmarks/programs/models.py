@@ -1,0 +1,101 @@
+"""What our processes train: layers x + gelu(x @ a) @ b, GPT, and its blocks. `peers/` has all of them in torch."""
+
+# M microbatches, S sequence and one more, N tokens, D model, F hidden, T sequence
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.rows import Row
+from benchmarks.works import GPTSize, MLPSize, Size
+from jgraph.parallel.pipeline import PipelineModel
+from jgraph_models.gpt import GPT, Block, GPTConfig, pipeline_model, rotary
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in parts with its parameters, and a batch.
+
+    Attributes:
+        parts, ends, layers: as `jgraph.parallel.pipeline.Pipeline` takes them.
+        inputs: of all microbatches.
+        x: shape and dtype of what passes between layers.
+        compute_dtype: as `Pipeline`'s.
+    """
+
+    parts: PipelineModel
+    ends: Any
+    layers: list[Any]
+    inputs: Any
+    x: jax.ShapeDtypeStruct
+    compute_dtype: Any
+
+    @classmethod
+    def of(cls, size: Size, ranks: int) -> "Model":
+        return _gpt(size, ranks) if isinstance(size, GPTSize) else _mlp(size)
+
+
+def _mlp(size: MLPSize) -> Model:
+    """Nothing but layers: no embedding, a loss of a pass."""
+    parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
+    shape = size.tokens, size.d_model
+    inputs = jax.random.normal(jax.random.key(1), (size.microbatches, *shape), jnp.bfloat16)
+    return Model(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)
+
+
+def _gpt(size: GPTSize, ranks: int) -> Model:
+    """Embedding, head and cross-entropy included."""
+    config = size.model
+    parts = pipeline_model(config, ranks)
+    make: Callable[[], Any] = jax.jit(lambda: nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param)))
+    ends, layers = parts.split(make())
+    shape = size.microbatches, size.batch, size.length + 1
+    tokens_MBS = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
+    dtype = jnp.dtype(config.compute_dtype)
+    return Model(parts, ends, layers, tokens_MBS, jax.ShapeDtypeStruct((size.batch, size.length, config.d_model), dtype), dtype)
+
+
+def mlp_layer(params: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
+    a_DF, b_FD = params
+    return x_ND + jax.nn.gelu(x_ND @ a_DF, approximate=True) @ b_FD
+
+
+def half_square(y_ND: jax.Array) -> jax.Array:
+    return 0.5e-3 * jnp.sum(jnp.square(y_ND.astype(jnp.float32)))
+
+
+def mlp_layers(size: MLPSize) -> list[Any]:
+    """Parameters in bfloat16, uniform as torch's nn.Linear."""
+
+    @jax.jit
+    def layer(key):
+        shapes = (size.d_model, size.d_ff), (size.d_ff, size.d_model)
+        keys = jax.random.split(key)
+        return tuple(
+            jax.random.uniform(k, shape, jnp.bfloat16, -(shape[0] ** -0.5), shape[0] ** -0.5)
+            for k, shape in zip(keys, shapes, strict=True)
+        )
+
+    return [layer(key) for key in jax.random.split(jax.random.key(0), size.layers)]
+
+
+def gpt_blocks(size: Row) -> tuple[Callable[[Any, jax.Array], jax.Array], list[Any], jax.Array, jax.Array]:
+    """A block as a function, float32 parameters of each, and bfloat16 x and dy."""
+    num_blocks, batch, length = (size[key] for key in ("num_blocks", "batch", "length"))
+    widths = {key: size[key] for key in ("d_model", "num_heads", "d_ff")}
+    config = GPTConfig(vocab_size=256, num_layers=num_blocks, num_kv_heads=size["num_heads"], **widths)
+    rngs = nnx.Rngs(0)
+    splits = [nnx.split(Block(config, rngs=rngs)) for _ in range(num_blocks)]
+    graph, table_T1K = splits[0][0], rotary(length, config.head_size, config.rope_theta)
+
+    def stage(params: Any, x_BTD: jax.Array) -> jax.Array:
+        block: Any = nnx.merge(graph, params)
+        return block(x_BTD, table_T1K)
+
+    x, dy = (jax.random.normal(jax.random.key(i), (batch, length, config.d_model), jnp.bfloat16) for i in (1, 2))
+    # As dicts, which jax flattens in C++; an nnx.State takes Python 9 us.
+    return stage, [nnx.to_pure_dict(params) for _, params in splits], x, dy

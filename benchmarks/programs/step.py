@@ -1,0 +1,143 @@
+"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, or a soak."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.rows import Row
+from jgraph.dispatch import in_turn
+from jgraph.profile.attribution import by_category, choose_step
+from jgraph.profile.program import Program
+from jgraph.profile.trace import read
+from jgraph.training.config import TrainConfig
+from jgraph.training.metrics import peak_memory_bytes
+from jgraph.training.setup import TrainSetup
+from jgraph.xla import count_launches
+from jgraph.xla.launches import profiler_options
+
+TRACED = 3  # steps of the trace that categories are read from
+
+
+@dataclass
+class Step:
+    """A compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
+
+    devices: list[Any]
+    compiled: Any
+    state: Any
+    batch: Any
+    metrics: Any = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
+        if jax.default_backend() == "gpu":  # or command buffers are left aside while launches are counted
+            profiled = "xla_enable_command_buffers_during_profiling=true"
+            config = replace(config, xla_options=(*config.xla_options, profiled))
+        setup = TrainSetup.of(config)
+        devices = jax.devices()[: setup.num_devices]
+        tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
+        start = time.perf_counter()
+        run = setup.compile_step()
+        compiled, report = run.executable, run.capture
+        tell(compile_s=time.perf_counter() - start, capture=str(report) if report else None, **compiled_bytes(compiled))
+        shape = config.batch_size, config.seq_len + 1
+        rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
+        step = cls(devices, compiled, setup.init(), jax.device_put(setup.step.place(rows_BS)))
+        jax.block_until_ready(step.state)
+        # The state is made in a program that may take more than the step does, and a device's peak cannot be set back.
+        tell(init_peak_bytes=step.peak_bytes())
+        return step
+
+    def run(self) -> None:
+        self.state, self.metrics = self.compiled(self.state, self.batch)
+
+    def wait(self) -> None:
+        jax.block_until_ready((self.state, self.metrics))
+
+    def peak_bytes(self) -> int:
+        return max(peak_memory_bytes(device) for device in self.devices)
+
+    def result(self) -> Row:
+        return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped)}
+
+
+def compiled_bytes(compiled: Any) -> Row:
+    memory = compiled.memory_analysis()
+    names = ("argument", "temp", "output", "alias") if memory is not None else ()
+    return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
+
+
+def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
+    """How to hand over a step and to wait for it; and where what it gives is, until the next one takes its memory."""
+    latest: list[Any] = [None]
+
+    def run() -> None:
+        latest[0] = None
+        latest[0] = call()
+
+    return run, lambda: jax.block_until_ready(latest), latest
+
+
+def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
+    """How many CUDA graphs a step launches, and updates before."""
+    with count_launches() as count:
+        run()
+        wait()
+    return {"launches": count.launches, "updates": count.updates}
+
+
+def time_step(asked: Row) -> None:
+    config = TrainConfig.from_dict(asked["config"])
+    step = Step.of(config)
+    step.run()
+    step.wait()
+    answer(**step.result(), peak_bytes=step.peak_bytes())
+
+    def measure(clock: Clock) -> Row:
+        return told(clock.in_flight(step.run, step.wait, step.devices[0].platform))
+
+    take_turns(measure)
+    answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
+    if asked["categories"]:
+        del step  # the other one has a state of its own
+        answer(categories=categories(config))
+
+
+def categories(config: TrainConfig) -> Row:
+    """Milliseconds of a step by cause, mean of the ranks: of the step without command buffers, whose kernels have names."""
+    step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
+    step.run()
+    step.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=profiler_options()):
+            for _ in range(TRACED):
+                step.run()
+                in_turn(step.metrics)
+            step.wait()
+        chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text() or ""), TRACED)
+    ranks = [by_category(rank, one) for rank, one in chosen.items()]
+    causes = dict.fromkeys(cause for rank in ranks for cause in rank["causes"])
+    found = {cause: sum(rank["causes"].get(cause, {"ms": 0.0})["ms"] for rank in ranks) for cause in causes}
+    return {cause: ms / len(ranks) for cause, ms in (found | {"idle": sum(rank["idle_ms"] for rank in ranks)}).items()}
+
+
+def soak_step(asked: Row) -> None:
+    step = Step.of(TrainConfig.from_dict(asked["config"]))
+    for _ in range(3):
+        step.run()
+        step.wait()
+    limits = {name: asked[name] for name in ("steps", "hang_seconds")}
+    for row in harness.soak(step.run, step.wait, step.devices, **limits):
+        answer(**row, **step.result())
+
+
+if __name__ == "__main__":
+    serve({"time": time_step, "soak": soak_step})

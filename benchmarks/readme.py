@@ -1,0 +1,145 @@
+"""README's tables of speed and the tables of all results, written from benchmarks/results."""
+
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks import runner
+from benchmarks.compare import ResultsError, distinct, read
+from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio
+from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
+from benchmarks.tables import HEADS, markdown, short, told_ratio, tried, versus
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+
+def write_readme(check: bool) -> int:
+    """Returns the exit code: 1 where a page is not what the results say and only that was asked."""
+    text = README.read_text()
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end and "\n## Speed\n" in head):
+        raise ResultsError(f"{README} must have {BEGIN} and then {END} in its section ## Speed, for the tables to go between")
+    pages = {README: f"{head}{BEGIN}\n{speed()}\n{END}{tail}"}
+    pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := drawn(page))}
+    drifted = [page for page, new in pages.items() if page.read_text() != new]
+    if check and drifted:
+        names = ", ".join(page.name for page in drifted)
+        print(f"{names}: not what the results say; run python -m benchmarks readme", file=sys.stderr)
+        return 1
+    for page in drifted:
+        page.write_text(pages[page])
+    return 0
+
+
+def drawn(page: Path) -> str:
+    """The table of a results file, by the benchmark that it is of; none where that is gone."""
+    works = read(page.with_suffix(".json"))
+    if page.stem == "soaks":
+        return draw_soaks(works)
+    name = benchmark_of(page.stem, scripts := found())
+    return importlib.import_module(f"benchmarks.{name}").BENCHMARK.draw(works) if name in scripts else ""
+
+
+def speed() -> str:
+    """The tables, each after a line that says where and when."""
+    data = {file.stem: read(file) for file in sorted(runner.RESULTS.glob("*.json"))}
+    pick = {name: [one for one in data if one.rstrip("0123456789") == name] for name in ("pipeline", "fsdp", "callables")}
+    with_blocks = [name for name in pick["callables"] if "blocks" in data[name]]
+    blocks = max(with_blocks, key=lambda name: distinct(data[name].values(), "date"))
+    one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]
+    works = [item for name in one for item in data[name].items()]
+    several = [name for names in pick.values() for name in names if set(data[name]) - {"blocks", "replays"}]
+    several += [name for name in data if name.endswith("_earlier")]
+    tables = [
+        (
+            f"One {distinct([result for _, result in works], 'device')}",
+            one,
+            "Milliseconds a training step, median:",
+            one_gpu(works),
+        ),
+        (
+            "Twelve launch-bound GPT blocks one by one",
+            [blocks],
+            "Host time until an iteration is handed over, over its 24 calls, and the whole iteration:",
+            one_by_one(data[blocks]["blocks"]["rows"]),
+        ),
+        (
+            "Several GPUs",
+            several,
+            "Milliseconds, median: a whole training step of fsdp, loss and gradients of pipeline and callables:",
+            several_gpus(data),
+        ),
+    ]
+    parts: list[str] = []
+    for title, used, note, table in tables:
+        results = [result for name in used for result in data[name].values()]
+        jax, torch, dates = (distinct(results, key) for key in ("jax", "torch", "date"))
+        links = ", ".join(f"[{name}](benchmarks/results/{name}.md)" for name in used)
+        text = f"{title}, jax {jax} against PyTorch {torch}, {dates} ({links}). {note}"
+        parts += [textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False), "", *table, ""]
+    if "soaks" in data:
+        parts += [*markdown(SOAKS, soaks(data["soaks"])), ""]
+    return "\n".join(parts[:-1])
+
+
+def one_gpu(works: Iterable[tuple[str, Row]]) -> list[str]:
+    shown = (("jgraph", ""), ("jgraph", "graph=off"), *(("torch", how) for how in ("compile + CUDA graph", "compile", "eager")))
+    heads = ["preset", "jgraph", "jgraph, graphs off", "torch.compile + CUDA graph", "torch.compile", "torch eager"]
+    lines = []
+    for preset, result in works:
+        rows, config = result["rows"], result["config"]
+        by = {(row["system"], row["variant"]): row["ms"] for row in rows if "ms" in row}
+        best, model = min(by.values(), default=None), config["model"]
+        times = [("**{}**" if by[v] == best else "{}").format(short(by[v])) if v in by else "did not run" for v in shown]
+        shape = f"{model['num_layers']} layers of {model['d_model']}, {config['batch_size']}x{config['seq_len']} tokens"
+        peer, ours = fastest(rows, "torch"), next((row for row in rows if row["system"] == "jgraph"), {})
+        sizes = [(fastest(rows, system) or {}).get("peak_bytes") for system in ("jgraph", "torch")]
+        peaks = ", ".join(f"{size / 1e9:.{1 if size >= 1e9 else 2}f}" if size else "not told" for size in sizes)
+        lines += [[f"{preset}, {shape}", *times, f"{told_ratio(peer, ours)}, {tried(rows)}" if peer else "", peaks]]
+    return markdown([*heads, "fastest PyTorch / jgraph", "peak GB, ours and its"], lines)
+
+
+def one_by_one(rows: list[Row]) -> list[str]:
+    """What a replay costs the host, of ours and of the graphed callables of PyTorch."""
+    peer = next((row for row in rows if (row["system"], row["variant"]) == ("torch", "graphed callables")), {})
+    lines = []
+    for row in rows:
+        cells = [named(row)]
+        for key, digits in (("host_us", 1), ("ms", 2)):
+            cells += [f"{row[key]:.{digits}f}" if key in row else row.get("failed", "did not run")]
+            cells += ["" if row is peer else ratio(row, peer, key, digits=2)]
+        lines += [cells]
+    return markdown(["calls", "host us a call", "to PyTorch's", "ms an iteration", "to PyTorch's"], lines)
+
+
+def several_gpus(data: dict[str, dict[str, Row]]) -> list[str]:
+    """Rows by number of GPUs. Where peers were timed in turns the ratio is of rounds; else all stored runs give a range."""
+    found: list[tuple[int, list[str]]] = []
+    for name, works in data.items():
+        kind = name.rstrip("0123456789")
+        for work, result in works.items():
+            ranks, rows, size = result.get("ranks", 0), result["rows"], result.get("size", {})
+            if kind == "pipeline":
+                shape = f"{size['batch']}x{size['length']}" if "model" in size else f"d {size['d_model']}, {size['tokens']}"
+                runs = [works_["rows"] for one in (data[name], data.get("pipeline_earlier", {})) if (works_ := one.get(work))]
+                found += [(ranks, versus(f"pipeline, {work}, {shape} tokens", result, runs, _others(data, name, result)))]
+            elif kind == "callables" and work not in ("blocks", "replays"):
+                found += [(ranks, versus(f"callables, {work}", result, [rows], _others(data, name, result)))]
+            elif kind == "fsdp":
+                shape = f"{result['config']['batch_size']}x{result['config']['seq_len']} tokens"
+                for how in PARAMETERS:
+                    alike = [row for row in rows if row["system"] in ("jgraph", "torch") and parameters(row) == how]
+                    if alike:
+                        found += [(ranks, versus(f"fsdp, {work}, {shape}, parameters {how}", result, [alike], []))]
+    return markdown(HEADS, [cells for _, cells in sorted(found, key=lambda one: one[0])])
+
+
+def _others(data: dict[str, dict[str, Row]], name: str, result: Row) -> list[list[Row]]:
+    """PyTorch's rows of the same work on as many GPUs in other stored runs."""
+    others = (one for file, works in data.items() if file not in (name, f"{name}_earlier") for one in works.values())
+    same = [one for one in others if (one.get("size"), one.get("ranks")) == (result["size"], result["ranks"])]
+    return [[row for row in one["rows"] if row["system"] == "torch"] for one in same]

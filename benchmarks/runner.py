@@ -1,0 +1,274 @@
+"""One runner for all benchmarks: the options they share, running one, its results, its table.
+
+A benchmark says which works there are, who takes part in each, and how its rows are drawn. Who takes part is a process of its
+own: ours are in `programs/`, PyTorch's in `peers/`, and `peers/protocol.py` says how they are asked.
+"""
+
+import ast
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+import benchmarks
+from benchmarks.harness import count_gpus
+from benchmarks.peers.protocol import Clock
+from benchmarks.rows import Row, unknown
+from benchmarks.tables import Section, comparison, markdown, number
+from benchmarks.turns import Entrant, ask, race
+from jgraph.training.config import TrainConfig
+
+RESULTS = Path(__file__).parent / "results"
+SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every benchmark can be told."""
+
+    rounds: int = 5
+    """How often every variant has its turn."""
+    seconds: float = 0.3
+    """Shortest time of a repeat."""
+    repeats: int = 3
+    """Repeats of a turn, of which the median is taken."""
+    warmup_seconds: float = 0.7
+    """Time that a variant runs in its turn before it is timed."""
+    together: int = 0
+    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
+    timeout: float = 240.0
+    """Seconds after which a process is ended that says nothing."""
+    sizes: Literal["full", "tiny"] = "full"
+    """tiny is for a machine without a GPU."""
+    table: bool = False
+    """Print the results that there are; nothing is run."""
+    revision: str = ""
+    """Git revision for the JSON, where there is no .git."""
+    out: str = ""
+    """Folder for the results; benchmarks/results if it is left out."""
+    name: str
+    """Results go to NAME.json and .md there."""
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Options):
+    """What benchmarks of a training step can be told."""
+
+    categories: bool = False
+    """Tell jgraph's time by category too, from a short trace of the step without capture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several(Options):
+    """What benchmarks of training on several GPUs can be told."""
+
+    ranks: int = 0
+    """GPUs that take part; 0 for all that there are."""
+    graph: Literal["auto", "off", "full"] = "auto"
+    """What is captured, as in `python -m jgraph.train`."""
+    xla_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE for all of jgraph's programs; may be repeated."""
+    soak: int = 0
+    """Steps of each work, by the first variant if there is one, watched for memory and hangs, into soaks.json; nothing else is
+    run."""
+    hang_seconds: float = 60.0
+    """Longest time of a step of a soak."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is run by all who take part in it.
+
+    Attributes:
+        about: of the result: `ranks`, and `config` or `size`.
+        groups: who takes turns with each other; the first of each is ours.
+        rows: makes rows here, where no process is needed.
+        in_turns: False for processes that answer once and are not timed against each other.
+        building: most processes of a group that build at once; 0 for all.
+        more: what a row gets from what else is known.
+    """
+
+    name: str
+    about: Row
+    groups: Sequence[Sequence[Entrant]] = ()
+    rows: Callable[[], Iterable[Row]] = tuple
+    in_turns: bool = True
+    building: int = 1
+    more: Callable[[Row], Row] = lambda row: {}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a script declares.
+
+    Attributes:
+        title: of the table.
+        about: help of the command line.
+        options: its flags; they have defaults.
+        works: those that the options ask for.
+        section: how a work of that name is drawn, from its result.
+        after: what else is done with the results.
+    """
+
+    title: str
+    about: str | None
+    options: type[Options]
+    works: Callable[[Any], Iterable[Work]]
+    section: Callable[[str, Row], Section]
+    after: Callable[[Any, "Results"], None] = lambda options, results: None
+
+    def main(self) -> int:
+        """Returns the exit status."""
+        options: Any = tyro.cli(self.options, description=self.about)
+        if not options.table and getattr(options, "soak", 0):
+            return self._soak(options)
+        results = Results(options, self.draw)
+        for work in () if options.table else self.works(options):
+            run(work, options, results)
+        print(results)
+        self.after(options, results)
+        return 0
+
+    def draw(self, works: Row) -> str:
+        parts = [comparison(works)] if comparison(works) else []
+        parts += [self.section(name, result).draw(result) for name, result in works.items()]
+        return f"# {self.title}\n\n" + "\n".join("\n".join(lines) + "\n" for lines in parts)
+
+    def _soak(self, options: Any) -> int:
+        results, status = Results(replace(options, name="soaks"), draw_soaks), 0
+        for work in self.works(options):
+            variant = next(iter(options.variant), "")
+            ours = next(one for group in work.groups for one in group if one.named["variant"] == variant)
+            graph = ours.request.get("graph") or ours.request["config"]["graph"]
+            told = [f"{options.name} {work.name}", ours.named.get("schedule"), variant, f"graph {graph}"]
+            name = ", ".join(filter(None, told))
+            results.begin(name, graph=graph, **work.about)
+            asked = ours.request | {"task": "soak", "steps": options.soak, "hang_seconds": options.hang_seconds}
+            row = ask(Entrant(ours.named | {"steps": options.soak}, ours.module, asked), timeout=options.timeout)
+            results.put(name, [row])
+            status |= "failed" in row
+        print(results)
+        return status
+
+
+def run(work: Work, options: Options, results: "Results") -> None:
+    results.begin(work.name, **work.about)
+    done: list[Row] = []
+
+    def save(rows: list[Row]) -> None:
+        results.put(work.name, [row | work.more(row) for row in (*done, *rows)])
+
+    for row in work.rows():
+        done.append(row)
+        save([])
+    for group in work.groups:
+        number = 1 + max((round for row in done for round in row.get("rounds", ())), default=-1)
+        done += race(
+            group,
+            options.clock,
+            save,
+            rounds=options.rounds if work.in_turns else 0,
+            together=options.together,
+            building=work.building,
+            timeout=options.timeout,
+            number=number,
+        )
+
+
+def found() -> dict[str, str]:
+    """The first line of the docstring of every module that is a script, by name. Read, not imported: most import jax."""
+    files = sorted(file for folder in benchmarks.__path__ for file in Path(folder).glob("*.py"))
+    sources = {file.stem: file.read_text() for file in files if file.stem != "__main__"}
+    scripts = {name: source for name, source in sources.items() if '\nif __name__ == "__main__":' in source}
+    return {name: (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0] for name, source in scripts.items()}
+
+
+def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
+    """Which benchmark a results file is of; --name is free, but begins so by custom."""
+    stem = f"{stem.rstrip('0123456789')}_"
+    return max((name for name in scripts if stem.startswith(f"{name}_")), key=len, default=stem[:-1])
+
+
+class Results:
+    """Results by work, written whenever there are more; what an earlier run left stays until its work is run again."""
+
+    def __init__(self, options: Options, draw: Callable[[Row], str]):
+        self.options, self.draw = options, draw
+        self.folder = Path(options.out) if options.out else RESULTS
+        file = self.folder / f"{options.name}.json"
+        self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
+
+    def begin(self, work: str, **about: Any) -> None:
+        told = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
+        self.works[work] = {**told, **about, "device": None, "rows": []}
+
+    def put(self, work: str, rows: list[Row]) -> None:
+        """All rows of a work, as far as they are known."""
+        for row in rows:
+            assert not unknown(row), f"benchmarks/rows.py does not tell of {unknown(row)}"
+        result = self.works[work]
+        result["rows"] = rows
+        result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{self.options.name}.json").write_text(json.dumps({"works": self.works}, indent=2) + "\n")
+        (self.folder / f"{self.options.name}.md").write_text(str(self))
+
+    def __str__(self) -> str:
+        return self.draw(self.works)
+
+
+def environment(*, revision: str = "") -> Row:
+    """Versions, date and git revision; `revision` where the tree travelled without its .git."""
+    installed = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch") if find_spec(name)}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "revision": revision or _git_revision(), "python": platform.python_version(), **installed}
+
+
+def _git_revision() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def missing(ranks: int, options: Options) -> str:
+    """Why PyTorch's processes cannot run here; without GPUs they can on the CPU, at tiny sizes."""
+    few = options.sizes == "full" and count_gpus() < ranks
+    return f"skipped: {count_gpus()} of {ranks} GPUs are here" if few else ""
+
+
+def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
+    """Ours: the step of `python -m jgraph.train`."""
+    asked = {"task": "time", "config": asdict(config), "categories": options.categories}
+    return Entrant(named, "benchmarks.programs.step", asked)
+
+
+def soaks(works: Row) -> Iterator[list[str]]:
+    """Cells of `SOAKS`."""
+    for name, result in works.items():
+        (row,) = result["rows"]
+        grown = []
+        for place in ("device", "host"):
+            first, last = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
+            grown += ["not told" if first is None or last is None else f"{last:,}, {last - first:+,}"]
+        facts = [f"{key.replace('_', ' ')} {row[key]}" for key in ("same_loss", "loss", "skipped") if key in row]
+        cells = [name, row.get("device", ""), f"{row.get('done', 0)} of {row['steps']}"]
+        cells += [number("ms")(row), number("slowest_ms")(row), *grown]
+        yield [*cells, row.get("failed") or ", ".join(["no hang", *facts]), result["environment"]["date"][:10]]
+
+
+def draw_soaks(works: Row) -> str:
+    return "\n".join(["# Soaks", "", *markdown(SOAKS, soaks(works))]) + "\n"

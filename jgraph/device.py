@@ -1,0 +1,49 @@
+"""What a GPU can do, by the name that the driver gives it. The only table of it: for MFU, rooflines and AOT targets."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """The rates of a kind of GPU, each a second.
+
+    Attributes:
+        name: jax's `device_kind`, or how it begins.
+        product_flops_per_second: of dense bfloat16 matrix products, without sparsity.
+        copy_bytes_per_second: read and written together.
+        link_bytes_per_second: received from the other devices in an all-gather; None where it is not known.
+        aot: the target of that name, for which `jgraph.xla.aot` has a description; empty where there is none.
+        source: where the numbers come from.
+    """
+
+    name: str
+    product_flops_per_second: float
+    copy_bytes_per_second: float
+    link_bytes_per_second: float | None = None
+    aot: str = ""
+    source: str = "datasheet"
+
+
+_MEASURED = "products: datasheet; copies and links: measured 2026-11-21, jax 0.11.2"
+# The longer name comes first: "NVIDIA H100 PCIe" starts with "NVIDIA H100" too. Of cards that share a name, the fastest memory.
+DEVICES = (
+    Device("NVIDIA H200 NVL", 835e12, 4.8e12),
+    Device("NVIDIA H200", 989e12, 4.276e12, 3.276e11, "h200", _MEASURED),
+    Device("NVIDIA H100 PCIe", 756e12, 2.0e12),
+    Device("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, None, "h100"),
+    Device("NVIDIA GH200", 989e12, 4.9e12),
+    Device("NVIDIA B200", 2250e12, 7.7e12, None, "b200"),
+    Device("NVIDIA A100", 312e12, 2.04e12),
+    Device("NVIDIA L40S", 362e12, 0.864e12),
+)
+
+
+def find(device_kind: str) -> Device | None:
+    """Returns the entry of `jax.Device.device_kind`; None for a device that is not in the table."""
+    return next((device for device in DEVICES if device_kind.startswith(device.name)), None)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns dense bfloat16 FLOP/s by the datasheet; None for a device that is not in the table."""
+    device = find(device_kind)
+    return device.product_flops_per_second if device else None

@@ -1,0 +1,120 @@
+"""Microbatches of a callable between their forward and their last backward part, and the places that they hold in pools."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jgraph.errors import CallableError
+from jgraph.graphed.entry import Entry
+from jgraph.graphed.pool import Slot
+from jgraph.graphed.turn import Turn
+
+
+@dataclass(eq=False)
+class Microbatch:
+    """What a microbatch's backward needs.
+
+    Attributes:
+        number: of its forward, from 0.
+        entry: the executables that ran its forward.
+        params, residuals, stash: leaves; residuals are those of both pools until dgrad, of wgrad's alone after it.
+        early: by place of the parameter, the gradients that dgrad gave.
+        held: by the part that is the last to read them, the places in pools.
+    """
+
+    number: int
+    entry: Entry
+    params: list[Any]
+    residuals: list[Any]
+    stash: list[Any] = field(default_factory=list)
+    early: dict[int, Any] = field(default_factory=dict)
+    held: dict[str, list[Slot]] = field(default_factory=dict)
+
+    def hold(self, until: str, slots: Sequence[Slot]) -> None:
+        """Notes that this microbatch reads these places until a part has run."""
+        for slot in slots:
+            slot.consumers += 1
+        self.held.setdefault(until, []).extend(slots)
+
+    def release(self, *parts: str, by: str = "") -> None:
+        """Gives up the places that are held until these parts."""
+        for part in parts:
+            for slot in self.held.pop(part, ()):
+                slot.release(f"the {by or part} of callable {self.entry.shaped.index}")
+
+
+class Waiting:
+    """The microbatches of a callable that wait for a backward part, by number, the oldest first.
+
+    Attributes:
+        after: those whose `forward`, and those whose `dgrad`, was the last part that ran.
+    """
+
+    def __init__(self, index: int, most: int, turn: Turn):
+        self._name, self._most, self._turn, self._count = f"callable {index}", most, turn, 0
+        self.after: dict[str, dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the microbatches, those after a dgrad first."""
+        return tuple(number for waiting in self.after.values() for number in waiting)
+
+    def add(self, entry: Entry, params: list[Any], residuals: list[Any]) -> Microbatch:
+        """Numbers the microbatch whose forward just ran."""
+        microbatch = self.after["forward"][self._count] = Microbatch(self._count, entry, params, residuals)
+        self._count += 1
+        self._turn.waiting += 1
+        return microbatch
+
+    def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
+        """Returns the microbatch that a backward part belongs to: the one of this number, or the oldest after `before`."""
+        waiting = self.after[before]
+        if number is not None:
+            self._check_waits(part, tuple(waiting), number)
+            return waiting[number]
+        if not waiting:
+            raise CallableError(f"{self._name}: {part} has no {before} to belong to; call {before} first")
+        if before == "forward" and len(waiting) > self._most:
+            raise CallableError(
+                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
+                f"{self._most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
+                f"or build with the order that is called; a forward without backward is evaluate",
+                field="microbatch",
+            )
+        return next(iter(waiting.values()))
+
+    def after_dgrad(self, microbatch: Microbatch) -> None:
+        """Moves a microbatch to those that wait for their wgrad."""
+        self.after["dgrad"][microbatch.number] = self.after["forward"].pop(microbatch.number)
+
+    def end(self, microbatch: Microbatch) -> None:
+        """Forgets a microbatch."""
+        for waiting in self.after.values():
+            waiting.pop(microbatch.number, None)
+        self._turn.waiting -= 1
+
+    def drop(self, number: int | None) -> None:
+        """Forgets a microbatch and frees its places; all of them for None."""
+        if number is not None:
+            self._check_waits("drop", self.numbers, number)
+        for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
+            self.end(microbatch)
+            microbatch.release(*list(microbatch.held), by="drop")
+
+    def check_none(self) -> None:
+        """Raises CallableError while microbatches wait for their backward."""
+        if waiting := self.numbers:
+            raise CallableError(
+                f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
+                f"drop() them before the next step; a forward without backward is evaluate"
+            )
+
+    def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:
+        if number not in waiting:
+            wrong = f"microbatch {number!r} does not wait for {part}; waiting: {', '.join(map(str, waiting)) or 'none'}"
+            raise CallableError(f"{self._name}: {wrong}", field="microbatch")
+
+
+def _shown(numbers: Any) -> str:
+    numbers = list(numbers)
+    return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"

@@ -1,0 +1,59 @@
+"""Models as users have them: settings of their own or none, dropout and running statistics, NNX and Linen."""
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+
+
+def next_token_loss(logits_BTV: Array, tokens_BS: Array) -> Array:
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BS[:, 1:]))
+
+
+@dataclass(frozen=True)
+class Settings:
+    width: int = 16
+    """Columns of the table."""
+    rate: float = 0.5
+
+
+class Normed(nnx.Module):
+    """Dropout and batch norm over an embedding; no logits, no count of its FLOPs, no vocabulary of its own."""
+
+    def __init__(self, config: Settings, *, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(256, config.width, rngs=rngs)
+        self.norm = nnx.BatchNorm(config.width, rngs=rngs)
+        self.dropout = nnx.Dropout(config.rate, rngs=rngs)
+        self.head = nnx.Linear(config.width, 256, rngs=rngs)
+
+    def loss(self, tokens_BS: Array) -> Array:
+        return next_token_loss(self.head(self.dropout(self.norm(self.embedding(tokens_BS[:, :-1])))), tokens_BS)
+
+
+class Bare(nnx.Module):
+    """Takes no settings."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(0.02 * jax.random.normal(rngs.params(), (256, 256)))
+
+    def loss(self, tokens_BS: Array) -> Array:
+        return next_token_loss(self.table[...][tokens_BS[:, :-1]], tokens_BS)
+
+
+class Linen(nn.Module):
+    """Linen, with both."""
+
+    config: Settings
+
+    @nn.compact
+    def __call__(self, tokens_BT: Array, train: bool) -> Array:
+        x = nn.Embed(256, self.config.width)(tokens_BT)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(256)(nn.Dropout(self.config.rate, deterministic=not train)(x))
+
+    def loss(self, tokens_BS: Array, train: bool) -> Array:
+        return next_token_loss(self(tokens_BS[:, :-1], train), tokens_BS)

@@ -1,0 +1,48 @@
+"""Models that are not the library's, through the command line."""
+
+import shlex
+import shutil
+
+import pytest
+
+from jgraph.cli.train import main
+from tests import tiny
+
+FLAGS = shlex.split("--batch-size 4 --seq-len 32 --log-every 1 --eval-batches 2 --sample-tokens 0 --steps 30")
+
+
+def run(run_dir, module, *flags):
+    model = ("--model.module", f"tests.own:{module}", "--optimizer.learning-rate", "0.03")
+    return main([*FLAGS, "--run-dir", str(run_dir), *model, *flags])
+
+
+@pytest.mark.parametrize("strategy", [(), ("--dp", "2"), ("--fsdp", "2", "--num-microbatches", "2")], ids=["one", "dp", "fsdp"])
+@pytest.mark.parametrize("module", ["Normed", "Linen"])
+def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_never_stopped(tmp_path, module, strategy):
+    settings = ("--model.width", "8", "--model.rate", "0.1", "--checkpoint-every", "10", "--checkpoint-keep", "3", *strategy)
+    assert run(tmp_path, module, *settings) == 0
+    losses = tiny.losses(tmp_path)
+    assert losses[-1][1] < losses[0][1]
+    for step in ("20", "30"):
+        shutil.rmtree(tmp_path / "checkpoints" / step)
+    assert run(tmp_path, module, *settings) == 0
+    assert tiny.losses(tmp_path) == losses
+
+
+def test_settings_of_a_model_are_flags_with_their_help(capsys):
+    assert main(["--model.module", "tests.own:Normed", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--model.width" in out
+    assert "Columns of the table." in out
+    assert "--model.num-heads" not in out
+
+
+def test_a_model_without_settings_can_be_trained_and_has_no_flags(tmp_path, capsys):
+    assert run(tmp_path / "run", "Bare") == 0
+    assert run(tmp_path / "other", "Bare", "--model.width", "8") == 2
+    assert "--model.width" in capsys.readouterr().err
+
+
+def test_a_model_that_says_nothing_of_pipelines_is_refused_in_one_with_its_flag(tmp_path, capsys):
+    assert run(tmp_path / "run", "Normed", "--pp", "2", "--num-microbatches", "4") == 2
+    assert "--pp is 2: must be 1 for tests.own:Normed" in capsys.readouterr().err
