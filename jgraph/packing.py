@@ -1,7 +1,7 @@
 """Small parameters side by side in one flat array, so that what is done to every parameter is a few kernels, not one each.
 
 An optimizer step on a launch-bound model is hundreds of kernels of two microseconds: a cast, a norm and an update for each
-parameter. Packed, they are a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms a step, notes/measurements.md). Large
+parameter. Packed, they are a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms, notes/develop/measurements.md). Large
 parameters stay arrays of their own: their kernels are long already, and concatenating their gradients would cost a pass over
 memory.
 """

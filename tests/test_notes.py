@@ -1,4 +1,4 @@
-"""README and notes name files, modules and flags that exist."""
+"""README, guides and notes name files, modules and flags that exist, and their snippets run."""
 
 import dataclasses
 import importlib
@@ -15,14 +15,35 @@ from jgraph.training.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 # The diary names what there was on its day.
-PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("notes/*.md") if path.name != "measurements.md")]
-WRITTEN = {"config.json", "metrics.jsonl", "profile.json", "profile/profile.html", "tokenizer.json", "checkpoints/"}
-OTHERS = {"--help", "--ntasks"}
+PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("notes/*/*.md") if path.name != "measurements.md")]
+GUIDES = [ROOT / "README.md", *sorted(ROOT.glob("notes/guide/*.md"))]
+SNIPPETS = [
+    pytest.param(code, id=f"{page.name}-{i}", marks=[pytest.mark.target] if "target=" in code else [])
+    for page in GUIDES
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+]
+WRITTEN = {
+    "config.json",
+    "metrics.jsonl",
+    "profile.json",
+    "profile/profile.html",
+    "tokenizer.json",
+    "checkpoints/",
+    "tokens/",
+    "my_model.py",
+}
+OTHERS = {"--help", "--ntasks", "--model.width"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 
+def text_of(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    # The first column of its tables has the flags and names of others.
+    return re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.name == "coming-from.md" else text
+
+
 def quoted(page: Path) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    return re.findall(r"`([^`\n]+)`", text_of(page))
 
 
 def files() -> list[str]:
@@ -35,7 +56,7 @@ def files() -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_is_there(page):
     there = files()
-    links = re.findall(r"\]\(([\w/-]+\.\w+)\)", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([\w./-]+\.\w+)\)", page.read_text(encoding="utf-8"))
     named = {name for name in quoted(page) if PATH.fullmatch(name)} - WRITTEN
     assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)] == []
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -43,7 +64,7 @@ def test_every_file_that_a_page_names_is_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_module_and_name_that_a_page_names_is_there(page):
-    commands = re.findall(r"python -m ([\w.]+)", page.read_text(encoding="utf-8"))
+    commands = re.findall(r"python -m ([\w.]+)", text_of(page))
     assert [module for module in commands if importlib.util.find_spec(module) is None] == []
     assert [name for name in quoted(page) if re.fullmatch(r"jgraph(\.\w+)+", name) and not is_there(name)] == []
 
@@ -66,12 +87,31 @@ def test_every_flag_that_a_page_names_is_there(page):
     # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
     known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}
     known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(dataclasses.asdict(preset("cpu-tiny")))}
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page.read_text(encoding="utf-8"))) - OTHERS
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text_of(page))) - OTHERS
     assert [name for name in sorted(named) if name not in known and name.replace("--no-", "--", 1) not in known] == []
 
 
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_every_snippet_of_a_guide_runs_by_itself_and_prints_what_it_shows(code, capsys, request):
+    if "target=" in code:
+        request.getfixturevalue("h200")
+    exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})
+    printed = capsys.readouterr().out
+    assert [line for line in re.findall(r"^# (.*)$", code, re.MULTILINE) if line not in printed] == []
+
+
+def test_every_page_that_the_code_names_is_there():
+    for path in [*ROOT.glob("jgraph/**/*.py"), *ROOT.glob("models/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]:
+        for name in re.findall(r"\bnotes/[\w/]+\.\w+", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
+
+
 def test_every_test_that_the_table_of_upstreams_rules_names_is_there_and_every_row_names_one():
-    rows = [line for line in (ROOT / "notes/upstream.md").read_text().splitlines() if re.match(r"\| (TE|Megatron-LM) #", line)]
+    rows = [
+        line
+        for line in (ROOT / "notes/develop/upstream.md").read_text().splitlines()
+        if re.match(r"\| (TE|Megatron-LM) #", line)
+    ]
     assert {row.split("|")[1].strip() for row in rows} == {"TE #2376", "TE #2937", "Megatron-LM #3970", "Megatron-LM #4663"}
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)

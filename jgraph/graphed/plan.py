@@ -196,7 +196,7 @@ def _compile(
         stored = [(a, builder.send_buffer(a, unit.rank, busy)) for unit in segment for a, _, _ in unit.sends if builder.reuse]
         groups.append(TaskGroup(tasks, wanted, dying, stored))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
-    # With an executable to itself, an instruction finds them where they were a step ago (notes/measurements.md).
+    # With an executable to itself, an instruction finds them where they were a step ago (notes/develop/measurements.md).
     captures = any(shaped.device.platform != "cpu" for shaped in builder.callables)
     copies = "each" if captures and len(groups) <= _MOST_EXECUTABLES else "shared"
     compiler = Compiler(dict(enumerate(builder.callables)), options, loss_fn)

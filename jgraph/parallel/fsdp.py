@@ -24,7 +24,7 @@ Tree = Any
 Aux = TypeVar("Aux")
 AXIS = Axis.FSDP.value
 
-# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms a step, notes/fsdp.md): collectives beside products, few and long.
+# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements.md): collectives beside products, few and long.
 XLA_OPTIONS = (
     "xla_gpu_enable_latency_hiding_scheduler=true",
     "xla_gpu_all_gather_combine_threshold_bytes=134217728",

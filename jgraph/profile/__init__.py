@@ -1,1 +1,1 @@
-"""Where a training step's time goes: `python -m jgraph.profile`, `python -m jgraph.train --profile`. How: notes/profile.md."""
+"""Where a training step's time goes: `python -m jgraph.profile`, `jgraph.train --profile`. How: notes/guide/profiles.md."""

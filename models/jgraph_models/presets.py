@@ -15,7 +15,7 @@ def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, s
         eval_every=1000,
         checkpoint_every=1000,
         # cuBLAS beats Triton at these sizes under the card's power limit, and it takes GELU as an epilogue (1% of a step of
-        # gpt-1b3 on an H200, notes/measurements.md); small products, as in launch-bound, are faster with Triton.
+        # gpt-1b3 on an H200, notes/develop/measurements.md); small products, as in launch-bound, are faster with Triton.
         xla_options=("xla_gpu_enable_triton_gemm=false",),
         model=GPTConfig(
             num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=4 * width, vocab_size=_GPT_VOCAB
