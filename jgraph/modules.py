@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jgraph.packing import leaf_names
+from jgraph.tree import leaf_names
 
 Tree = Any
 Mode = Literal["train", "evaluate"]
@@ -32,7 +32,6 @@ class FunctionalModel:
         init: makes (parameters, carried state), to be jitted.
         call: `call(name, mode, params, carried, key, *args)`, a method's result and the carried state after it.
         annotations: Flax's partition names, a PartitionSpec or None by the name of a parameter.
-        methods: the names of what can be called.
     """
 
     shapes: Tree
@@ -83,8 +82,7 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return graphdef, *map(nnx.to_pure_dict, states)
 
-    params = nnx.state(model, nnx.Param)
-    specs = jax.tree.leaves(nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, nnx.Param)))
     graphs = {}
     for mode, turn in (("evaluate", model.eval), ("train", model.train)):
         turn()
@@ -99,7 +97,13 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         found = getattr(model, name)(*args)
         return found, split(model)[3]
 
-    return FunctionalModel(shapes, carried, init, call, dict(zip(leaf_names(shapes), specs, strict=True)))
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs))
+
+
+def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
+    """Returns PartitionSpecs by the name of their parameter."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    return dict(zip(leaf_names(shapes), leaves, strict=True))
 
 
 def _seeded(streams: Tree, key: Array) -> Tree:
@@ -132,7 +136,8 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
         return module.apply({"params": params, **carried}, *args, **how), carried
 
     shapes, carried = jax.eval_shape(init)
-    return FunctionalModel(shapes, carried, init, call)
+    boxed = jax.eval_shape(lambda: module.init(jax.random.key(seed), batch, method="loss", **_mode(module, "loss", "train")))
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, nn.get_partition_spec(boxed)["params"]))
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:

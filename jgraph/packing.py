@@ -14,15 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jgraph.tree import leaf_names
+
 PyTree = Any
 
 # Up to here a kernel over a float32 leaf is mostly launch: 2 MiB at 4.3 TB/s is half a microsecond.
 _SMALL_LEAF = 2**19
-
-
-def leaf_names(tree: PyTree) -> list[str]:
-    """Of every leaf, as flags and messages name it: `blocks.0.mlp.up.kernel`."""
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tests import tiny
 from tests.test_pipeline_training import Trained, assert_evaluated_as, assert_same, config_of, trained
 
 STEPS, LAYERS = 10, 2
-NORMS = "blocks.*_norm.scale"
+NORMS = "blocks/*_norm/scale"
 
 
 class Named(GPT):
@@ -68,9 +68,9 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = ()) -> Trained:
         {"fsdp": 2},
         pytest.param({"fsdp": 2, "dp": 2, "head": "untied", "reshard_after_forward": True}, marks=pytest.mark.once),
         {"fsdp": 2, "pp": 2, "dp": 2, "freeze": ("embedding_VD", NORMS)},
-        pytest.param({"fsdp": 2, "pp": 2, "shard_rules": ("*.kernel=1", "embedding_VD=1")}, marks=pytest.mark.once),
+        pytest.param({"fsdp": 2, "pp": 2, "shard_rules": ("*/kernel=1", "embedding_VD=1")}, marks=pytest.mark.once),
         pytest.param({"fsdp": 4, "freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
-        pytest.param({"fsdp": 4, "num_microbatches": 1, "shard_rules": ("*.kernel=1",)}, marks=pytest.mark.once),
+        pytest.param({"fsdp": 4, "num_microbatches": 1, "shard_rules": ("*/kernel=1",)}, marks=pytest.mark.once),
         pytest.param({"fsdp": 8, "num_microbatches": 1, "reshard_after_forward": True}, marks=pytest.mark.once),
         pytest.param({"freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
         pytest.param({"fsdp": 4, "pp": 2, "head": "untied", "chunks": 1, "schedule": "1f1b"}, marks=pytest.mark.once),
@@ -184,10 +184,10 @@ def test_the_axis_that_is_cut_is_the_one_asked_for_else_the_first_divisible_else
 
 def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
     named = config(fsdp=2, module=f"{__name__}:Named")
-    assert dict(TrainSetup.of(named).step.bound.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(1, 64, 64)
-    ruled = dataclasses.replace(named, shard_rules=("blocks.0.*.kernel=0",))
-    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks.0.mlp.up.kernel"] == ShardSpec(0, 32, 32)
-    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks.1.mlp.up.kernel"] == ShardSpec(1, 64, 64)
+    assert dict(TrainSetup.of(named).step.bound.shards)["blocks/0/mlp/up/kernel"] == ShardSpec(1, 64, 64)
+    ruled = dataclasses.replace(named, shard_rules=("blocks/0/*/kernel=0",))
+    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks/0/mlp/up/kernel"] == ShardSpec(0, 32, 32)
+    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks/1/mlp/up/kernel"] == ShardSpec(1, 64, 64)
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
@@ -205,8 +205,8 @@ def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
 
 
 def test_a_pipeline_is_cut_as_rules_by_the_models_names_say():
-    plain, ruled = axes_in_a_pipeline(), axes_in_a_pipeline(shard_rules=("blocks.*.mlp.*.kernel=1",))
-    mlp = {"layers.0.0.mlp.up.kernel", "layers.0.0.mlp.down.kernel"}
+    plain, ruled = axes_in_a_pipeline(), axes_in_a_pipeline(shard_rules=("blocks/*/mlp/*/kernel=1",))
+    mlp = {"layers/0/0/mlp/up/kernel", "layers/0/0/mlp/down/kernel"}
     assert {name: plain[name] for name in mlp} == dict.fromkeys(mlp, 0)
     assert ruled == plain | dict.fromkeys(mlp, 1)
 
@@ -215,7 +215,7 @@ def test_a_pipeline_is_cut_as_rules_by_the_models_names_say():
 def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
     made = config(fsdp=2, pp=2, num_layers=3)
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
-    rule = "blocks.mlp.up.kernel=2" if scan_layers else "blocks.[01].mlp.up.kernel=1"
+    rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
     form = TrainSetup.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)["layers"][0]
@@ -224,17 +224,17 @@ def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
 
 def test_a_pipeline_is_cut_as_its_model_says_and_rules_come_before_it():
     named = {"num_layers": 2, "module": f"{__name__}:Named"}
-    assert axes_in_a_pipeline(**named)["layers.0.0.mlp.up.kernel"] == 1
-    assert axes_in_a_pipeline(shard_rules=("*.up.kernel=0",), **named)["layers.0.0.mlp.up.kernel"] == 0
+    assert axes_in_a_pipeline(**named)["layers/0/0/mlp/up/kernel"] == 1
+    assert axes_in_a_pipeline(shard_rules=("*/up/kernel=0",), **named)["layers/0/0/mlp/up/kernel"] == 0
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"shard_rules": ("embedding_VD=0",)},  # which the pipeline shards
-        {"shard_rules": ("*.up.kernel=0",), "fsdp": 3, "batch_size": 12},  # 32 rows
-        {"shard_rules": ("*.up.kernel=2",)},
-        {"shard_rules": ("blocks.0.*.up.kernel=0", "blocks.1.*.up.kernel=1")},  # one array, on two ranks
+        {"shard_rules": ("*/up/kernel=0",), "fsdp": 3, "batch_size": 12},  # 32 rows
+        {"shard_rules": ("*/up/kernel=2",)},
+        {"shard_rules": ("blocks/0/*/up/kernel=0", "blocks/1/*/up/kernel=1")},  # one array, on two ranks
         {"shard_rules": ("nothing=0",)},
     ],
     ids=lambda fields: " ".join(fields["shard_rules"]),
@@ -247,7 +247,7 @@ def test_a_rule_that_a_pipeline_cannot_follow_is_refused_in_one_line(fields):
 
 
 def test_an_axis_that_counts_layers_is_refused_in_a_pipeline():
-    made = config(fsdp=2, pp=2, shard_rules=("blocks.mlp.up.kernel=0",))
+    made = config(fsdp=2, pp=2, shard_rules=("blocks/mlp/up/kernel=0",))
     with pytest.raises(ConfigError, match="the ranks share the layers") as error:
         TrainSetup.of(dataclasses.replace(made, model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
@@ -457,14 +457,14 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does(fields):
         ({"fsdp": 16, "batch_size": 32}, "`fsdp` 16"),
         ({"fsdp": 3}, "`fsdp` is 3: must be such that `dp` 1 x `fsdp` divides the 4 sequences"),
         ({"fsdp": 2, "shard_rules": ("nothing.*=0",)}, "`shard_rules` has 'nothing.*', which matches no parameter"),
-        ({"fsdp": 2, "shard_rules": ("*.kernel=0", "*.up.kernel=1")}, r"\*.kernel=0 and \*.up.kernel=1 both match blocks.0"),
-        ({"fsdp": 2, "shard_rules": ("*.up.kernel=2",)}, "along axis 2: must be less than 2, its shape is"),
-        ({"fsdp": 2, "shard_rules": ("*.up.kernel",)}, "must be PATTERN=AXIS"),
-        ({"shard_rules": ("*.up.kernel=0",)}, "`shard_rules` is .*: must be empty where `fsdp` is 1"),
+        ({"fsdp": 2, "shard_rules": ("*/kernel=0", "*/up/kernel=1")}, r"\*/kernel=0 and \*/up/kernel=1 both match blocks/0"),
+        ({"fsdp": 2, "shard_rules": ("*/up/kernel=2",)}, "along axis 2: must be less than 2, its shape is"),
+        ({"fsdp": 2, "shard_rules": ("*/up/kernel",)}, "must be PATTERN=AXIS"),
+        ({"shard_rules": ("*/up/kernel=0",)}, "`shard_rules` is .*: must be empty where `fsdp` is 1"),
         ({"reshard_after_forward": True}, "must be unset where `fsdp` is 1"),
         ({"fsdp": 2, "pp": 2, "reshard_after_forward": True}, "must be unset in a pipeline"),
         ({"pp": 2, "main_grads_dtype": LOW, "decoupled_grad": True}, "must be float32 in a pipeline"),
-        ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks.0"),
+        ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks/0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(fields, message):

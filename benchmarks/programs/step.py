@@ -112,7 +112,7 @@ def time_step(asked: Row) -> None:
 
 
 def categories(config: TrainConfig) -> Row:
-    """Milliseconds of a step by cause, mean of the ranks: of the step without command buffers, whose kernels have names."""
+    """Milliseconds of a step by category, mean of the ranks: of the step without command buffers, whose kernels have names."""
     step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
     step.run()
     step.wait()
@@ -124,9 +124,9 @@ def categories(config: TrainConfig) -> Row:
             step.wait()
         chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text() or ""), TRACED)
     ranks = [by_category(rank, one) for rank, one in chosen.items()]
-    causes = dict.fromkeys(cause for rank in ranks for cause in rank["causes"])
-    found = {cause: sum(rank["causes"].get(cause, {"ms": 0.0})["ms"] for rank in ranks) for cause in causes}
-    return {cause: ms / len(ranks) for cause, ms in (found | {"idle": sum(rank["idle_ms"] for rank in ranks)}).items()}
+    names = dict.fromkeys(name for rank in ranks for name in rank["categories"])
+    found = {name: sum(rank["categories"].get(name, {"ms": 0.0})["ms"] for rank in ranks) for name in names}
+    return {name: ms / len(ranks) for name, ms in (found | {"idle": sum(rank["idle_ms"] for rank in ranks)}).items()}
 
 
 def soak_step(asked: Row) -> None:

@@ -21,6 +21,7 @@ from jgraph.backward.residuals import Options, Plan, Products, Recompute, dgrad_
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.trace import replay
+from jgraph.tree import path_name
 
 Tree = Any
 
@@ -273,7 +274,7 @@ def _named(what: str, name: str) -> str:
 
 
 def _path_name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return path_name(path)
 
 
 def _paths(params: Tree) -> list[str]:

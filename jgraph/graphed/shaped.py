@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jgraph.backward import Split, split_backward
 from jgraph.errors import CallableError
 from jgraph.trace import replay
+from jgraph.tree import path_name
 
 Tree = Any
 
@@ -30,7 +31,7 @@ class Side:
     @classmethod
     def of(cls, tree: Tree) -> "Side":
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+        paths = tuple(path_name(path) for path, _ in leaves)
         return cls(structure, tuple(shape_of(leaf) for _, leaf in leaves), paths)
 
     def __len__(self) -> int:

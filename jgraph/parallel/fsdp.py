@@ -5,7 +5,6 @@ main_grad and of the optimizer's state, gathers a parameter in the dtype it is u
 devices of its part. Both happen parameter by parameter; XLA's scheduler moves them next to their use.
 """
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis
+from jgraph.tree import matching
 
 Tree = Any
 Aux = TypeVar("Aux")
@@ -135,18 +135,6 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
                 raise ConfigError(f"`shard_rules` {other} and {rule} both match {name}: must agree", field="shard_rules")
             by_rule[name] = rule, int(axis)
     return axes | {name: axis for name, (_, axis) in by_rule.items()}
-
-
-def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
-    """Returns the names that a pattern matches, as in a shell. Raises ConfigError where there is none."""
-    found = fnmatch.filter(names, pattern)
-    if not found:
-        some = ", ".join(list(names)[:3])
-        raise ConfigError(
-            f"`{field}` has {pattern!r}, which matches no parameter: must match one of {some}, ...",
-            field=field,
-        )
-    return found
 
 
 def value_and_grads(

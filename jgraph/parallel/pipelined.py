@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis, checked
-from jgraph.packing import Packing, leaf_names
+from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.objective import Sums
@@ -19,6 +19,7 @@ from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.parallel.pipeline.program import Remat
 from jgraph.parallel.strategy import Binding
 from jgraph.schedule import Schedule
+from jgraph.tree import leaf_names
 
 Tree = Any
 

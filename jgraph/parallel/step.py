@@ -22,11 +22,11 @@ from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError
 from jgraph.mesh import batch_axes
-from jgraph.packing import leaf_names
 from jgraph.parallel import fsdp
 from jgraph.parallel.objective import Reduction, Sums
 from jgraph.parallel.strategy import Binding, Bound, Strategy
 from jgraph.scopes import scope
+from jgraph.tree import leaf_names, matching
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.xla.explain import Memory
 
@@ -173,9 +173,7 @@ def train_step(
         key=jax.random.key(key) if isinstance(key, int) else key,
         params_dtype=params_dtype,
         read_dtype=read_dtype,
-        frozen=frozenset(
-            name for pattern in freeze for name in fsdp.matching(pattern, leaf_names(strategy.shapes), field="freeze")
-        ),
+        frozen=frozenset(name for pattern in freeze for name in matching(pattern, leaf_names(strategy.shapes), field="freeze")),
     )
 
 

@@ -15,10 +15,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.mesh import Axis, batch_axes, checked
-from jgraph.packing import Packing, leaf_names
+from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import accumulate
 from jgraph.parallel.objective import LossFunction, Sums, finished, summed
+from jgraph.tree import leaf_names
 
 Tree = Any
 PackingChoice = Literal["small", "nothing"]

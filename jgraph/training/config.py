@@ -127,9 +127,9 @@ class TrainConfig:
     reshard_after_forward: bool = False
     """With `fsdp`: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
     shard_rules: tuple[str, ...] = ()
-    """With `fsdp`: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*.down.kernel=1'."""
+    """With `fsdp`: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*/down/kernel=1'."""
     freeze: tuple[str, ...] = ()
-    """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks.0.*'."""
+    """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks/0/*'."""
     main_params_dtype: DtypeName = "float32"
     """Dtype of the parameters that the optimizer updates."""
     main_grads_dtype: DtypeName = "float32"

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
-from jgraph.packing import leaf_names
 from jgraph.parallel import (
     FullySharded,
     Loss,
@@ -40,6 +39,7 @@ from jgraph.trace.flops import product_flops
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import find_model, model_errors
 from jgraph.training.optimizer import adamw
+from jgraph.tree import leaf_names
 from jgraph.xla import compiler_options
 from jgraph.xla.options import OptionValue, installed_options
 

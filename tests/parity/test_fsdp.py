@@ -44,7 +44,7 @@ TIMEOUT_S = 120
 # embedding, 61 rows on two devices, and every matrix by its outputs, as fully_shard shards them.
 LAYOUTS = {
     "packed": {"reshard_after_forward": False},
-    "apart": {"reshard_after_forward": True, "shard_rules": ("embedding_VD=0", "*.kernel=1")},
+    "apart": {"reshard_after_forward": True, "shard_rules": ("embedding_VD=0", "*/kernel=1")},
 }
 
 

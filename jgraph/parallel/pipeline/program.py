@@ -22,6 +22,7 @@ from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
+from jgraph.tree import path_name
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -299,7 +300,7 @@ def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
 
 
 def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return path_name(path)
 
 
 def _check_aligned(schedule: Schedule) -> None:

@@ -6,15 +6,15 @@ from typing import Any
 import jax
 
 from jgraph.errors import ConfigError
-from jgraph.packing import leaf_names
 from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 
 
 def place_name(path: Sequence[Any]) -> str:
     """Returns the name of a leaf of what `Pipeline.stack` gives: `outer/table`, `layers/CHUNK/PLACE/up`."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return path_name(path)
 
 
 def by_place(model: PipelineModel, layout: StageAssignment, tree: Tree, axes: Mapping[str, int], ranks: int) -> dict[str, int]:

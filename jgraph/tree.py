@@ -1,0 +1,32 @@
+"""Trees of parameters: the name of a leaf, spelled one way everywhere, and the leaves that a pattern means."""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jgraph.errors import ConfigError
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Returns the name of a leaf from its path of keys: `blocks/0/mlp/up/kernel`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """Returns the name of every leaf, in the order of `jax.tree.leaves`."""
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
+    """Returns the names that a pattern matches as a shell would, where `*` goes over `/` too.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = fnmatch.filter(names, pattern)
+    if not found:
+        some = ", ".join(list(names)[:3])
+        raise ConfigError(f"`{field}` has {pattern!r}, which matches no parameter: must match one of {some}, ...", field=field)
+    return found
