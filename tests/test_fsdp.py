@@ -21,6 +21,7 @@ from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.strategy import Binding
 from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
+from jgraph.tree import path_name
 from jgraph.xla import aot, check_identity, compile_and_report
 from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
@@ -197,11 +198,7 @@ def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     specs = form.pipeline.specs(form.shapes)
     named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     lead = {"outer": 0, "layers": 1}
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): spec.index("fsdp") - lead[path[0].key]
-        for path, spec in named
-        if "fsdp" in spec
-    }
+    return {path_name(path): spec.index("fsdp") - lead[path[0].key] for path, spec in named if "fsdp" in spec}
 
 
 def test_a_pipeline_is_cut_as_rules_by_the_models_names_say():
