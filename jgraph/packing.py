@@ -21,7 +21,7 @@ _SMALL_LEAF = 2**19
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """Of every leaf, as flags and messages name it: `blocks.0.mlp.up.kernel`."""
+    """Returns the name of every leaf, as messages have it: `blocks.0.mlp.up.kernel`."""
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -36,7 +36,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a tree of parameters lies in a dict of arrays; made by `Packing.of`, the same for the same shapes."""
+    """The places of a tree's parameters in a dict of arrays; made by `Packing.of`, the same for the same shapes."""
 
     treedef: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
@@ -84,5 +84,5 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
-        """Which groups weight decay applies to: matrices."""
+        """Returns for each group whether weight decay applies to it: to matrices."""
         return {group.name: group.decayed for group in self.groups}

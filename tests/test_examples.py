@@ -29,8 +29,11 @@ def test_an_example_runs_and_is_short(name):
     assert losses == [] or losses[-1] < max(losses), done.stdout
 
 
-@pytest.mark.parametrize("module", ["jgraph.parallel.step"])
+DOCTESTS = ["parallel.step", "backward.split", "graphed.api", "schedule.generate", "schedule.order"]
+
+
+@pytest.mark.parametrize("module", DOCTESTS)
 def test_examples_in_docstrings_give_what_they_show(module):
-    found = doctest.testmod(importlib.import_module(module))
+    found = doctest.testmod(importlib.import_module(f"jgraph.{module}"))
     assert found.attempted > 0
     assert found.failed == 0

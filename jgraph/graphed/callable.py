@@ -163,7 +163,7 @@ class Graphed:
 
     @property
     def main_grad(self) -> Tree:
-        """As params: `Borrowed` float32 sums since `zero_grads` where gradients are aliased, None elsewhere."""
+        """The float32 sums since `zero_grads`, as params: `Borrowed` where gradients are aliased, None elsewhere."""
         self._check_alive()
         return self.gradients.tree({})
 
@@ -259,7 +259,7 @@ class Graphed:
         return outs
 
     def _run_backward(self, pending: Microbatch, kind: str, rest: list[Any], dy: Tree) -> list[Any]:
-        """Runs a backward part; what went wrong is looked for only when something did."""
+        """Runs a backward part; looks for the cause only if something went wrong."""
         read = [*pending.params, *pending.residuals, *rest]
         try:
             return self._run(pending.entry, kind, read, pending.number)
@@ -300,7 +300,7 @@ class Graphed:
         return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves], taken
 
     def _gradients(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
-        """As params: new arrays, handles on main_grad, and None for integers."""
+        """Returns gradients as params: new arrays, handles on main_grad, and None for integers."""
         new = pending.entry.parts[kind].new if kind in pending.entry.parts else ()
         return self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
 

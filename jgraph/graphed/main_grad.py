@@ -32,7 +32,7 @@ class MainGrad:
         self._lease = Lease(self._name)
 
     def open(self) -> dict[int, jax.Array]:
-        """The arrays, made if there are none yet.
+        """Returns the arrays, made if there are none yet.
 
         Raises:
             OwnershipError: the caller donated or deleted one. A sum that starts anew beside others that go on would be no sum.
@@ -45,7 +45,7 @@ class MainGrad:
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
-        """The arrays, for who starts every sum anew: all made again if one is gone."""
+        """Returns the arrays for a step that starts every sum anew: all made again if one is gone."""
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
             self.arrays = dict(zip(self.places, self.blank(tuple(self.places)), strict=True))
         return self.arrays

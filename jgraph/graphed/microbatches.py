@@ -12,7 +12,7 @@ from jgraph.graphed.turn import Turn
 
 @dataclass(eq=False)
 class Microbatch:
-    """What a microbatch's backward needs.
+    """A microbatch whose backward is to come, and the arrays that it needs.
 
     Attributes:
         number: of its forward, from 0.
