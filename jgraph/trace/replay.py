@@ -69,9 +69,19 @@ def write(env: dict[Any, Any], outvars: Iterable[Any], values: Iterable[Any]) ->
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
     """Returns for each output whether it depends on a marked input; never False for one that does."""
-    outs = range(len(jaxpr.outvars))
-    needed = (needs(jaxpr, [i == out for i in outs])[0] for out in outs)
-    return [any(flag and mark for flag, mark in zip(flags, given, strict=True)) for flags in needed]
+    marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
+    for eqn in jaxpr.eqns:
+        flags = [not is_literal(v) and v in marked for v in eqn.invars]
+        out = [any(flags)] * len(eqn.outvars)
+        if any(flags) and eqn.primitive.name in (*JITS, *CHECKPOINTS, SCAN):
+            out = depends(body(eqn), flags)
+        if any(flags) and eqn.primitive.name == SCAN:
+            consts, carry = scan_counts(eqn)
+            while (grown := [a or b for a, b in zip(flags[consts:], out[:carry], strict=False)]) != flags[consts:][:carry]:
+                flags[consts : consts + carry] = grown
+                out = depends(body(eqn), flags)
+        marked.update(v for v, flag in zip(eqn.outvars, out, strict=True) if flag)
+    return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
