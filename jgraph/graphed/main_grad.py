@@ -86,8 +86,9 @@ class MainGrad:
 
     def tree(self, owned: Mapping[int, Any]) -> Any:
         """Returns gradients as params: those owned by the caller, handles on the others, None for those that there are not."""
-        every = {**{place: self.handle(place) for place in self.places if place not in owned}, **owned}
-        return self._params.unflatten([every.get(place) for place in range(len(self._params))])
+        handles = {place: self.handle(place) for place in self.places if place not in owned}
+        every = {**handles, **owned} if handles else owned
+        return self._params.unflatten([every.get(place) for place in range(len(self._params.avals))])
 
     def handle(self, place: int) -> Borrowed:
         """Returns a handle on the sum as it is now. Raises OwnershipError as `open` does."""
