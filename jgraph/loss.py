@@ -28,7 +28,7 @@ _LARGEST_MARGIN = 70.0
 
 
 def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
-    """Largest divisor of `num_tokens` whose logits have at most 2**29 elements; of half of them where logits are float32."""
+    """Returns the largest divisor of `num_tokens` whose logits have at most 2**29 elements; of half of them in float32."""
     most = max(1, num_tokens // 2) if dtype == jnp.float32 else num_tokens
     limit = min(max(1, _AUTO_CHUNK_ELEMENTS // vocab_size), most)
     return next(chunk for chunk in range(limit, 0, -1) if num_tokens % chunk == 0)
@@ -37,7 +37,9 @@ def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
 def cross_entropy(
     x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int = 0, axis: str | None = None, vocab_size: int = 0
 ) -> Array:
-    """Mean next-token loss in nats. Float32 logits are never stored: statistics are float32, inside the fusion that reads them.
+    """Returns the mean next-token loss in nats.
+
+    Float32 logits are never stored: statistics are float32, inside the fusion that reads them.
 
     With `axis`, under `jax.shard_map`, each device of that axis has a part of the vocabulary and does that part of the work
     (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3): the label's logit and the sum of exponentials are summed over
@@ -142,7 +144,7 @@ def _sum(parts: list[Array]) -> Array:
 
 
 def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Array:
-    """By how much each logit exceeds the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
+    """Returns by how much each logit exceeds the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
     width = logits_CV.shape[1]
     own_C = vocabulary.own(labels_C, width)
     if vocabulary.axis is None:
@@ -162,7 +164,7 @@ def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Arra
 
 
 def _losses(margins_CV: Array, vocabulary: _Vocabulary) -> Array:
-    """Loss of each token: log(sum(exp(margins))).
+    """Returns the loss of each token: log(sum(exp(margins))).
 
     The usual log-sum-exp subtracts the largest logit, which takes a pass over the logits of its own to find. Subtracting the
     label's is as safe from underflow, because the label's own term is exp(0) = 1, and needs one pass.

@@ -33,7 +33,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a tree of parameters lies in a dict of arrays; made by `Packing.of`, the same for the same shapes."""
+    """The places of a tree's parameters in a dict of arrays; made by `Packing.of`, the same for the same shapes."""
 
     treedef: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
@@ -81,5 +81,5 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
-        """Which groups weight decay applies to: matrices."""
+        """Returns for each group whether weight decay applies to it: to matrices."""
         return {group.name: group.decayed for group in self.groups}

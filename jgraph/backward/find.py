@@ -1,9 +1,8 @@
 """What of a stage can be delayed: finds the products whose weight comes from parameters alone.
 
 A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on what a scan carries. A parameter
-can be
-delayed if all that is made of it without data ends as the weight of a product with data: then its gradient is those products'
-weight gradients, pulled back through casts, reshapes and slices.
+can be delayed if all that is made of it without data ends as the weight of a product with data: then its gradient is those
+products' weight gradients, pulled back through casts, reshapes and slices.
 """
 
 from collections.abc import Sequence
@@ -19,28 +18,12 @@ from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct, product
 from jgraph.trace import replay
 
 # Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
-_MOVES = frozenset(
-    [
-        "convert_element_type",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "broadcast_in_dim",
-        "slice",
-        "dynamic_slice",
-        "concatenate",
-        "copy",
-        "copy_p",
-        "name",
-        "sharding_constraint",
-        "optimization_barrier",
-        "expand_dims",
-        "rev",
-        "pvary",
-        "pcast",
-        "split",
-    ]
-)
+# fmt: off
+_MOVES = frozenset({
+    "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "concatenate",
+    "copy", "copy_p", "name", "sharding_constraint", "optimization_barrier", "expand_dims", "rev", "pvary", "pcast", "split",
+})
+# fmt: on
 
 MISSING = object()
 """Stands for data where only what comes from parameters is computed."""
@@ -83,14 +66,14 @@ class Found:
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a variable: whether it is data, and which delayed parameters it is made of."""
+    """A variable: whether it is data, and which delayed parameters it is made of."""
 
     data: bool
     params: frozenset[int] = frozenset()
 
 
 def find(jaxpr: core.Jaxpr, params: Sequence[int | None], data: Sequence[bool], *, only_hooked: bool) -> Found:
-    """Finds the products.
+    """Finds the products with a delayed weight.
 
     Args:
         jaxpr: of the stage.
@@ -106,7 +89,7 @@ def find(jaxpr: core.Jaxpr, params: Sequence[int | None], data: Sequence[bool], 
 
 
 def _mark(found: Found, value: _Value, by: str) -> None:
-    """What is made of parameters alone is used in a way that no product's weight gradient covers."""
+    """Marks the parameters of a value as used in a way that no product's weight gradient covers."""
     for p in () if value.data else value.params:
         found.stray.setdefault(p, by)
 
@@ -153,7 +136,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
 
 
 def _weight(name: str, values: Sequence[_Value]) -> int | None:
-    """Which operand is a delayed weight beside data; None if none is, or what is beside it is made of parameters too."""
+    """Returns the operand that is a delayed weight beside data; None if none is, or the other is made of parameters too."""
     for i in PRODUCTS[name]:
         others = [v for j, v in enumerate(values) if j != i]
         if not values[i].data and values[i].params and values[1 - i].data and not any(v.params for v in others if not v.data):
@@ -162,7 +145,7 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
 
 
 def run_forward(block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The stage's outputs with a tap on every product, and every product's operands that are neither weight nor data."""
+    """Returns the stage's outputs with taps on its products, and every product's operands that are neither weight nor data."""
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
     for i, eqn in enumerate(block.jaxpr.eqns):
@@ -218,8 +201,8 @@ def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Seq
 _RUN_CALL = {"jit": _run_jit, "checkpoint": _run_checkpoint, "scan": _run_scan}
 
 
-def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], keep_dtype: bool) -> list[Any]:
-    """The weight of every product, from the parameters alone.
+def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, keep_dtype: bool) -> tuple[list[Any], list[Any]]:
+    """Runs a block on parameters alone. Returns its outputs, and the weight of every product.
 
     Args:
         block, consts: of the stage.
@@ -227,10 +210,6 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], keep_d
         keep_dtype: whether a cast between a parameter and its product is left out, so that the weight has the parameter's
             dtype.
     """
-    return _weights(block, consts, args, keep_dtype)[1]
-
-
-def _weights(block: Block, consts: Sequence[Any], args: Sequence[Any], keep_dtype: bool) -> tuple[list[Any], list[Any]]:
     env = replay.environment(block.jaxpr, consts, args)
     read, weights = replay.reader(env), []
     for i, eqn in enumerate(block.jaxpr.eqns):
@@ -243,7 +222,7 @@ def _weights(block: Block, consts: Sequence[Any], args: Sequence[Any], keep_dtyp
             if _kind(eqn) == "scan":
                 weights += _scanned_weights(inner, eqn, values, keep_dtype)
             else:
-                out, more = _weights(inner, replay.body_consts(eqn), values, keep_dtype)
+                out, more = run_weights(inner, replay.body_consts(eqn), values, keep_dtype=keep_dtype)
                 weights += more
         elif not any(v is MISSING for v in values):
             out = values if keep_dtype and _is_float_cast(eqn) else replay.apply(eqn, values)
@@ -263,6 +242,6 @@ def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], ke
 
     def step(xs):
         entering = [values[k] if k < consts else xs.get(k, MISSING) for k in range(len(values))]
-        return _weights(inner, replay.body_consts(eqn), entering, keep_dtype)[1]
+        return run_weights(inner, replay.body_consts(eqn), entering, keep_dtype=keep_dtype)[1]
 
     return jax.vmap(step, axis_size=eqn.params["length"])(xs)

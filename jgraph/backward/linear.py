@@ -1,10 +1,9 @@
 """One product of data and weight, whose backward rule multiplies once instead of twice.
 
 A product y = x * w has two gradients, dx = dy * w and dw = x * dy. Here the backward rule computes dx and hands out dy instead
-of
-dw: dy leaves as the cotangent of a *tap*, an extra argument of dy's shape that the product ignores. So one vjp with respect to
-(x, taps) is dgrad, and what comes out of the taps is what wgrad needs. The tap brings x too: it is then plain to see what x is
-made of, and whether wgrad can have it without dgrad.
+of dw: dy leaves as the cotangent of a *tap*, an extra argument of dy's shape that the product ignores. So one vjp with respect
+to (x, taps) is dgrad, and what comes out of the taps is what wgrad needs. The tap brings x too: it is then plain to see what x
+is made of, and whether wgrad can have it without dgrad.
 """
 
 from collections.abc import Sequence
@@ -82,7 +81,7 @@ class DelayedProduct:
 
 
 def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
-    """The product, with dx for x and (x, dy) for the tap; the weight gets no gradient here."""
+    """Computes the product. Its gradients are dx for x and (x, dy) for the tap; the weight gets none here."""
 
     @jax.custom_vjp
     def run(x, w, extra, tap):
@@ -101,7 +100,7 @@ def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any
 
 
 def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any, dtype: Any) -> jax.Array:
-    """dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded in between."""
+    """Computes dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded."""
     if site.eqn.primitive.name == "dot_general" and np.dtype(dtype) != site.w_aval.dtype:
         return _dot_gradient(site, x, dy, dtype)
     (dw,) = jax.linear_transpose(lambda w: site.run(x, w, extra), replay.zeros(site.w_aval))(dy)
@@ -109,7 +108,7 @@ def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any,
 
 
 def _dot_gradient(site: DelayedProduct, x: Any, dy: Any, dtype: Any) -> jax.Array:
-    """The transpose of `dot_general` with respect to the weight, written out so that it can be asked for another dtype."""
+    """Transposes `dot_general` with respect to the weight; written out so that it can be asked for another dtype."""
     contract, batch = site.eqn.params["dimension_numbers"]
     x_contract, w_contract = contract[site.data], contract[site.weight]
     x_batch, w_batch = batch[site.data], batch[site.weight]

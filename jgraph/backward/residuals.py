@@ -27,15 +27,6 @@ Recompute = Literal["elementwise", "nothing"]
 Products = Literal["all", "hooked"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `split_backward` was given; see there."""
-
-    delay: tuple[str, ...] | None
-    recompute: Recompute
-    products: Products
-
-
 @dataclass(eq=False)
 class Plan:
     """One trace of the stage and what was found in it. Compared by identity: arrays of different traces do not mix.
@@ -85,6 +76,11 @@ class Plan:
     def y_avals(self) -> list[Any]:
         return [v.aval for v in self.jaxpr.outvars]
 
+    def closed_over(self, traced: Sequence[Any]) -> list[Any]:
+        """Returns the arrays that the stage closes over, with these tracers."""
+        given = iter(traced)
+        return [next(given) if const is None else const for const in self.consts]
+
     def blanks(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """Zeros for tracers, params, x and extra, to trace with."""
         blank = [replay.zeros(v.aval) for v in self.jaxpr.invars]
@@ -94,9 +90,18 @@ class Plan:
         return traced, params, rest[:num_x], rest[num_x:]
 
 
-def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, Any, Any, Any], paths: Sequence[str]) -> Plan:
-    """The plan of a traced stage; `paths` are those of the leaves of params. Raises SplitError."""
-    delay, jaxpr = options.delay, closed.jaxpr
+def make_plan(
+    owner: object,
+    closed: Any,
+    trees: tuple[Any, Any, Any, Any],
+    paths: Sequence[str],
+    *,
+    delay: Sequence[str] | None,
+    recompute: Recompute,
+    products: Products,
+) -> Plan:
+    """Returns the plan of a traced stage; `paths` are those of the leaves of params. Raises SplitError."""
+    jaxpr = closed.jaxpr
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
     # Tracers that the stage closes over are inputs like any other.
     whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
@@ -113,7 +118,7 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
         params = [None] * num_consts + [i if late else None for i, late in enumerate(delayed)]
         data = [const is None for const in consts] + [not late for late in delayed]
         rest = len(jaxpr.invars) - num_params
-        found = find.find(whole, [*params, *[None] * rest], [*data, *[True] * rest], only_hooked=options.products == "hooked")
+        found = find.find(whole, [*params, *[None] * rest], [*data, *[True] * rest], only_hooked=products == "hooked")
         if not found.stray:
             break
         if delay is not None:
@@ -130,9 +135,9 @@ def make_plan(owner: object, options: Options, closed: Any, trees: tuple[Any, An
     float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals]
     # A stage that says with jax.checkpoint what to keep is taken at its word; and no policy of it can keep complex numbers.
     is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.values(whole))
-    recompute = options.recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
+    again = recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
     mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
-    plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, recompute, mesh, noisy)
+    plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, again, mesh, noisy)
     _sort_by_life(plan)
     return plan
 
@@ -156,9 +161,7 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
 def run_callbacks(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]) -> None:
     """Runs the stage again for its callbacks. What they do not need is dead; of the rest XLA merges a part with `vjp`."""
     if plan.noisy is not None:
-        given = iter(traced)
-        consts = [next(given) if const is None else const for const in plan.consts]
-        core.jaxpr_as_fun(core.ClosedJaxpr(plan.noisy, ()))(*consts, *params, *x, *extra)
+        core.jaxpr_as_fun(core.ClosedJaxpr(plan.noisy, ()))(*plan.closed_over(traced), *params, *x, *extra)
 
 
 def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any], traced: Sequence[Any]):
@@ -168,13 +171,11 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
         y leaves; the products' extra operands; the leaves of the vjp; their structure.
     """
     early = [leaf for leaf, late in zip(params, plan.delayed, strict=True) if not late and is_float(leaf)]
-    given_consts = iter(traced)
-    consts = [next(given_consts) if const is None else const for const in plan.consts]
 
     def run(x, early, taps):
         given = iter(early)
         whole = [leaf if late or not is_float(leaf) else next(given) for leaf, late in zip(params, plan.delayed, strict=True)]
-        out, extras = find.run_forward(plan.block, (), [*consts, *whole, *x, *extra], taps)
+        out, extras = find.run_forward(plan.block, (), [*plan.closed_over(traced), *whole, *x, *extra], taps)
         return [v for v, f in zip(out, plan.float_y, strict=True) if f], (out, extras)
 
     if plan.recompute:
@@ -185,7 +186,7 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
 
 
 def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: keep what is more than a pass over memory to make again."""
+    """A policy for `jax.checkpoint`: keeps a value if making it again takes more than a pass over memory."""
     return not replay.primitives(primitive.name, params) <= _CHEAP
 
 
@@ -256,7 +257,7 @@ def _sort_by_life(plan: Plan) -> None:
     jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
 
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
-        """Which residuals these outputs are made from; and whether by elementwise work alone."""
+        """Returns the residuals that these outputs are made from, and whether by elementwise work alone."""
         wanted = [i in outputs for i in range(len(jaxpr.outvars))]
         given, primitives = replay.needs(jaxpr, wanted)
         return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP

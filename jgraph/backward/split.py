@@ -2,7 +2,7 @@
 
 The stage is traced once for each set of shapes, its products get taps (`linear.py`), and one `jax.vjp` with respect to input,
 undelayed parameters and taps is both: what it makes from the residuals and dy is dgrad, what comes out of the taps is for
-wgrad. `py` says what is kept how long.
+wgrad. `residuals.py` says what is kept how long.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jgraph.backward import find
 from jgraph.backward.linear import weight_gradient
-from jgraph.backward.residuals import Options, Plan, Products, Recompute, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
+from jgraph.backward.residuals import Plan, Products, Recompute, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.trace import replay
@@ -29,7 +29,7 @@ Tree = Any
 @partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["plan"])
 @dataclass(frozen=True)
 class Residuals:
-    """What forward leaves.
+    """The arrays that forward keeps for dgrad and wgrad.
 
     Attributes:
         dgrad: the pool forward -> dgrad.
@@ -42,14 +42,14 @@ class Residuals:
     plan: Plan
 
     def after_dgrad(self) -> "Residuals":
-        """What wgrad still needs: the pool forward -> dgrad is given up."""
+        """Returns the residuals that wgrad still needs: the pool forward -> dgrad is given up."""
         return Residuals((), self.wgrad, self.plan)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
 @dataclass(frozen=True)
 class Stash:
-    """What dgrad leaves for wgrad: the pool dgrad -> wgrad."""
+    """The arrays that dgrad keeps for wgrad: the pool dgrad -> wgrad."""
 
     arrays: tuple[Any, ...]
     plan: Plan
@@ -72,7 +72,7 @@ class Spec:
     delayed: tuple[str, ...]
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
+        """Returns the bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
         pools = {
             "forward_dgrad": self.residuals.dgrad,
             "forward_wgrad": self.residuals.wgrad,
@@ -89,6 +89,14 @@ def split_backward(
     products: Products = "all",
 ) -> "Split":
     """Splits a stage's backward pass into dgrad and wgrad, with no FLOP done twice.
+
+    >>> split = split_backward(lambda params, x: x @ params["w"] + params["b"])
+    >>> params, x = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, jnp.ones((4, 2))
+    >>> y, residuals = split.forward(params, x)
+    >>> dx, early, stash = split.dgrad(params, residuals, jnp.ones_like(y))
+    >>> late = split.wgrad(params, residuals, stash)  # any time later
+    >>> jax.tree.map(jnp.shape, split.merge(early, late))
+    {'b': (3,), 'w': (2, 3)}
 
     Args:
         stage_fn: `stage_fn(params, x, *extra) -> y`, pure, trees of real arrays; x of floating dtype. What is in `extra`
@@ -118,13 +126,13 @@ def split_backward(
         if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
             raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
         patterns = tuple(patterns)
-    return Split(stage_fn, Options(patterns, recompute, products))
+    return Split(stage_fn, delay=patterns, recompute=recompute, products=products)
 
 
 class Split:
     """The parts of a stage: `forward`, `dgrad`, `wgrad`. See `split_backward`."""
 
-    def __init__(self, stage_fn: Callable[..., Tree], options: Options):
+    def __init__(self, stage_fn: Callable[..., Tree], **options: Any):
         self._stage, self._options = stage_fn, options
         self._plans: dict[Any, Plan] = {}
         # Jitted, so that outside of a jit too what is not needed is not computed.
@@ -135,16 +143,16 @@ class Split:
 
     def __repr__(self) -> str:
         options = self._options
-        which = ("every product", "hooked products")[options.products == "hooked"]
-        which += f" of {', '.join(options.delay)}" if options.delay is not None else ""
-        return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options.recompute!r})"
+        which = ("every product", "hooked products")[options["products"] == "hooked"]
+        which += f" of {', '.join(options['delay'])}" if options["delay"] is not None else ""
+        return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options['recompute']!r})"
 
     def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
-        """y and what the backward pass needs of this microbatch."""
+        """Returns y, and the residuals that this microbatch's backward pass needs."""
         return self._forward(params, x, *extra)
 
     def dgrad(self, params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
-        """Gradient of the input, gradients of the parameters that are not delayed, and what wgrad needs.
+        """Returns the gradient of the input, the gradients of parameters that are not delayed, and the stash for wgrad.
 
         Args:
             params: as in `forward`.
@@ -164,7 +172,7 @@ class Split:
         return self._dgrad(params, residuals, dy)
 
     def wgrad(self, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
-        """Gradients of the delayed parameters, as params with None for the others; of the parameters' dtypes.
+        """Returns the gradients of the delayed parameters, as params with None for the others; of the parameters' dtypes.
 
         Needs of the residuals only what `Residuals.after_dgrad` keeps.
         """
@@ -172,7 +180,7 @@ class Split:
         return self._wgrad(params, residuals.after_dgrad(), stash)
 
     def accumulate(self, main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
-        """`wgrad` added to `main_grad`: the products add onto it in float32. In place where `main_grad` is donated.
+        """Returns `main_grad` with `wgrad` added in float32, by the products themselves. In place where `main_grad` is donated.
 
         Args:
             main_grad: as params; float32 where delayed, passed through elsewhere.
@@ -183,11 +191,11 @@ class Split:
 
     @staticmethod
     def merge(early: Tree, late: Tree) -> Tree:
-        """The gradients of all parameters from those of `dgrad` and those of `wgrad`."""
+        """Returns the gradients of all parameters from those of `dgrad` and those of `wgrad`."""
         return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
 
     def spec(self, params: Tree, x: Tree, *extra: Tree) -> Spec:
-        """Shapes of what passes between the parts, before anything runs; arrays or `jax.ShapeDtypeStruct` for arguments."""
+        """Returns the shapes of the arrays that pass between the parts, from arrays or `jax.ShapeDtypeStruct`. Runs nothing."""
         y, residuals = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
         paths = _paths(params)
@@ -224,7 +232,7 @@ class Split:
         )
 
     def _plan(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[Plan, list[Any]]:
-        """The plan for these shapes, and the tracers that the stage closes over this time."""
+        """Returns the plan for these shapes, and the tracers that the stage closes over this time."""
         leaves, tree = jax.tree.flatten((params, x, extra))
         key = (tree, *map(jax.typeof, leaves))
         plan = self._plans.get(key)
@@ -237,7 +245,7 @@ class Split:
             raise SplitError(f"the stage computes with arrays on explicit axes of a mesh: {_AUTO}")
         if plan is None:
             trees = (*map(jax.tree.structure, (params, x, extra)), jax.tree.structure(y))
-            plan = self._plans[key] = make_plan(self, self._options, closed, trees, _paths(params))
+            plan = self._plans[key] = make_plan(self, closed, trees, _paths(params), **self._options)
         return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
 
 
@@ -282,7 +290,7 @@ def _paths(params: Tree) -> list[str]:
 
 
 def _kept(residuals: Residuals) -> dict[int, Any]:
-    """What is kept, by place; after dgrad only what wgrad needs."""
+    """Returns the residuals by place; after dgrad only those that wgrad needs."""
     plan = residuals.plan
     held = dict(zip(plan.for_wgrad, residuals.wgrad, strict=True))
     return held | (dict(zip(plan.for_dgrad, residuals.dgrad, strict=True)) if residuals.dgrad else {})
@@ -343,7 +351,7 @@ def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dty
         for i, late in enumerate(plan.delayed):
             if late:
                 inputs[len(plan.consts) + i] = next(given)
-        return find.run_weights(plan.block, (), inputs, keep_dtype=not plan.exact)
+        return find.run_weights(plan.block, (), inputs, keep_dtype=not plan.exact)[1]
 
     products, pull_back = jax.vjp(weights, delayed)
     extras, cotangents = iter(kept[i] for i in plan.extras), []

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 from flax import linen, nnx
 
 from jgraph.errors import CallableError, check_choice
-from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, named, schedule_of
+from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, schedule_of
 from jgraph.graphed.callable import Graphed
-from jgraph.graphed.entry import Entry, Wanted, compile_parts
+from jgraph.graphed.entry import Entry, compile_entries
 from jgraph.graphed.group import GraphedCallables
 from jgraph.graphed.match import Entries, OnMismatch, check_concrete, differences, signature
 from jgraph.graphed.pool import Pool, Pools
@@ -44,6 +44,14 @@ def make_graphed_callables(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "GraphedCallables":
     """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
+
+    >>> import jax.numpy as jnp
+    >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
+    >>> graphed = make_graphed_callables(lambda params, x: x @ params, params, (x,))
+    >>> graphed[0]
+    Graphed(0: forward, backward; float32[4, 2] -> float32[4, 3])
+    >>> y = graphed[0](params, x)
+    >>> gradient, dx = graphed[0].backward(jnp.ones_like(y))
 
     Args:
         callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
@@ -84,12 +92,15 @@ def make_graphed_callables(
     # What a caller changes later in a list of theirs changes nothing here.
     delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
     every = each("params", params, len(fns))
-    samples = [
-        (weights, _sample(i, args), named("sample_kwargs", i, kwargs))
-        for i, (weights, args, kwargs) in enumerate(
-            zip(every, each("sample_args", sample_args, len(fns)), each("sample_kwargs", sample_kwargs, len(fns)), strict=True)
-        )
-    ]
+    samples = []
+    for i, args in enumerate(each("sample_args", sample_args, len(fns))):
+        kwargs = each("sample_kwargs", sample_kwargs, len(fns))[i] or {}
+        if not isinstance(args, (tuple, list)) or not args:
+            wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
+            raise CallableError(wrong, field="sample_args")
+        if not isinstance(kwargs, Mapping):
+            raise CallableError(f"`sample_kwargs` of callable {i} is {kwargs!r}: must be a dict", field="sample_kwargs")
+        samples.append((every[i], tuple(args), dict(kwargs)))
     check_concrete("make_graphed_callables", samples)
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     if schedule is None and reuse_buffers:
@@ -115,37 +126,35 @@ def make_graphed_callables(
             traced[name] = shape_callable(_function(fns[i], i), i, weights, args, kwargs, placed[i])
         return replace(traced[name], index=i, device=placed[i])
 
-    def want(shaped: Shaped) -> Wanted:
-        if not training:
-            return Wanted(shaped, ("forward",), frozenset(), "nothing")
-        kinds: tuple[Kind, ...] = ("backward",)
-        if delayed[shaped.index]:
-            kinds = ("dgrad", "wgrad") if shaped.late else ("dgrad",)
-        late = shaped.late if delayed[shaped.index] else ()
-        aliased = frozenset((*shaped.early, *shaped.late) if param_grads == "aliased" else late)
-        return Wanted(shaped, ("forward", *kinds), aliased, "residuals")
+    def compiled(*callables: Shaped) -> list[Entry]:
+        kinds: list[tuple[Kind, ...]] = []
+        for one in callables:
+            backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if delayed[one.index] else ("backward",)
+            kinds.append(("forward", *backward) if training else ("forward",))
+        late = [one.late if delayed[one.index] else () for one in callables]
+        aliased = [(*one.early, *one.late) for one in callables] if param_grads == "aliased" else late
+        return compile_entries(callables, kinds, aliased, options)
 
     def again(i: int, *sample: Any) -> Entry:
-        shaped = shape(i, *sample)
-        return Entry(shaped, compile_parts([want(shaped)], options)[0])
+        return compiled(shape(i, *sample))[0]
 
     shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
     if schedule is not None:
         check_wgrads(schedule, shaped)
         _check_chain(shaped)
-    made = compile_parts([want(one) for one in shaped], options)
+    entries = compiled(*shaped)
     pools = Pools({name: Pool(name) for name in POOLS} if reuse_buffers else {})
     together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
     graphed = tuple(
         Graphed(
-            Entries(partial(again, i), Entry(shaped[i], made[i]), samples[i], on_mismatch),
+            Entries(partial(again, i), entry, samples[i], on_mismatch),
             pools=pools,
             turn=together if reuse_buffers else Turn(f"callable {i}"),
             most_waiting=most[i],
             delayed=delayed[i],
             mode=modes[i],
         )
-        for i in range(len(fns))
+        for i, entry in enumerate(entries)
     )
     return GraphedCallables(
         graphed,
@@ -163,7 +172,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _check_chain(shaped: Sequence[Shaped]) -> None:
-    """That each callable takes what the one before it gives, so that an order can be played."""
+    """Raises CallableError if a callable does not take the output of the one before it."""
     for before, after in pairwise(shaped):
         if not after.takes_gradient:
             raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
@@ -172,13 +181,6 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
                 f"callable {after.index} does not take what callable {before.index} gives: {'; '.join(texts)}",
                 mismatches=tuple(texts),
             )
-
-
-def _sample(i: int, args: Any) -> tuple[Tree, ...]:
-    if not isinstance(args, (tuple, list)) or not args:
-        wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
-        raise CallableError(wrong, field="sample_args")
-    return tuple(args)
 
 
 def _function(fn: Any, i: int) -> Callable[..., Tree]:
@@ -200,7 +202,7 @@ def _function(fn: Any, i: int) -> Callable[..., Tree]:
 
 
 def _mode_check(fn: Any, training: bool) -> Callable[[], str]:
-    """What is wrong with the mode of a module now; empty if it is as it was built."""
+    """Returns a function that says how the mode of a module differs now; it returns "" if it is as it was built."""
     if not isinstance(fn, nnx.Module):
         return lambda: ""
     found = [

@@ -1,6 +1,6 @@
 """What a user gives, checked: choices, one of something for each callable, orders, devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
@@ -16,7 +16,7 @@ from jgraph.schedule.schedule import Schedule
 
 
 def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
-    """One of something for each callable; None stands for none at all."""
+    """Returns the values for each callable as a tuple; None for each if none are given."""
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
@@ -25,17 +25,10 @@ def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def named(name: str, i: int, given: Any) -> dict[str, Any]:
-    """The dict that callable i was given; None for an empty one."""
-    if given is not None and not isinstance(given, Mapping):
-        raise CallableError(f"`{name}` of callable {i} is {given!r}: must be a dict", field=name)
-    return dict(given or {})
-
-
 def schedule_of(
     order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
 ) -> tuple[Schedule | None, tuple[bool, ...]]:
-    """The schedule that an order means, and for each callable whether its wgrad is delayed.
+    """Returns the schedule that an order means, and for each callable whether its wgrad is delayed.
 
     Args:
         order: signed numbers, an Order, a Schedule, one order per rank, or None.
@@ -86,7 +79,7 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
 
 
 def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
-    """For each callable, how many of its microbatches wait for their backward at once; without an order, one."""
+    """Returns how many microbatches of each callable wait for their backward at once; without an order, one."""
     most = [1] * count
     if schedule is None:
         return most
@@ -109,7 +102,7 @@ def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
 
 
 def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
-    """The device of each callable.
+    """Returns the device of each callable.
 
     Raises:
         CallableError: params lie on several devices, or there is not one device per rank.
@@ -139,7 +132,7 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
 
 
 def _is_one(order: Any) -> bool:
-    """Whether this is one rank's order."""
+    """Returns whether this is one rank's order."""
     if isinstance(order, Order) or not isinstance(order, Sequence) or not len(order):
         return True
     return isinstance(order[0], Number)

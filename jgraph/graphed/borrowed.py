@@ -16,7 +16,7 @@ from jgraph.errors import OwnershipError
 
 @dataclass
 class Lease:
-    """What the handles on one owner's buffers share: when it ends, it ends for all of them.
+    """Ends for all handles on one owner's buffers at once.
 
     Attributes:
         owner: whose buffers they are, e.g. `main_grad of callable 0`.
@@ -58,11 +58,11 @@ class Borrowed:
         return self._array
 
     def copy(self) -> jax.Array:
-        """The same numbers in a buffer of the caller's own. Raises OwnershipError as `value` does."""
+        """Returns the same numbers in a buffer of the caller's own. Raises OwnershipError as `value` does."""
         return jnp.copy(self.value)
 
     def keep(self) -> jax.Array:
-        """The array itself, from now on the caller's: a pool buffer that is kept is not used again.
+        """Returns the array itself, from now on the caller's: a pool buffer that is kept is not used again.
 
         Raises:
             OwnershipError: it was taken back, or it is an accumulator, which stays where it is.
@@ -111,13 +111,13 @@ for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains boo
 
 
 def handles_in(tree: Any) -> list[Borrowed]:
-    """The handles in a tree."""
+    """Returns the handles in a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed))
     return [leaf for leaf in leaves if isinstance(leaf, Borrowed)]
 
 
 def arrays_of(tree: Any) -> Any:
-    """The tree with arrays in the places of its handles, for a program to read.
+    """Returns the tree with arrays in the places of its handles, for an executable to read.
 
     Raises:
         OwnershipError: a handle is stale, or is on an accumulator, which the program may update while it reads it.
@@ -131,9 +131,5 @@ def arrays_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf, tree)
 
 
-def _rebuild(_: None, children: Any) -> Any:
-    # Inside a jit and after tree.map the plain array is in the handle's place.
-    return children[0]
-
-
-jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), _rebuild)
+# Inside a jit and after tree.map the plain array is in the handle's place.
+jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])

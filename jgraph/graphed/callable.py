@@ -27,13 +27,16 @@ class Graphed:
     wait than the order ever has at once, which without an order is one: then a forward never got its backward.
 
     One thread at a time calls it, from a forward to the last backward part; with `reuse_buffers`, all callables of a build.
+
+    Attributes:
+        entry: the executables that were built.
     """
 
     def __init__(
         self, entries: Entries, *, pools: Pools, turn: Turn, most_waiting: int, delayed: bool, mode: Callable[[], str]
     ):
         self._entries, self._pools, self._delayed, self._mode = entries, pools, delayed, mode
-        self.index, self.turn = entries.built.shaped.index, turn
+        self.entry, self.index, self.turn = entries.built, entries.built.shaped.index, turn
         self._waiting, self._is_reset = Waiting(self.index, most_waiting, turn), False
         self.gradients = MainGrad(self.entry)
 
@@ -44,11 +47,6 @@ class Graphed:
         x, y = (", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in side.avals) for side in (shaped.x, shaped.y))
         waiting = f"; microbatches that wait: {', '.join(map(str, self.pending))}" if self.pending else ""
         return f"Graphed({self.index}: {', '.join(self.entry.parts)}; {x} -> {y}{waiting})"
-
-    @property
-    def entry(self) -> Entry:
-        """The executables that were built."""
-        return self._entries.built
 
     def __call__(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
         """Runs forward and keeps what the backward needs.
@@ -68,7 +66,7 @@ class Graphed:
         if len(self.entry.parts) == 1:
             return self.evaluate(params, x, *extra, **kwargs)
         with self.turn:
-            taken = self._pools.slots_of((x, extra, kwargs))
+            taken = self._pools.slots_of((x, extra, kwargs)) if self._pools else []
             entry, weights, inputs, outs = self._forward(params, x, extra, kwargs)
             shaped = entry.shaped
             y = outs[: len(shaped.y)]
@@ -123,8 +121,9 @@ class Graphed:
             outs = self._run_backward(pending, "backward", leaves, dy)
             self._waiting.end(pending)
             gradients = self._gradients(pending, "backward", outs)
-            pending.hold("dgrad", taken)
-            pending.release("dgrad", "wgrad", by="backward")
+            if self._pools:
+                pending.hold("dgrad", taken)
+                pending.release("dgrad", "wgrad", by="backward")
             return gradients, self._dx(pending, outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
@@ -163,7 +162,7 @@ class Graphed:
 
     @property
     def main_grad(self) -> Tree:
-        """As params: `Borrowed` float32 sums since `zero_grads` where gradients are aliased, None elsewhere."""
+        """The float32 sums since `zero_grads`, as params: `Borrowed` where gradients are aliased, None elsewhere."""
         self._check_alive()
         return self.gradients.tree({})
 
@@ -180,7 +179,7 @@ class Graphed:
                 self._waiting.drop(None)
             self.gradients.free()
             self._entries.clear()
-            self._is_reset = True
+            self.entry, self._is_reset = self._entries.built, True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
@@ -232,9 +231,10 @@ class Graphed:
         pending.early = dict(zip(pending.entry.parts["dgrad"].new, new, strict=True))
         pending.residuals = pending.residuals[shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
-        pending.hold(shaped.last_use_of_dy, taken)
-        self._hold(pending, "stash", "wgrad", pending.stash, shaped.stash_from)
-        pending.release("dgrad")
+        if self._pools:
+            pending.hold(shaped.last_use_of_dy, taken)
+            self._hold(pending, "stash", "wgrad", pending.stash, shaped.stash_from)
+            pending.release("dgrad")
         return self._dx(pending, outs)
 
     def _wgrad(self, pending: Microbatch) -> Tree:
@@ -259,7 +259,7 @@ class Graphed:
         return outs
 
     def _run_backward(self, pending: Microbatch, kind: str, rest: list[Any], dy: Tree) -> list[Any]:
-        """Runs a backward part; what went wrong is looked for only when something did."""
+        """Runs a backward part; looks for the cause only if something went wrong."""
         read = [*pending.params, *pending.residuals, *rest]
         try:
             return self._run(pending.entry, kind, read, pending.number)
@@ -300,7 +300,7 @@ class Graphed:
         return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves], taken
 
     def _gradients(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
-        """As params: new arrays, handles on main_grad, and None for integers."""
+        """Returns gradients as params: new arrays, handles on main_grad, and None for integers."""
         new = pending.entry.parts[kind].new if kind in pending.entry.parts else ()
         return self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
 
@@ -309,5 +309,5 @@ class Graphed:
     ) -> None:
         """Takes a place, until a part has run, for those arrays that were made and not handed on: only jgraph sees them."""
         own = [array for array, source in zip(arrays, sources, strict=False) if source is None]
-        if own and self._pools:
+        if own:
             microbatch.hold(until, [self._pools[pool].take(own)])

@@ -7,7 +7,7 @@ comes in for the last time is donated; gradient sums are argument 0 and output 0
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -61,16 +61,15 @@ class TaskGroup:
 
 
 @dataclass(frozen=True)
-class Signature:
-    """What an executable is made from; equal ones are the same executable.
+class Interface:
+    """The tasks of an executable, and the registers that it reads and writes: `sums, outs = compiled(sums, donated, read)`.
 
     Attributes:
-        tasks: with registers of its own numbering.
+        tasks: in their order.
         sums: registers updated in place, argument 0 and output 0.
         donated: read for the last time, in buffers that outputs fit into.
         read: the other inputs.
-        outs: what leaves, besides the sums.
-        avals: of sums, donated, read.
+        outs: registers that leave, besides the sums.
     """
 
     tasks: tuple[Task, ...]
@@ -78,105 +77,115 @@ class Signature:
     donated: tuple[int, ...]
     read: tuple[int, ...]
     outs: tuple[int, ...]
-    avals: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return (*self.sums, *self.donated, *self.read)
+
+    @property
+    def name(self) -> str:
+        """The name in profiles: `forward_0_dgrad_0`, shortened."""
+        words = [f"{t.kind}_{t.index}" for t in self.tasks if t.kind not in ("key", "loss")]
+        return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
+
+    def numbered(self) -> "Interface":
+        """Returns the same with registers of its own numbering: equal ones are the same executable."""
+        names: dict[int, int] = {}
+
+        def renamed(registers: Iterable[int | None]) -> tuple[Any, ...]:
+            return tuple(r if r is None else names.setdefault(r, len(names)) for r in registers)
+
+        sums, donated, read = renamed(self.sums), renamed(self.donated), renamed(self.read)
+        tasks = tuple(
+            replace(
+                task,
+                ins=renamed(task.ins),
+                outs=renamed(task.outs),
+                params=renamed(task.params),
+                grads=tuple((place, *renamed([register]), how) for place, register, how in task.grads),
+            )
+            for task in self.tasks
+        )
+        return Interface(tasks, sums, donated, read, renamed(self.outs))
 
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """An executable and the registers that it reads and writes: `sums, outs = compiled(sums, donated, read)`.
+    """An executable with the registers of whoever asked for it.
 
     Attributes:
         compiled: the executable.
         report: what of it is captured; None where there are no command buffers.
-        tasks: what it computes, with the registers of whoever asked for it.
+        io: its tasks, and the registers that it reads and writes.
     """
 
     compiled: jax.stages.Compiled
     report: CaptureReport | None
-    sums: tuple[int, ...]
-    donated: tuple[int, ...]
-    read: tuple[int, ...]
-    outs: tuple[int, ...]
-    tasks: tuple[Task, ...]
-
-    @property
-    def name(self) -> str:
-        """As profiles show it."""
-        return _name(self.tasks)
+    io: Interface
 
 
-class Compiler:
-    """Makes executables of a set of callables.
+def compile_groups(
+    groups: Sequence[TaskGroup],
+    callables: Sequence[Shaped],
+    avals: Mapping[int, jax.ShapeDtypeStruct],
+    options: Mapping[str, Any],
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    copies: Literal["shared", "each"] = "shared",
+) -> list[Executable]:
+    """Compiles, several at a time.
 
     Args:
-        callables: by index.
+        groups: for each executable.
+        callables: those of the tasks.
+        avals: of all registers.
         options: for XLA.
-        loss_fn: of `loss` tasks.
+        loss_fn: of `loss` tasks: a function of y and of the leaves of its other arguments.
+        copies: whether equal groups are one executable, or `each` has its own; the latter on a GPU only.
+
+    Raises:
+        DonationError: a sum is not updated in place.
     """
+    of_index = {shaped.index: shaped for shaped in callables}
+    every = [interface(group, avals) for group in groups]
+    # Equal tasks on equal shapes; the copies of a GPU are told apart by their number.
+    shapes = [tuple((avals[r].shape, avals[r].dtype) for r in io.inputs) for io in every]
+    names = [(io.numbered(), shape, n * (copies == "each")) for n, (io, shape) in enumerate(zip(every, shapes, strict=True))]
+    lowered = {name: _lower(*name, of_index, loss_fn) for name in dict.fromkeys(name[:2] for name in names)}
+    distinct = list(dict.fromkeys(names))
 
-    def __init__(self, callables: Mapping[int, Shaped], options: Mapping[str, Any], loss_fn: Callable[..., Any] | None = None):
-        self._callables, self._options, self._loss = callables, dict(options), loss_fn
-
-    def compile(
-        self,
-        groups: Sequence[TaskGroup],
-        avals: Mapping[int, jax.ShapeDtypeStruct],
-        loss_tree: Any = None,
-        *,
-        copies: Literal["shared", "each"] = "shared",
-    ) -> list[Executable]:
-        """Compiles, several at a time.
-
-        Args:
-            groups: for each executable.
-            avals: of all registers.
-            loss_tree: structure of the loss's arguments after y.
-            copies: whether equal groups are one executable, or `each` has its own; the latter on a GPU only.
-
-        Raises:
-            DonationError: a sum is not updated in place.
-        """
-        plans = [_plan(group, avals) for group in groups]
-        lowered = {}
-        for signature, _ in plans:
-            if signature not in lowered:
-                lowered[signature] = self._lower(signature, loss_tree)
-        wanted = [(signature, n if copies == "each" else 0) for n, (signature, _) in enumerate(plans)]
-        distinct = list(dict.fromkeys(wanted))
-        with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors():
-            made = dict(zip(distinct, pool.map(lambda name: self._compile(*lowered[name[0]]), distinct), strict=True))
-        for (signature, _), (compiled, _) in made.items():
-            if signature.sums:
-                check_identity(compiled, [jax.ShapeDtypeStruct(*aval) for aval in signature.avals[: len(signature.sums)]])
-        return [
-            _bind(made[name], name[0], names, group.tasks)
-            for name, (_, names), group in zip(wanted, plans, groups, strict=True)
-        ]
-
-    def _compile(self, lowered: Any, platform: str) -> tuple[jax.stages.Compiled, CaptureReport | None]:
+    def compiled(name: Any) -> tuple[jax.stages.Compiled, CaptureReport | None]:
         # On a GPU the report's own directory is among the options, so that jax does not give back an executable it has.
-        return compile_and_report(lowered, self._options, platform=platform)
+        return compile_and_report(lowered[name[:2]][0], dict(options), platform=lowered[name[:2]][1])
 
-    def _lower(self, signature: Signature, loss_tree: Any) -> tuple[Any, str]:
-        callables, loss_fn = self._callables, self._loss
-
-        def run(sums, donated, read):
-            env = dict(zip((*signature.sums, *signature.donated, *signature.read), (*sums, *donated, *read), strict=True))
-            for task in signature.tasks:
-                _run(task, callables[task.index], env, loss_fn, loss_tree)
-            return [env[r] for r in signature.sums], [env[r] for r in signature.outs]
-
-        run.__name__ = run.__qualname__ = _name(signature.tasks)
-        device = callables[signature.tasks[0].index].device
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in signature.avals]
-        a, b = len(signature.sums), len(signature.sums) + len(signature.donated)
-        jitted = jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
-        return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
+    with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors():
+        made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
+    for (io, shape, _), (executable, _) in made.items():
+        if io.sums:
+            check_identity(executable, [jax.ShapeDtypeStruct(*aval) for aval in shape[: len(io.sums)]])
+    return [Executable(*made[name], io) for name, io in zip(names, every, strict=True)]
 
 
-def _plan(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[Signature, dict[int, int]]:
-    """What the program takes and gives, in registers of its own; and their numbers by those of the group."""
+def _lower(
+    io: Interface, shapes: Sequence[tuple[Any, Any]], callables: Mapping[int, Shaped], loss_fn: Callable[..., Any] | None
+) -> tuple[Any, str]:
+    def run(sums, donated, read):
+        env = dict(zip(io.inputs, (*sums, *donated, *read), strict=True))
+        for task in io.tasks:
+            _run(task, callables[task.index], env, loss_fn)
+        return [env[r] for r in io.sums], [env[r] for r in io.outs]
+
+    run.__name__ = run.__qualname__ = io.name
+    device = callables[io.tasks[0].index].device
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+    a, b = len(io.sums), len(io.sums) + len(io.donated)
+    jitted = jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
+    return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
+
+
+def interface(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> Interface:
+    """Returns what an executable of these tasks reads and writes."""
     sums: dict[int, None] = {}
     made: dict[int, None] = {}
     taken: dict[int, None] = {}
@@ -197,46 +206,8 @@ def _plan(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> tuple[
         if r in group.dying and room[kind]:
             room[kind] -= 1
             donated.append(r)
-    read = [r for r in taken if r not in donated]
-    names: dict[int, int] = {}
-    for r in (*sums, *donated, *read, *made):
-        names.setdefault(r, len(names))
-
-    def renamed(registers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(names[r] for r in registers)
-
-    tasks = tuple(
-        Task(
-            t.kind,
-            t.index,
-            renamed(t.ins),
-            tuple(r if r is None else names[r] for r in t.outs),
-            renamed(t.params),
-            tuple((leaf, names[r], how) for leaf, r, how in t.grads),
-        )
-        for t in group.tasks
-    )
-    shapes = tuple((avals[r].shape, avals[r].dtype) for r in (*sums, *donated, *read))
-    return Signature(tasks, renamed(sums), renamed(donated), renamed(read), renamed(outs), shapes), names
-
-
-def _bind(
-    made: tuple[jax.stages.Compiled, CaptureReport | None], signature: Signature, names: dict[int, int], tasks: Sequence[Task]
-) -> Executable:
-    """An executable with the registers of whoever asked for it."""
-    outer = {inner: register for register, inner in names.items()}
-
-    def renamed(registers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(outer[r] for r in registers)
-
-    return Executable(
-        *made,
-        sums=renamed(signature.sums),
-        donated=renamed(signature.donated),
-        read=renamed(signature.read),
-        outs=renamed(signature.outs),
-        tasks=tuple(tasks),
-    )
+    read = tuple(r for r in taken if r not in donated)
+    return Interface(tuple(group.tasks), tuple(sums), tuple(donated), read, tuple(outs))
 
 
 def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
@@ -251,13 +222,7 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
     return key
 
 
-def _name(tasks: Sequence[Task]) -> str:
-    """For profiles: `forward_0_dgrad_0`, shortened."""
-    words = [f"{t.kind}_{t.index}" for t in tasks if t.kind not in ("key", "loss")]
-    return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
-
-
-def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[..., Any] | None, loss_tree: Any) -> None:
+def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[..., Any] | None) -> None:
     """Computes a task and writes what it gives into `env`."""
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
     outs: list[Any]
@@ -266,8 +231,7 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[...,
         outs = [fold_key(key, step=step, microbatch=microbatch, layer=shaped.index)]
     elif task.kind == "loss":
         assert loss_fn is not None
-        y, arguments = shaped.y.unflatten(ins[: len(shaped.y)]), jax.tree.unflatten(loss_tree, ins[len(shaped.y) :])
-        loss, dy = jax.value_and_grad(loss_fn)(y, *arguments)
+        loss, dy = jax.value_and_grad(loss_fn)(shaped.y.unflatten(ins[: len(shaped.y)]), ins[len(shaped.y) :])
         outs = [loss, *jax.tree.leaves(dy)]
     elif task.kind == "forward":
         outs = shaped.forward(shaped.fill("forward", read), ins)
@@ -297,12 +261,11 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
     if task.kind != "dgrad" and shaped.late:
         sums = None
         if registers[shaped.late[0]][1] != "new":
-            sums = {place: _sum(*registers[place], shaped.params.avals[place], env) for place in shaped.late}
+            sums = {
+                place: env[register] if how == "add" else jnp.zeros(shaped.params.avals[place].shape, jnp.float32)
+                for place, (register, how) in registers.items()
+                if place in shaped.late
+            }
         gradients |= shaped.wgrad(shaped.fill("wgrad", read), residuals, stash, sums)
     env |= {registers[place][0]: gradient for place, gradient in gradients.items()}
     return [*dx, *stash] if task.kind == "dgrad" else dx
-
-
-def _sum(register: int, how: How, aval: Any, env: dict[int, Any]) -> Any:
-    """What a gradient is added to."""
-    return env[register] if how == "add" else jnp.zeros(aval.shape, jnp.float32)

@@ -47,8 +47,8 @@ class Flow:
         callables, devices, aliased, reuse, join, outputs: as `make_plan` takes them; devices by rank.
         loss_side, loss_aval: of the loss's arguments after y, and of the loss.
         avals: of every register.
-        pool, home: of the registers that only the plan sees, their pool and rank.
-        external: registers of what the caller gives; `named`, by name.
+        owned: registers that only the plan sees.
+        named: registers of what the caller gives, by name; see `given`.
         values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
         sums: (callable, parameter) to register; `started` are those that an executable has written.
         losses: by microbatch.
@@ -64,9 +64,7 @@ class Flow:
     loss_side: Side
     loss_aval: Any
     avals: dict[int, Any] = field(default_factory=dict)
-    pool: dict[int, str] = field(default_factory=dict)
-    home: dict[int, int] = field(default_factory=dict)
-    external: set[int] = field(default_factory=set)
+    owned: set[int] = field(default_factory=set)
     values: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     started: set[tuple[int, int]] = field(default_factory=set)
@@ -76,7 +74,7 @@ class Flow:
     turns: dict[Any, list[int]] = field(default_factory=dict)
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
-        """The register of the buffer that an array is written to before it is sent; those of a shape take turns.
+        """Returns the register of the buffer that an array is written to before it is sent; those of a shape take turns.
 
         `busy` are those that the same executable writes already; the new one is added.
         """
@@ -95,19 +93,22 @@ class Flow:
         return register
 
     def given(self, aval: Any, *name: Any) -> int:
-        """The register of something that the caller gives, by name."""
+        """Returns the register of something that the caller gives.
+
+        Its name is ("params", callable, place), ("x" or "loss", microbatch, place), ("extra", callable, microbatch, place),
+        ("keys", callable, place) for a random key to be folded, ("step", rank), or ("microbatch", rank, number).
+        """
         if name not in self.named:
             self.named[name] = self.register(aval)
-            self.external.add(self.named[name])
         return self.named[name]
 
-    def pooled(self, aval: Any, pool: str, rank: int) -> int:
-        register = self.register(aval)
-        self.pool[register], self.home[register] = pool, rank
+    def own(self, aval: Any) -> int:
+        """Returns a register for an array that only the plan sees."""
+        self.owned.add(register := self.register(aval))
         return register
 
     def unit(self, kind: Kind, rank: int, tick: int, i: int, m: int, neighbours: tuple[int | None, int | None]) -> Unit:
-        """The tasks of an action of callable i; `neighbours` are the ranks of callables i - 1 and i + 1."""
+        """Returns the tasks of an action of callable i; `neighbours` are the ranks of callables i - 1 and i + 1."""
         unit = Unit(rank, tick, [], [])
         if kind == "forward":
             self._forward(unit, i, m, neighbours[1])
@@ -127,26 +128,25 @@ class Flow:
         if next_rank is None and self.outputs == "keep":
             y = [self.register(aval) for aval in shaped.y.avals]
         else:
-            y = [self.pooled(aval, "activation", unit.rank) for aval in shaped.y.avals]
+            y = [self.own(aval) for aval in shaped.y.avals]
         residuals: list[int] = []
         outs: list[int | None] = [*y]
-        for place, (aval, source) in enumerate(zip(shaped.residuals.avals, shaped.residuals_from, strict=True)):
-            pool = "forward_dgrad" if place < shaped.num_dgrad else "forward_wgrad"
-            residuals.append(self.pooled(aval, pool, unit.rank) if source is None else ins[source])
+        for aval, source in zip(shaped.residuals.avals, shaped.residuals_from, strict=True):
+            residuals.append(self.own(aval) if source is None else ins[source])
             outs.append(residuals[-1] if source is None else None)
         unit.tasks.append(Task("forward", i, tuple(ins), tuple(outs), self.params(i, "forward")))
         self.values["residuals", i, m] = residuals
         if next_rank is None:
             self._loss(unit, i, m, y)
         else:
-            self.values["x", i + 1, m] = self._send(unit, y, shaped.y.avals, "activation", next_rank)
+            self.values["x", i + 1, m] = self._send(unit, y, shaped.y.avals, next_rank)
 
     def _extra(self, unit: Unit, i: int, m: int) -> list[int]:
         shaped = self.callables[i]
         registers = []
         for place, aval in enumerate(shaped.extra.avals):
             if ("keys", i, place) in self.named:
-                key = self.pooled(aval, "forward_wgrad", unit.rank)
+                key = self.own(aval)
                 scalar = jax.ShapeDtypeStruct((), np.int32)
                 step = self.given(scalar, "step", unit.rank)
                 microbatch = self.given(scalar, "microbatch", unit.rank, m)
@@ -159,7 +159,7 @@ class Flow:
     def _loss(self, unit: Unit, i: int, m: int, y: list[int]) -> None:
         shaped = self.callables[i]
         arguments = [self.given(aval, "loss", m, place) for place, aval in enumerate(self.loss_side.avals)]
-        dy = [self.pooled(aval, "gradient", unit.rank) for aval in shaped.y.avals]
+        dy = [self.own(aval) for aval in shaped.y.avals]
         self.losses[m] = self.register(self.loss_aval)
         unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy)))
         self.values["y", i, m], self.values["dy", i, m] = y, dy
@@ -178,20 +178,20 @@ class Flow:
         ins = [*residuals, *self.values.pop(("dy", i, m))]
         dx: list[int] = []
         if previous_rank is not None and shaped.takes_gradient:
-            dx = [self.pooled(aval, "gradient", unit.rank) for aval in shaped.x.avals]
+            dx = [self.own(aval) for aval in shaped.x.avals]
         outs: list[int | None] = [*dx] if dx else [None] * shaped.num_dx
         places, read = (*shaped.early, *shaped.late), self.params(i, "dgrad")
         if kind == "dgrad":
             places, stash = shaped.early, []
             for aval, source in zip(shaped.stash.avals, shaped.stash_from, strict=True):
-                stash.append(self.pooled(aval, "stash", unit.rank) if source is None else ins[source])
+                stash.append(self.own(aval) if source is None else ins[source])
                 outs.append(stash[-1] if source is None else None)
             self.values["stash", i, m] = stash
         else:
             read += self.params(i, "wgrad")
         unit.tasks.append(Task(kind, i, tuple(ins), tuple(outs), read, self._grads(i, places)))
         if previous_rank is not None and dx:
-            self.values["dy", i - 1, m] = self._send(unit, dx, shaped.x.avals, "gradient", previous_rank)
+            self.values["dy", i - 1, m] = self._send(unit, dx, shaped.x.avals, previous_rank)
 
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Any, ...]:
         grads = []
@@ -205,15 +205,15 @@ class Flow:
             grads.append((place, self.sums[name], how))
         return tuple(grads)
 
-    def _send(self, unit: Unit, registers: list[int], avals: Sequence[Any], pool: str, rank: int) -> list[int]:
+    def _send(self, unit: Unit, registers: list[int], avals: Sequence[Any], rank: int) -> list[int]:
         if self.devices[rank] == self.devices[unit.rank]:
             return registers
-        arrived = [self.pooled(aval, pool, rank) for aval in avals]
+        arrived = [self.own(aval) for aval in avals]
         unit.sends += [(a, b, self.devices[rank]) for a, b in zip(registers, arrived, strict=True)]
         return arrived
 
 
-def units_of(builder: Flow, schedule: Schedule) -> list[Unit]:
+def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
     """Returns the actions of all ranks by tick, layer by layer, with the ticks that say what may be joined."""
     ends = np.cumsum(schedule.num_layers).tolist()
     rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
@@ -236,7 +236,7 @@ def units_of(builder: Flow, schedule: Schedule) -> list[Unit]:
         places = range(ends[stage] - schedule.num_layers[stage], ends[stage])
         for i in places if kind == "forward" else reversed(places):
             around = (rank_of[i - 1] if i else None, rank_of[i + 1] if i + 1 < len(rank_of) else None)
-            unit = builder.unit(kind, r, tick, i, m, around)
+            unit = flow.unit(kind, r, tick, i, m, around)
             if kind != "wgrad" and home[before] != r:
                 unit.needed_at = int(ticks[before, m])
             if unit.sends:

@@ -1,13 +1,13 @@
 """One callable's own executables, for calls one by one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from jgraph.graphed.compile import Compiler, Executable, How, Task, TaskGroup
+from jgraph.graphed.compile import Executable, How, Task, TaskGroup, compile_groups
 from jgraph.graphed.shaped import Shaped
 from jgraph.schedule.action import Kind
 
@@ -43,43 +43,36 @@ class Entry:
         return frozenset(place for part in self.parts.values() for place in part.updates)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Parts of a callable to compile.
+def compile_entries(
+    callables: Sequence[Shaped], kinds: Sequence[Sequence[Kind]], aliased: Sequence[Collection[int]], options: Mapping[str, Any]
+) -> list[Entry]:
+    """Compiles parts of callables, several at a time.
 
-    Attributes:
-        shaped: the callable.
-        kinds: which parts.
-        aliased: places of the parameters whose gradients are added into main_grad.
-        keep: what forward keeps: `nothing` where no backward will come.
+    Args:
+        callables: in any order.
+        kinds: which parts, for each callable.
+        aliased: places of the parameters whose gradients are added into main_grad, for each callable.
+        options: for XLA.
     """
-
-    shaped: Shaped
-    kinds: tuple[Kind, ...]
-    aliased: frozenset[int]
-    keep: Literal["residuals", "nothing"]
-
-
-def compile_parts(wanted: Sequence[Wanted], options: Mapping[str, Any]) -> list[dict[str, Part]]:
-    """Compiles parts of callables, several at a time; by kind, for each of `wanted`."""
     avals: dict[int, jax.ShapeDtypeStruct] = {}
-    tasks = [_tasks(want, avals) for want in wanted]
+    tasks = [_tasks(*one, avals) for one in zip(callables, kinds, aliased, strict=True)]
     every = set(avals)
-    names: list[tuple[int, Kind]] = [(n, kind) for n, want in enumerate(wanted) for kind in want.kinds]
-    compiler = Compiler({want.shaped.index: want.shaped for want in wanted}, options)
-    executables = compiler.compile([TaskGroup([tasks[n][1][kind]], every) for n, kind in names], avals)
-    parts: list[dict[str, Part]] = [{} for _ in wanted]
+    names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
+    groups = [TaskGroup([tasks[n][1][kind]], every) for n, kind in names]
+    executables = compile_groups(groups, callables, avals, options)
+    parts: list[dict[str, Part]] = [{} for _ in callables]
     for (n, kind), executable in zip(names, executables, strict=True):
         params, task = tasks[n][0], tasks[n][1][kind]
         place = {r: i for i, r in enumerate((*params, *task.ins))}
         updates, new = (tuple(p for p, _, how in task.grads if how == that) for that in ("add", "new"))
-        parts[n][kind] = Part(executable, tuple(place[r] for r in executable.read), updates, new)
-    return parts
+        parts[n][kind] = Part(executable, tuple(place[r] for r in executable.io.read), updates, new)
+    return [Entry(shaped, made) for shaped, made in zip(callables, parts, strict=True)]
 
 
-def _tasks(want: Wanted, avals: dict[int, jax.ShapeDtypeStruct]) -> tuple[tuple[int, ...], dict[Kind, Task]]:
+def _tasks(
+    shaped: Shaped, kinds: Sequence[Kind], aliased: Collection[int], avals: dict[int, jax.ShapeDtypeStruct]
+) -> tuple[tuple[int, ...], dict[Kind, Task]]:
     """Registers of a callable's params, new in `avals`, and its parts as tasks."""
-    shaped, aliased = want.shaped, want.aliased
 
     def registers(side_avals: Sequence[Any]) -> tuple[int, ...]:
         new = tuple(range(len(avals), len(avals) + len(side_avals)))
@@ -105,7 +98,7 @@ def _tasks(want: Wanted, avals: dict[int, jax.ShapeDtypeStruct]) -> tuple[tuple[
         return tuple((place, gradients[place], "add" if place in aliased else "new") for place in places)
 
     made = (*y, *(r if source is None else None for r, source in zip(residuals, shaped.residuals_from, strict=True)))
-    if want.keep == "nothing":
+    if list(kinds) == ["forward"]:  # no backward will come
         made = (*y, *[None] * len(residuals))
     kept = residuals[shaped.num_dgrad :]
     left = (*dx, *(r if source is None else None for r, source in zip(stash, shaped.stash_from, strict=True)))

@@ -10,15 +10,15 @@ import numpy as np
 from jgraph.errors import CallableError
 from jgraph.graphed.arguments import each
 from jgraph.graphed.borrowed import arrays_of, handles_in
+from jgraph.graphed.dataflow import Flow
 from jgraph.graphed.match import check_concrete, differences
-from jgraph.graphed.plan import ExecutionPlan
 from jgraph.graphed.shaped import Shaped, Side, shape_of
 
 Tree = Any
 
 
 def filled(
-    plan: ExecutionPlan,
+    flow: Flow,
     callables: Sequence[Shaped],
     *,
     params: Sequence[Tree],
@@ -29,61 +29,52 @@ def filled(
     step: int,
 ) -> list[Any]:
     """Returns the arrays by register, None for those that the plan makes. Raises CallableError with every difference."""
-    registers: list[Any] = [None] * plan.size
+    registers: list[Any] = [None] * len(flow.avals)
+    first, last = callables[0], callables[-1]
+    sent: dict[Any, Any] = {}
+
+    def on(device: Any, leaf: Any) -> jax.Array:
+        """Returns the array on a device: itself where it is there, and one that was sent before where it was."""
+        if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
+            return leaf
+        if (id(leaf), device) not in sent:
+            sent[id(leaf), device] = put(device, leaf)
+        return sent[id(leaf), device]
+
     try:
-        _fill_params(plan, callables, registers, params)
-        _fill_inputs(plan, callables, registers, inputs, extra, loss_args)
-        if key is not None:
-            _fill_keys(plan, callables, registers, key, step)
+        weights = _params(callables, params)
+        x = [_leaves(first.x, tree, f"inputs[{m}]") for m, tree in enumerate(inputs)]
+        rest = [_leaves(flow.loss_side, tree, f"loss_args[{m}]") for m, tree in enumerate(loss_args)]
+        takes = {name[1] for name in flow.named if name[0] == "extra"}
+        more = {(i, m): _leaves(callables[i].positional, tree, f"extra[{m}]") for i in takes for m, tree in enumerate(extra)}
+        give = {
+            "params": lambda i, place: weights[i][place],
+            "x": lambda m, place: on(first.device, x[m][place]),
+            "loss": lambda m, place: on(last.device, rest[m][place]),
+            "extra": lambda i, m, place: on(callables[i].device, more[i, m][place]),
+            "keys": lambda i, _: on(callables[i].device, key),
+            "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),
+            "microbatch": lambda rank, m: jnp.asarray(m, jnp.int32, device=flow.devices[rank]),
+        }
+        for (kind, *where), register in flow.named.items():
+            registers[register] = give[kind](*where)
     except jax.errors.ConcretizationTypeError:
         check_concrete("run", (params, inputs, extra, loss_args, key))
         raise
     return registers
 
 
-def _fill_params(plan: ExecutionPlan, callables: Sequence[Shaped], registers: list[Any], params: Sequence[Tree]) -> None:
+def _params(callables: Sequence[Shaped], params: Sequence[Tree]) -> list[list[Any]]:
+    """Returns the leaves of each callable's params. Raises CallableError where one is not on the callable's device."""
+    every = []
     for i, (tree, shaped) in enumerate(zip(each("params", params, len(callables)), callables, strict=True)):
-        leaves = _leaves(shaped.params, tree, f"params[{i}]", shaped.device)
-        for register, leaf, path in zip(plan.params[i], leaves, shaped.params.paths, strict=True):
+        every.append(_leaves(shaped.params, tree, f"params[{i}]", shaped.device))
+        for leaf, path in zip(every[i], shaped.params.paths, strict=True):
             if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
                 where = ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
                 text = f"params[{i}]/{path} is on {where}, used on {shaped.device}"
                 raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,), field="params")
-            registers[register] = leaf
-
-
-def _fill_inputs(
-    plan: ExecutionPlan,
-    callables: Sequence[Shaped],
-    registers: list[Any],
-    inputs: Sequence[Tree],
-    extra: Sequence[Any],
-    loss_args: Sequence[Any],
-) -> None:
-    first, last = callables[0], callables[-1]
-    for m, (x, rest) in enumerate(zip(inputs, loss_args, strict=True)):
-        for register, leaf in zip(plan.inputs[m], _leaves(first.x, x, f"inputs[{m}]"), strict=True):
-            registers[register] = _on(first.device, leaf)
-        for register, leaf in zip(plan.loss_args[m], _leaves(plan.loss_side, tuple(rest), f"loss_args[{m}]"), strict=True):
-            registers[register] = _on(last.device, leaf)
-    sent: dict[Any, Any] = {}
-    for (i, m, place), register in plan.extra.items():
-        shaped = callables[i]
-        leaf = _leaves(shaped.positional, tuple(extra[m]), f"extra[{m}]")[place]
-        where = (id(leaf), shaped.device)
-        if where not in sent:
-            sent[where] = _on(shaped.device, leaf)
-        registers[register] = sent[where]
-
-
-def _fill_keys(plan: ExecutionPlan, callables: Sequence[Shaped], registers: list[Any], key: jax.Array, step: int) -> None:
-    for (i, _), register in plan.keys.items():
-        registers[register] = _on(callables[i].device, key)
-    for rank, register in enumerate(plan.steps):
-        if register >= 0:
-            registers[register] = jnp.asarray(step, jnp.int32, device=plan.devices[rank])
-    for (rank, m), register in plan.microbatches.items():
-        registers[register] = jnp.asarray(m, jnp.int32, device=plan.devices[rank])
+    return every
 
 
 def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: jax.Array | None) -> None:
@@ -143,11 +134,6 @@ def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
     elif leaf.is_deleted():
         return False
     return leaf.shape == aval.shape and leaf.dtype == aval.dtype
-
-
-def _on(device: Any, leaf: Any) -> jax.Array:
-    """Returns the array itself where it is already there."""
-    return leaf if isinstance(leaf, jax.Array) and leaf.devices() == {device} else put(device, leaf)
 
 
 def put(device: Any, leaf: Any) -> jax.Array:

@@ -74,14 +74,14 @@ class GraphedCallables(Sequence[Graphed]):
 
     @property
     def schedule(self) -> Schedule | None:
-        """What `run` plays by default."""
+        """The schedule that `run` plays by default."""
         return self._schedule
 
     def reports(self) -> list[tuple[str, CaptureReport | None]]:
         """Name of each executable, and what of it is captured; None where there are no command buffers."""
         executables = [part.executable for graphed in self._graphed for part in graphed.entry.parts.values()]
         executables += [instruction.executable for plan in self._plans.values() for instruction in plan.instructions]
-        return [(executable.name, executable.report) for executable in executables]
+        return [(executable.io.name, executable.report) for executable in executables]
 
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
         """Params of all callables, each on the device of its callable."""
@@ -179,7 +179,7 @@ class GraphedCallables(Sequence[Graphed]):
             check_extra(shaped, extra, key)
             plan = self._plan(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
             given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
-            return self._play(plan, filled(plan, shaped, **given, key=key, step=step))
+            return self._play(plan, filled(plan.flow, shaped, **given, key=key, step=step))
 
     def _turns(self) -> ExitStack:
         """Every callable's turn, for this thread."""
@@ -204,8 +204,7 @@ class GraphedCallables(Sequence[Graphed]):
         name = (schedule.orders, schedule.placement, ticks, loss_fn, tree, avals, outputs, join, keyed)
         if name not in self._plans:
             shaped = [graphed.entry.shaped for graphed in self._graphed]
-            devices = self._homes(schedule)
-            if devices != [part.device for part in shaped]:
+            if self._homes(schedule) != [one.device for one in shaped]:
                 raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
             check_wgrads(schedule, shaped)
             if len(self._plans) >= _MOST_PLANS:
@@ -226,34 +225,34 @@ class GraphedCallables(Sequence[Graphed]):
 
     def _play(self, plan: ExecutionPlan, registers: list[Any]) -> RunResult:
         self._runs += 1
-        if plan.starts == "zeros":
-            for i, graphed in enumerate(self._graphed):
-                graphed.gradients.zero()
-                owned = [place for j, place in plan.sums if i == j and (i, place) not in plan.main_grad]
-                for place, zeros in zip(owned, graphed.gradients.blank(tuple(owned)), strict=True):
-                    registers[plan.sums[i, place]] = zeros
+        aliased, owned = ([{} for _ in self._graphed] for _ in range(2))
+        for (i, place), register in plan.flow.sums.items():
+            (aliased if place in self._graphed[i].gradients.places else owned)[i][place] = register
         given = {id(array) for array in registers if array is not None}
-        sums = [graphed.gradients.renew() for graphed in self._graphed]
-        for (i, place), register in plan.main_grad.items():
-            total = sums[i][place]
-            if id(total) in given:
+        for i, graphed in enumerate(self._graphed):
+            if plan.flow.join == "nothing":  # then every addition is by the same executable, whichever comes first
+                graphed.gradients.zero()
+                for register, zeros in zip(owned[i].values(), graphed.gradients.blank(tuple(owned[i])), strict=True):
+                    registers[register] = zeros
+            sums = graphed.gradients.renew()
+            if any(id(sums[place]) in given for place in aliased[i]):
                 raise OwnershipError(
                     f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy",
                     owner=f"main_grad of callable {i}",
                 )
-            registers[register] = total
+            for place, register in aliased[i].items():
+                registers[register] = sums[place]
         try:
             play(plan, registers)
         finally:
             # What a run that failed left undone is made anew by the next run or zero_grads.
-            for i, graphed in enumerate(self._graphed):
-                places = {place: registers[r] for (j, place), r in plan.main_grad.items() if i == j}
+            for places, graphed in zip(aliased, self._graphed, strict=True):
                 if places:
-                    graphed.gradients.update(places, f"run {self._runs}")
-        grads = []
-        for i, graphed in enumerate(self._graphed):
-            owned = {place: registers[r] for (j, place), r in plan.sums.items() if i == j and (i, place) not in plan.main_grad}
-            grads.append(graphed.gradients.tree(owned))
+                    graphed.gradients.update({place: registers[r] for place, r in places.items()}, f"run {self._runs}")
+        grads = tuple(
+            graphed.gradients.tree({place: registers[r] for place, r in places.items()})
+            for places, graphed in zip(owned, self._graphed, strict=True)
+        )
         y = self._graphed[-1].entry.shaped.y
         outputs = tuple(y.unflatten([registers[r] for r in group]) for group in plan.outputs) if plan.outputs else None
-        return RunResult(tuple(registers[r] for r in plan.losses), tuple(grads), outputs)
+        return RunResult(tuple(registers[r] for _, r in sorted(plan.flow.losses.items())), grads, outputs)

@@ -32,7 +32,7 @@ class MainGrad:
         self._lease = Lease(self._name)
 
     def open(self) -> dict[int, jax.Array]:
-        """The arrays, made if there are none yet.
+        """Returns the arrays, made if there are none yet.
 
         Raises:
             OwnershipError: the caller donated or deleted one. A sum that starts anew beside others that go on would be no sum.
@@ -45,7 +45,7 @@ class MainGrad:
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
-        """The arrays, for who starts every sum anew: all made again if one is gone."""
+        """Returns the arrays for a step that starts every sum anew: all made again if one is gone."""
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
             self.arrays = dict(zip(self.places, self.blank(tuple(self.places)), strict=True))
         return self.arrays
@@ -86,8 +86,9 @@ class MainGrad:
 
     def tree(self, owned: Mapping[int, Any]) -> Any:
         """Returns gradients as params: those owned by the caller, handles on the others, None for those that there are not."""
-        every = {**{place: self.handle(place) for place in self.places if place not in owned}, **owned}
-        return self._params.unflatten([every.get(place) for place in range(len(self._params))])
+        handles = {place: self.handle(place) for place in self.places if place not in owned}
+        every = {**handles, **owned} if handles else owned
+        return self._params.unflatten([every.get(place) for place in range(len(self._params.avals))])
 
     def handle(self, place: int) -> Borrowed:
         """Returns a handle on the sum as it is now. Raises OwnershipError as `open` does."""

@@ -99,7 +99,7 @@ def check_concrete(name: str, tree: Any) -> None:
 
 
 def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
-    """Everything in which an argument differs from what was built: paths, shapes, dtypes, devices."""
+    """Returns everything in which an argument differs from the sample: paths, shapes, dtypes, devices."""
     here = Side.of(given)
     leaves = dict(zip(here.paths, jax.tree.leaves(given), strict=True))
     wanted, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(here.paths, here.avals, strict=True))
@@ -134,6 +134,6 @@ def _show(aval: Any) -> str:
 
 
 def signature(params: Any, args: Any, kwargs: Any) -> Any:
-    """What an entry is for: structures, shapes and dtypes."""
+    """Returns the structures, shapes and dtypes that an entry is for."""
     leaves, tree = jax.tree.flatten((params, args, kwargs))
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))

@@ -10,9 +10,9 @@ from jgraph.graphed.pool import Slot
 from jgraph.graphed.turn import Turn
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Microbatch:
-    """What a microbatch's backward needs.
+    """A microbatch whose backward is to come, and the arrays that it needs.
 
     Attributes:
         number: of its forward, from 0.
@@ -89,8 +89,7 @@ class Waiting:
 
     def end(self, microbatch: Microbatch) -> None:
         """Forgets a microbatch."""
-        for waiting in self.after.values():
-            waiting.pop(microbatch.number, None)
+        del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
         self._turn.waiting -= 1
 
     def drop(self, number: int | None) -> None:

@@ -5,7 +5,7 @@ more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError
-from jgraph.graphed.compile import Compiler, Executable, TaskGroup
+from jgraph.graphed.compile import Executable, TaskGroup, compile_groups
 from jgraph.graphed.dataflow import Flow, Join, Outputs, Unit, segments_of, units_of
 from jgraph.graphed.shaped import Shaped, Side, shape_of
 from jgraph.schedule.schedule import Schedule
@@ -34,51 +34,19 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class ExecutionPlan:
-    """Instructions, and which registers the host fills before and reads after.
+    """Instructions, and the registers that they read and write.
 
     Attributes:
         instructions: in the order in which to run them.
-        size: number of registers.
-        params: for each callable, the register of each parameter.
-        inputs: for each microbatch, registers of the first x.
-        extra: (callable, microbatch, place) to register, of arguments after x.
-        loss_args: for each microbatch.
-        loss_side: their structure and shapes.
-        keys: (callable, place) to the register of a key, to be folded.
-        steps: for each rank, the register of the step's number; empty without keys.
-        microbatches: (rank, microbatch) to the register of that number.
-        main_grad: (callable, parameter) to register, of aliased gradients.
-        losses: for each microbatch.
-        outputs: for each microbatch; empty where they are dropped.
-        sums: (callable, parameter) to register, of all gradients.
-        starts: whether the sums are to be `zeros` before it is played; `anything` where its first executables write over them.
-        devices: of each rank.
-        send_buffers: registers of the buffers that are sent from, each with its shape and rank.
-        in_send_buffers: arrays in them, kept from one run to the next; empty before the first.
-        pool: registers of buffers that only the plan ever sees, each with its pool.
-        home: rank of each register in `pool`.
+        flow: the registers.
+        outputs: for each microbatch, registers of the last y; empty where they are dropped.
+        in_send_buffers: arrays in the send buffers, kept from one run to the next; empty before the first.
     """
 
     instructions: tuple[Instruction, ...]
-    size: int
-    params: list[list[int]]
-    inputs: list[list[int]]
-    extra: dict[tuple[int, int, int], int]
-    loss_args: list[list[int]]
-    loss_side: Side
-    keys: dict[tuple[int, int], int]
-    steps: list[int]
-    microbatches: dict[tuple[int, int], int]
-    main_grad: dict[tuple[int, int], int]
-    losses: list[int]
+    flow: Flow
     outputs: list[list[int]]
-    sums: dict[tuple[int, int], int]
-    starts: Literal["zeros", "anything"]
-    devices: Sequence[Any]
-    send_buffers: Mapping[int, tuple[Any, int]]
-    in_send_buffers: dict[int, jax.Array]
-    pool: Mapping[int, str]
-    home: Mapping[int, int]
+    in_send_buffers: dict[int, jax.Array] = field(default_factory=dict)
 
 
 def make_plan(
@@ -117,126 +85,87 @@ def make_plan(
     ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     of_rank = dict(zip(ranks, (shaped.device for shaped in callables), strict=True))
     devices = [of_rank[rank] for rank in range(schedule.num_ranks)]
-    builder = Flow(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)
+    flow = Flow(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)
     for i, shaped in enumerate(callables):
         for place in shaped.keys if keyed == "folded" else ():
-            builder.given(shaped.extra.avals[place], "keys", i, place)
-    units = units_of(builder, schedule)
+            flow.given(shaped.extra.avals[place], "keys", i, place)
+    units = units_of(flow, schedule)
     segments = segments_of(units, join)
-    result = set(builder.losses.values()) | set(builder.sums.values())
+    result = set(flow.losses.values()) | set(flow.sums.values())
     count = schedule.num_microbatches
-    outs = [builder.values["y", len(callables) - 1, m] for m in range(count)] if outputs == "keep" else []
+    outs = [flow.values["y", len(callables) - 1, m] for m in range(count)] if outputs == "keep" else []
     result |= {r for group in outs for r in group}
-    instructions = _compile(builder, segments, result, options, loss_fn)
-    named = builder.named
 
-    def group(kind: str) -> dict[Any, int]:
-        return {name[1:]: register for name, register in named.items() if name[0] == kind}
+    def loss_of_leaves(y: Any, leaves: Sequence[Any]) -> Any:
+        return loss_fn(y, *loss_side.unflatten(leaves))
 
-    return ExecutionPlan(
-        instructions=tuple(instructions),
-        size=len(builder.avals),
-        params=[
-            [named.get(("params", i, place), -1) for place in range(len(shaped.params))] for i, shaped in enumerate(callables)
-        ],
-        inputs=[[named["x", m, place] for place in range(len(callables[0].x))] for m in range(count)],
-        extra=group("extra"),
-        loss_args=[[named["loss", m, place] for place in range(len(loss_side))] for m in range(count)],
-        loss_side=loss_side,
-        keys=group("keys"),
-        steps=[named.get(("step", r), -1) for r in range(schedule.num_ranks)],
-        microbatches=group("microbatch"),
-        main_grad={name: r for name, r in builder.sums.items() if name[1] in aliased[name[0]]},
-        losses=[builder.losses[m] for m in range(count)],
-        outputs=outs,
-        sums=builder.sums,
-        # Then every addition is made by the same executable, whichever comes first: a sum's bits do not depend on the order.
-        starts="zeros" if join == "nothing" else "anything",
-        devices=devices,
-        send_buffers={r: (builder.avals[r], rank) for (rank, *_), turns in builder.turns.items() for r in turns},
-        in_send_buffers={},
-        pool=builder.pool,
-        home=builder.home,
-    )
+    return ExecutionPlan(tuple(_compile(flow, segments, result, options, loss_of_leaves)), flow, outs)
 
 
 def _compile(
-    builder: Flow,
+    flow: Flow,
     segments: Sequence[Sequence[Unit]],
     result: set[int],
     options: Mapping[str, Any],
     loss_fn: Callable[..., Any],
 ) -> list[Instruction]:
-    """Which registers leave each segment, where each is read last, and the executables."""
-    kept = result | builder.external
+    """Finds the registers that leave each segment and where each is read last, and compiles the segments."""
+    kept = result | set(flow.named.values())
+    every = [[task for unit in segment for task in unit.tasks] for segment in segments]
+    sends = [tuple(send for unit in segment for send in unit.sends) for segment in segments]
+    sent = {a for segment in sends for a, _, _ in segment}
     last: dict[int, int] = {}
-    for n, segment in enumerate(segments):
-        for unit in segment:
-            for task in unit.tasks:
-                last |= dict.fromkeys(task.ins, n)
-            last |= dict.fromkeys((a for a, _, _ in unit.sends), n)
-    made_in = {
-        r: n for n, segment in enumerate(segments) for unit in segment for t in unit.tasks for r in t.outs if r is not None
-    }
-    made_in |= {b: n for n, segment in enumerate(segments) for unit in segment for _, b, _ in unit.sends}
-    sent = {a for segment in segments for unit in segment for a, _, _ in unit.sends}
+    made_in: dict[int, int] = {}
+    for n, tasks in enumerate(every):
+        last |= dict.fromkeys((*(r for task in tasks for r in task.ins), *(a for a, _, _ in sends[n])), n)
+        made_in |= dict.fromkeys((*(r for task in tasks for r in task.outs if r is not None), *(b for _, b, _ in sends[n])), n)
     groups = []
-    for n, segment in enumerate(segments):
-        tasks = [task for unit in segment for task in unit.tasks]
+    for n, tasks in enumerate(every):
         outs = {r for task in tasks for r in task.outs if r is not None}
-        wanted = {r for r in outs if r in result or r in sent or last.get(r, n) > n} | {
-            register for task in tasks for _, register, _ in task.grads
-        }
-        dying = (
-            {r for task in tasks for r in task.ins if last[r] == n and r not in kept and r not in sent}
-            if builder.reuse
-            else set()
-        )
-        busy: set[int] = set()
-        stored = [(a, builder.send_buffer(a, unit.rank, busy)) for unit in segment for a, _, _ in unit.sends if builder.reuse]
+        wanted = {r for r in outs if r in result or r in sent or last.get(r, n) > n}
+        wanted |= {register for task in tasks for _, register, _ in task.grads}
+        dying: set[int] = set()
+        stored: list[tuple[int, int]] = []
+        if flow.reuse:
+            dying = {r for task in tasks for r in task.ins if last[r] == n and r not in kept and r not in sent}
+            busy: set[int] = set()
+            stored = [(a, flow.send_buffer(a, segments[n][0].rank, busy)) for a, _, _ in sends[n]]
         groups.append(TaskGroup(tasks, wanted, dying, stored))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/develop/measurements.md).
-    captures = any(shaped.device.platform != "cpu" for shaped in builder.callables)
+    captures = any(shaped.device.platform != "cpu" for shaped in flow.callables)
     copies = "each" if captures and len(groups) <= _MOST_EXECUTABLES else "shared"
-    compiler = Compiler(dict(enumerate(builder.callables)), options, loss_fn)
-    executables = compiler.compile(groups, builder.avals, builder.loss_side.tree, copies=copies)
+    executables = compile_groups(groups, flow.callables, flow.avals, options, loss_fn=loss_fn, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():
-        if r not in kept and r not in builder.send_buffers and (made_in[r] < n or r in sent):
-            ended[n if builder.reuse else len(segments) - 1].append(r)
+        if r not in kept and r not in flow.send_buffers and (made_in[r] < n or r in sent):
+            ended[n if flow.reuse else len(segments) - 1].append(r)
     instructions = []
-    for segment, executable, frees in zip(segments, executables, ended, strict=True):
-        sends = tuple(send for unit in segment for send in unit.sends)
-        returns = tuple((a, builder.send_buffers[a]) for a, _, _ in sends if a in builder.send_buffers)
-        instructions.append(Instruction(executable, sends, returns, tuple(r for r in frees if r not in executable.donated)))
+    for send, executable, frees in zip(sends, executables, ended, strict=True):
+        returns = tuple((a, flow.send_buffers[a]) for a, _, _ in send if a in flow.send_buffers)
+        instructions.append(Instruction(executable, send, returns, tuple(r for r in frees if r not in executable.io.donated)))
     return instructions
 
 
-def play(plan: ExecutionPlan, registers: list[Any], watch: Callable[[int], None] | None = None) -> None:
-    """Runs the instructions on filled registers.
-
-    Args:
-        plan: what to run.
-        registers: arrays by register; updated.
-        watch: called with each instruction's number after it was handed over; for tests.
-    """
-    for r, (aval, rank) in plan.send_buffers.items():
+def play(plan: ExecutionPlan, registers: list[Any]) -> None:
+    """Runs the instructions on filled registers, which are updated."""
+    buffers = [(r, plan.flow.devices[rank]) for (rank, *_), turns in plan.flow.turns.items() for r in turns]
+    for r, device in buffers:
         # Also after a run that failed half-way.
-        array = plan.in_send_buffers.pop(r, None)
-        registers[r] = jnp.zeros(aval.shape, aval.dtype, device=plan.devices[rank]) if array is None else array
-    for n, instruction in enumerate(plan.instructions):
-        executable = instruction.executable
-        sums, outs = executable.compiled(
-            [registers[r] for r in executable.sums],
-            [registers[r] for r in executable.donated],
-            [registers[r] for r in executable.read],
+        array, aval = plan.in_send_buffers.pop(r, None), plan.flow.avals[r]
+        registers[r] = jnp.zeros(aval.shape, aval.dtype, device=device) if array is None else array
+    for instruction in plan.instructions:
+        io = instruction.executable.io
+        sums, outs = instruction.executable.compiled(
+            [registers[r] for r in io.sums],
+            [registers[r] for r in io.donated],
+            [registers[r] for r in io.read],
         )
-        for r, value in zip(executable.sums, sums, strict=True):
+        for r, value in zip(io.sums, sums, strict=True):
             registers[r] = value
-        for r in executable.donated:
+        for r in io.donated:
             registers[r] = None
-        for r, value in zip(executable.outs, outs, strict=True):
+        for r, value in zip(io.outs, outs, strict=True):
             registers[r] = value
         for source, target, device in instruction.sends:
             registers[target] = jax.device_put(registers[source], device)
@@ -245,6 +174,4 @@ def play(plan: ExecutionPlan, registers: list[Any], watch: Callable[[int], None]
         for r in instruction.frees:
             registers[r].delete()
             registers[r] = None
-        if watch is not None:
-            watch(n)
-    plan.in_send_buffers.update((r, registers[r]) for r in plan.send_buffers)
+    plan.in_send_buffers.update((r, registers[r]) for r, _ in buffers)

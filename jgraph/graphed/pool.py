@@ -12,7 +12,7 @@ from jgraph.graphed.borrowed import Borrowed, Lease, handles_in
 
 @dataclass
 class Pool:
-    """Numbers for the buffers of one kind on one device; the lowest free one is given out.
+    """Hands out numbers for the buffers of one kind, the lowest free one first.
 
     Attributes:
         name: in `jgraph.schedule.POOLS`.
@@ -55,7 +55,7 @@ class Slot:
             self.pool.give_back(self.number)
 
     def release(self, by: str) -> None:
-        """A consumer is done. After the last one the lease ends and the buffers are freed, unless the caller keeps them."""
+        """Counts a consumer as done. After the last, ends the lease and frees the buffers that the caller does not keep."""
         self.consumers -= 1
         if self.consumers > 0 or self.is_free:
             return

@@ -5,7 +5,7 @@ the host keeps the array that went in. So nothing is copied, and who owns the ar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -56,10 +56,10 @@ class Shaped:
         num_dgrad: how many of the residuals are in the first of the two pools.
         takes_gradient: whether x is floating, so that there is a dx.
         late, early: places of the parameters whose gradients come from wgrad; from dgrad. Integers have none.
+        device: where it runs.
         reads: for `forward`, `dgrad` and `wgrad`, the places of the parameters that it reads.
         residuals_from: for each residual, its place in (x, extra) where forward only hands it on, or None.
         stash_from: for each leaf of the stash, its place in (residuals, dy) where dgrad only hands it on, or None.
-        device: where it runs.
     """
 
     index: int
@@ -74,10 +74,10 @@ class Shaped:
     takes_gradient: bool
     late: tuple[int, ...]
     early: tuple[int, ...]
-    reads: dict[str, tuple[int, ...]]
-    residuals_from: tuple[int | None, ...]
-    stash_from: tuple[int | None, ...]
     device: Any
+    reads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    residuals_from: tuple[int | None, ...] = ()
+    stash_from: tuple[int | None, ...] = ()
 
     @cached_property
     def inputs_tree(self) -> Any:
@@ -101,25 +101,25 @@ class Shaped:
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def arguments(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[Tree, Tree, Tree]:
-        """Of `split.forward`, from the leaves of params and of (x, extra)."""
+        """Returns the arguments of `split.forward`, from the leaves of params and of (x, extra)."""
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
         weights = self.params.unflatten(params)
         return (weights, x, extra) if self.takes_gradient else (weights, (), (x, extra))
 
     @cached_property
     def last_use_of_x(self) -> str:
-        """Which part reads x last: `forward`, `dgrad` or `wgrad`."""
+        """The part that reads x last: `forward`, `dgrad` or `wgrad`."""
         kept = [i for i, source in enumerate(self.residuals_from) if source is not None and source < len(self.x)]
         return "forward" if not kept else "wgrad" if max(kept) >= self.num_dgrad else "dgrad"
 
     @cached_property
     def last_use_of_dy(self) -> str:
-        """Which part reads dy last: `dgrad` or `wgrad`."""
+        """The part that reads dy last: `dgrad` or `wgrad`."""
         kept = any(source is not None and source >= len(self.residuals) for source in self.stash_from)
         return "wgrad" if kept else "dgrad"
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
-        """All leaves of params from those that a part reads."""
+        """Returns all leaves of params from those that a part reads; zeros for the others."""
         given = dict(zip(self.reads[part], read, strict=True))
         return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
 
@@ -188,7 +188,6 @@ def shape_callable(
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
     delayed = spec.residuals.plan.delayed
-    early = tuple(i for i, aval in enumerate(weights.avals) if not delayed[i] and jnp.issubdtype(aval.dtype, jnp.floating))
     shaped = Shaped(
         index=index,
         split=split,
@@ -201,16 +200,13 @@ def shape_callable(
         num_dgrad=len(spec.residuals.dgrad),
         takes_gradient=takes_gradient,
         late=tuple(i for i, late in enumerate(delayed) if late),
-        early=early,
-        reads={},
-        residuals_from=(),
-        stash_from=(),
+        early=tuple(i for i, a in enumerate(weights.avals) if not delayed[i] and jnp.issubdtype(a.dtype, jnp.floating)),
         device=device,
     )
-    return _with_flows(shaped)
+    return replace(shaped, **_flows(shaped))
 
 
-def _with_flows(shaped: Shaped) -> Shaped:
+def _flows(shaped: Shaped) -> dict[str, Any]:
     """Reads off the traces what each part reads and what it hands on."""
     weights, count = list(shaped.params.avals), len(shaped.params)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
@@ -232,9 +228,8 @@ def _with_flows(shaped: Shaped) -> Shaped:
         sources = replay.forwarded(jaxpr)[start : start + length]
         return tuple(i - count if i is not None and i >= count else None for i in sources)
 
-    return replace(
-        shaped,
-        reads={"forward": reads(forward), "dgrad": reads(back), "wgrad": reads(late)},
-        residuals_from=flows(forward, len(dy), len(residuals)),
-        stash_from=flows(back, shaped.num_dx, len(stash)),
-    )
+    return {
+        "reads": {"forward": reads(forward), "dgrad": reads(back), "wgrad": reads(late)},
+        "residuals_from": flows(forward, len(dy), len(residuals)),
+        "stash_from": flows(back, shaped.num_dx, len(stash)),
+    }

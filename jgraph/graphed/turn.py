@@ -20,9 +20,7 @@ class Turn:
         self.waiting = 0
 
     def __enter__(self) -> None:
-        # Waiting for the other thread would only make the order of microbatches a matter of luck.
-        if not self._lock.acquire(False):
-            raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
+        self._acquire()
         me = get_ident()
         if me != self._thread:
             if self.waiting:
@@ -39,12 +37,16 @@ class Turn:
     @contextmanager
     def taken_over(self) -> Iterator[None]:
         """Lets in a thread that only ends what waits, whichever thread's it is."""
-        if not self._lock.acquire(False):
-            raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
+        self._acquire()
         try:
             yield
         finally:
             self._lock.release()
+
+    def _acquire(self) -> None:
+        # Waiting for the other thread would only make the order of microbatches a matter of luck.
+        if not self._lock.acquire(False):
+            raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
 
 _ADVICE = "build callables for each thread, or call evaluate, which keeps nothing"

@@ -36,7 +36,7 @@ class Action:
 
 
 def cell(kind: int, stage: int, microbatch: int) -> str:
-    """The text of an action in a schedule file, e.g. `5F3`."""
+    """Returns the text of an action in a schedule file, e.g. `5F3`."""
     return f"{stage}{LETTERS[kind]}{microbatch}"
 
 

@@ -1,7 +1,8 @@
 """The fastest schedule that fits, and why the others lost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from jgraph.errors import OrderError
 from jgraph.schedule.generate import NAMES, generate
@@ -73,50 +74,40 @@ def best(
             raise OrderError(f"`{field}` is {value!r}: must be a sequence of those to try", field=field)
     check_sizes(sizes)
     found: list[tuple[float, float, Schedule, Candidate]] = []
-    refused = []
-    for name in dict.fromkeys(names):
-        for count in dict.fromkeys(chunks):
-            try:
-                schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
-            except OrderError as error:
-                if all((c.name, c.verdict) != (name, str(error)) for c in refused):
-                    refused.append(Candidate(name, count, str(error)))
-                continue
-            actual = len(schedule.placement[0])
-            if actual != count:
-                continue
-            run = simulate(schedule, costs.per_chunk(actual), latency=latency, execution=execution)
-            share = {pool: size if pool in ("activation", "gradient") else size / actual for pool, size in sizes.items()}
-            peak = float(run.peak(share).max())
-            # Rounded, so that sums in another order do not decide between equals.
-            found.append(
-                (float(f"{run.makespan:.9g}"), peak, schedule, Candidate(name, count, "", run.makespan, run.bubble, peak))
-            )
+    refused: dict[tuple[str, str], Candidate] = {}
+    for name, count in product(dict.fromkeys(names), dict.fromkeys(chunks)):
+        try:
+            schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
+        except OrderError as error:
+            refused.setdefault((name, str(error)), Candidate(name, count, str(error)))
+            continue
+        if len(schedule.placement[0]) != count:
+            continue
+        run = simulate(schedule, costs.per_chunk(count), latency=latency, execution=execution)
+        share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
+        peak = float(run.peak(share).max())
+        # Rounded, so that sums in another order do not decide between equals.
+        time = float(f"{run.makespan:.9g}")
+        found.append((time, peak, schedule, Candidate(name, count, "", run.makespan, run.bubble, peak)))
     found.sort(key=lambda row: row[:2])
+    if not found:
+        why = next((c.verdict for c in refused.values()), "`names` and `chunks` leave no schedule")
+        raise OrderError(f"no schedule is possible: {why}", field="names")
     fits = [row for row in found if row[1] <= limit]
     if not fits:
-        if not found:
-            why = refused[0].verdict if refused else "`names` and `chunks` leave no schedule"
-            raise OrderError(f"no schedule is possible: {why}", field="names")
         _, least, _, nearest = min(found, key=lambda row: row[1])
         raise OrderError(
             f"no schedule fits into {limit:,.0f} bytes a rank; the nearest is {nearest.name} with {nearest.chunks} chunks, "
             f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
             field="memory_limit",
         )
-    winner = fits[0]
-    candidates = []
-    for row in sorted(found, key=lambda row: (row is not winner, *row[:2])):
-        candidate = row[3]
-        if row is winner:
-            verdict = "fastest that fits"
-        elif row not in fits:
-            verdict = f"needs {row[1] - limit:,.0f} bytes more than the limit"
-        elif row[0] > winner[0]:
-            verdict = f"{row[0] / winner[0] - 1:.1%} slower"
-        else:
-            verdict = f"as fast, needs {row[1] - winner[1]:,.0f} bytes more" if row[1] > winner[1] else "as fast"
-        candidates.append(
-            Candidate(candidate.name, candidate.chunks, verdict, candidate.makespan, candidate.bubble, candidate.peak_bytes)
-        )
-    return Choice(winner[2], (*candidates, *refused))
+    fastest, least, schedule, winner = fits[0]
+    others = []
+    for time, peak, _, candidate in found:
+        verdict = "as fast" + f", needs {peak - least:,.0f} bytes more" * (peak > least)
+        if peak > limit:
+            verdict = f"needs {peak - limit:,.0f} bytes more than the limit"
+        elif time > fastest:
+            verdict = f"{time / fastest - 1:.1%} slower"
+        others += [replace(candidate, verdict=verdict)] if candidate is not winner else []
+    return Choice(schedule, (replace(winner, verdict="fastest that fits"), *others, *refused.values()))

@@ -123,7 +123,7 @@ def _exact(run: Simulation, r: int, scale: float) -> list[_Cell]:
 
 
 def _coarse(run: Simulation, r: int, columns: int) -> list[_Cell]:
-    """As `_exact`, but every column is one of the kinds that it holds, such that all get their share of a row."""
+    """Returns cells as `_exact`, but every column is one of the kinds that it holds: all get their share of a row."""
     order, starts, ends = run.schedule[r], run.starts[r], run.ends[r]
     edges = np.linspace(0, run.makespan, columns + 1)
     kinds = np.unique(np.stack([order.kinds, order.chunks], axis=1), axis=0)
@@ -144,7 +144,7 @@ def _coarse(run: Simulation, r: int, columns: int) -> list[_Cell]:
 
 
 def _cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunks: int) -> None:
-    """What is in the window; in colours if `chunks`, which is how many tints there are, is not 0."""
+    """Appends the cells of the window; in colours if `chunks`, the number of tints, is not 0."""
     at = window[0]
     for first, last, kind, chunk, microbatch in cells:
         left, right = max(first, at), min(last, window[1])
@@ -172,7 +172,7 @@ def _plain(letter: str, microbatch: str, width: int) -> str:
 
 
 def _axis(makespan: float, scale: float, windows: list[tuple[int, int]], note: str) -> str:
-    """The times at both ends of each part, as far as there is room."""
+    """Returns the times at both ends of each part, as far as there is room."""
     parts = []
     for first, last in windows:
         start, stop = f"{first / scale:.4g}", f"{min(last / scale, makespan):.4g}"
@@ -183,7 +183,7 @@ def _axis(makespan: float, scale: float, windows: list[tuple[int, int]], note: s
 
 
 def legend(run: Simulation, *, colour: bool) -> Text:
-    """What the cells mean."""
+    """Returns the meaning of the cells."""
     text = Text()
     for kind in _kinds(run):
         style = Style(color=TEXT, bgcolor=COLOURS[kind]) if colour else ""
@@ -208,7 +208,7 @@ def write_svg(run: Simulation, path: Path) -> None:
 
 
 def figure(run: Simulation) -> Figure:
-    """The picture as a matplotlib figure: the timeline, and beneath it what is held over time."""
+    """Returns the picture as a matplotlib figure: the timeline, and beneath it the memory over time."""
     from matplotlib.figure import Figure
 
     ranks = run.schedule.num_ranks
@@ -248,7 +248,7 @@ def _title(run: Simulation) -> str:
 
 
 def _bars(run: Simulation, axes: Axes, r: int, inches: float) -> None:
-    """The actions of a rank, one collection for each colour."""
+    """Draws the actions of a rank, one collection for each colour."""
     order, starts, spans = run.schedule[r], run.starts[r], run.ends[r] - run.starts[r]
     # Thin lines between thin bars, or the lines are all there is.
     style = {"edgecolor": TEXT, "linewidth": min(0.5, 5 * inches * float(spans.min()))}
@@ -281,7 +281,7 @@ def _legend(run: Simulation, axes: Axes) -> None:
 
 
 def _memory(run: Simulation, axes: Axes) -> None:
-    """What forward left and wgrad still needs: of every rank, or of the first, the last and the fullest of many."""
+    """Draws the residuals that wgrad still needs: of every rank, or of the first, the last and the fullest of many."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jgraph.schedule.schedule import Schedule
 
 
 def to_csv(schedule: Schedule) -> str:
-    """A row per rank, a cell per tick: `5F3`, or nothing where the rank is idle."""
+    """Returns a table of a row per rank and a cell per tick: `5F3`, or nothing where the rank is idle."""
     rows = [[""] * schedule.num_ticks for _ in schedule.orders]
     for row, order, stages, ticks in zip(rows, schedule.orders, schedule.stages, schedule.ticks, strict=True):
         columns = (ticks.tolist(), order.kinds.tolist(), stages.tolist(), order.microbatches.tolist())
@@ -27,8 +28,10 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """The schedule of such a table. A cell's column is its tick if every cell comes after what it needs, as where the writer
-    left idle cells empty; otherwise the columns only say the sequence, as in the compact tables that PyTorch writes.
+    """Returns the schedule of such a table.
+
+    A cell's column is its tick if every cell comes after those that it needs, as where the writer left idle cells empty;
+    otherwise the columns only say the sequence, as in the compact tables that PyTorch writes.
 
     Raises:
         OrderError: with the rank and the position, counted over the cells that are not empty.
@@ -78,8 +81,8 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """The schedule of an object with `orders`, and, where wanted, `placement`, `ticks`, `wgrads` and `name`; or of a bare list
-    of orders.
+    """Returns the schedule of an object with `orders`, and, where wanted, `placement`, `ticks`, `wgrads` and `name`; or of a
+    bare list of orders.
 
     Raises:
         OrderError: the text says no schedule that can run.
@@ -118,27 +121,26 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """As CSV or JSON, by the suffix of the path."""
+    """Writes CSV or JSON, by the suffix of the path."""
     path = Path(path)
-    path.write_text({".csv": to_csv, ".json": to_json}[_suffix(path)](schedule), encoding="utf-8")
+    to_text, _ = _format(path)
+    path.write_text(to_text(schedule), encoding="utf-8")
 
 
 def read(path: str | Path) -> Schedule:
-    """From CSV or JSON, by the suffix of the path. Raises OrderError, also where the file cannot be read."""
+    """Reads CSV or JSON, by the suffix of the path. Raises OrderError, also where the file cannot be read."""
     path = Path(path)
-    suffix = _suffix(path)
+    _, from_text = _format(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise OrderError(f"cannot read the schedule {path}: {error}") from None
-    try:
-        return {".csv": from_csv, ".json": from_json}[suffix](text)
+        return from_text(path.read_text(encoding="utf-8"))
     except OrderError as error:
         raise OrderError(f"{path}: {error}", position=error.position, rank=error.rank) from None
+    except (OSError, ValueError) as error:
+        raise OrderError(f"cannot read the schedule {path}: {error}") from None
 
 
-def _suffix(path: Path) -> str:
-    suffix = path.suffix.lower()
-    if suffix not in (".csv", ".json"):
+def _format(path: Path) -> tuple[Callable[[Schedule], str], Callable[[str], Schedule]]:
+    formats = {".csv": (to_csv, from_csv), ".json": (to_json, from_json)}
+    if path.suffix.lower() not in formats:
         raise OrderError(f"{path} is neither .csv nor .json; a schedule file is one of them")
-    return suffix
+    return formats[path.suffix.lower()]

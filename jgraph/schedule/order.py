@@ -21,7 +21,7 @@ Wgrads = Literal["oldest", "newest"]
 
 @dataclass(frozen=True, eq=False)
 class Order(Sequence[Action]):
-    """What one rank does, one action after another.
+    """The actions of one rank, one after another.
 
     Attributes:
         kinds: int8 [N], places in `KINDS`.
@@ -63,7 +63,10 @@ class Order(Sequence[Action]):
         num_layers_per_chunk: int | Sequence[int] | None = None,
         delay_wgrad: bool | Sequence[bool] | None = None,
     ) -> Self:
-        """An order from Transformer Engine's signed numbers.
+        """Returns the order that Transformer Engine's signed numbers say.
+
+        >>> Order.parse([1, 1, -1, -1.5, -1, -1.5])
+        Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
 
         Args:
             numbers: `c` forward, `-c` dgrad, `-c-0.5` wgrad of chunk c, counted from 1. Whole entries are integers.
@@ -85,7 +88,7 @@ class Order(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Self:
-        """An order from its actions, whose microbatches must be as they would be counted, with either choice of `wgrads`."""
+        """Returns the order of these actions; their microbatches must be as either choice of `wgrads` would count them."""
         actions = list(actions) if isinstance(actions, Iterable) else [actions]
         for i, action in enumerate(actions):
             if not isinstance(action, Action) or action.kind not in KINDS:
@@ -150,16 +153,16 @@ class Order(Sequence[Action]):
 
     @property
     def delay_wgrad(self) -> tuple[bool, ...]:
-        """For each chunk, whether any of its wgrads is an action of its own."""
+        """Whether any wgrad of a chunk is an action of its own, for each chunk."""
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
     def split(self) -> "Order":
-        """The same order with every backward written as a dgrad and, at once after it, a wgrad."""
+        """Returns the same order with every backward as a dgrad and, at once after it, a wgrad."""
         return self._split(np.ones(self.num_chunks, bool))
 
     def to_list(self) -> list[int | float]:
-        """Signed numbers. They say of a chunk, not of an entry, that wgrads are delayed: where some are, a `B` becomes `I,
-        W`."""
+        """Returns signed numbers. They say of a chunk, not of an entry, that wgrads are delayed: where some are, a `B` becomes
+        `I, W`."""
         order = self._split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
         return [
@@ -187,7 +190,7 @@ def _entries(numbers: Iterable[object]) -> list[object]:
 
 
 def _whole(chunks: list[Any]) -> np.ndarray:
-    """The chunks of Actions as an array. Raises OrderError."""
+    """Returns the chunks of Actions as an array. Raises OrderError."""
     for i, chunk in enumerate(chunks):
         if isinstance(chunk, (bool, np.bool_)) or not isinstance(chunk, numbers.Integral) or not 0 <= int(chunk) < len(chunks):
             raise OrderError(f"entry {i} is of chunk {_show(chunk)}; chunks are whole numbers from 0, without gaps", position=i)
@@ -217,7 +220,7 @@ def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
 
 
 def _show(value: object) -> str:
-    """A value for a message: short, whatever it is."""
+    """Returns a value for a message: short, whatever it is."""
     try:
         text = repr(value)
     except Exception:  # a user's object may raise anything, and ours must be the error that is seen
@@ -311,7 +314,7 @@ def newest_waiting(kinds: np.ndarray) -> np.ndarray:
 
 
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:
-    """Everything an order must be; returns the microbatches. One pass per chunk, no Python loop over entries."""
+    """Raises OrderError if the order cannot run; returns the microbatches. One pass per chunk, no Python loop over entries."""
     _check_chunks(chunks)
     assert len(layers) == chunks.max() + 1
     by_chunk = np.argsort(chunks, kind="stable")
@@ -355,7 +358,7 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
         raise OrderError(f"entry {at[i]} is the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}", position=int(at[i]))
 
     def later(mask: np.ndarray, count: int) -> str:
-        """Where the thing that must come first is, if it comes at all."""
+        """Returns where the action that must come first is, if it comes at all."""
         found = np.flatnonzero(mask)
         return f"move it after entry {at[found[count]]}" if count < len(found) else f"only {len(found)} come in all"
 

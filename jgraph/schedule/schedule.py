@@ -32,7 +32,7 @@ def vee(pp: int) -> Placement:
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Sequence[Order]):
-    """What every rank does.
+    """One order for each rank, where every stage is, and the tick of every action.
 
     Attributes:
         orders: of each rank.
@@ -81,11 +81,11 @@ class Schedule(Sequence[Order]):
         return f"Schedule({self.name}: {', '.join(words)})"
 
     def split(self) -> "Schedule":
-        """The same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
+        """Returns the same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":
-        """The same ticks, but every wgrad is that of the newest dgrad that waits on its rank, whatever the chunk.
+        """Returns the same ticks, but every wgrad is that of the newest dgrad that waits on its rank, whatever the chunk.
 
         Then a wgrad that comes right after a dgrad is that one's, whose arrays need not be kept, and only those few dgrads wait
         whose wgrads fill idle ticks. Gradients are summed in another order.
@@ -141,7 +141,7 @@ class Schedule(Sequence[Order]):
         return table
 
     def needs(self) -> tuple[np.ndarray, ...]:
-        """For every action, per rank, the flat index (see `makes`) of what it needs from another stage; -1 for nothing."""
+        """Returns, per rank and action, the flat index (see `makes`) of the array that it needs; -1 for none."""
         count, last = self.num_microbatches, self.num_stages - 1
         rows = []
         for order, stages in zip(self.orders, self.stages, strict=True):
@@ -152,8 +152,8 @@ class Schedule(Sequence[Order]):
         return tuple(rows)
 
     def makes(self) -> tuple[np.ndarray, ...]:
-        """For every action, per rank, the flat index of what it makes for another stage: s * M + m for the activation of stage
-        s, (S + s) * M + m for its gradient; wgrads share the one past the end."""
+        """Returns, per rank and action, the flat index of the array that it makes for another stage: s * M + m for the
+        activation of stage s, (S + s) * M + m for its gradient; wgrads share the one past the end."""
         count = self.num_microbatches
         return tuple(
             np.where(

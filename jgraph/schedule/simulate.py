@@ -16,7 +16,7 @@ Execution = Literal["dataflow", "neighbours", "lockstep"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one action takes, in any unit of time: one number for every stage, or one per stage.
+    """The time of one action, in any unit: one number for every stage, or one per stage.
 
     Attributes:
         forward, dgrad, wgrad: > 0.
@@ -32,18 +32,13 @@ class Costs:
         """[4, S], by kind and stage. Raises OrderError."""
         rows = []
         for kind, value in self._by_kind():
-            if value is None and kind == "backward":
-                rows.append(rows[DGRAD] + rows[WGRAD])
-                continue
-            stages = f"for each of {num_stages} stages"
-            row = _times(kind, value, stages)
-            if row.shape not in ((), (num_stages,)):
-                raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
+            is_sum = value is None and kind == "backward"
+            row = rows[DGRAD] + rows[WGRAD] if is_sum else _times(kind, value, num_stages)
             rows.append(np.broadcast_to(row, num_stages))
         return np.stack(rows)
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """The costs of a chunk, where these are those of all layers of a rank. Raises OrderError."""
+        """Returns the costs of a chunk, where these are those of all layers of a rank. Raises OrderError."""
         check_whole("chunks", chunks)
         parts = {kind: None if value is None else (_times(kind, value) / chunks).tolist() for kind, value in self._by_kind()}
         return Costs(parts["forward"], parts["dgrad"], parts["wgrad"], parts["backward"])  # pyright: ignore[reportArgumentType]
@@ -52,13 +47,15 @@ class Costs:
         return zip(KINDS, (self.forward, self.dgrad, self.wgrad, self.backward), strict=True)
 
 
-def _times(kind: str, value: object, stages: str = "per stage") -> np.ndarray:
-    """One number > 0, or a row of them. Raises OrderError."""
+def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarray:
+    """Returns one number > 0, or a row of them. Raises OrderError."""
     try:
         row = np.asarray(value, float)
     except (TypeError, ValueError):
         row = np.full((), np.nan)
-    if isinstance(value, str) or row.ndim > 1 or not np.isfinite(row).all() or (row <= 0).any():
+    fits = row.ndim < 2 if num_stages is None else row.shape in ((), (num_stages,))
+    if isinstance(value, str) or not fits or not np.isfinite(row).all() or (row <= 0).any():
+        stages = "per stage" if num_stages is None else f"for each of {num_stages} stages"
         raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
     return row
 
@@ -96,7 +93,7 @@ class Simulation:
         return float(self.idle.mean() / self.makespan)
 
     def memory(self, sizes: Mapping[str, float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Bytes in use over time, for each rank: times and what is in use from then on.
+        """Returns the bytes in use over time, for each rank: times, and the bytes from then on.
 
         Args:
             sizes: bytes of one array in each pool that there is (see `slots.POOLS`).
@@ -119,8 +116,8 @@ class Simulation:
         return curves
 
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
-        """The most bytes in use at once, [P]. A received array counts from its arrival in time; `assign` gives it a slot only
-        from the next tick, so where stages differ in cost this can be more than the slots of one tick table."""
+        """Returns the most bytes in use at once, [P]. A received array counts from its arrival in time; `assign` gives it a
+        slot only from the next tick, so where stages differ in cost this can be more than its slots take."""
         return np.array([level.max(initial=0) for _, level in self.memory(sizes)])
 
 
@@ -168,7 +165,7 @@ def _together(schedule: Schedule, execution: Execution) -> np.ndarray:
 
 
 def _by_ticks(schedule: Schedule, table: np.ndarray, latency: float, together: np.ndarray):
-    """As `play`, tick by tick, where a rank enters a tick only when all it is `together` with have left the one before."""
+    """Plays tick by tick: a rank enters a tick only when all that it is `together` with have left the one before."""
     ticks, ranks = schedule.num_ticks, schedule.num_ranks
     nothing = 2 * schedule.num_stages * schedule.num_microbatches
     cost, needs, makes = np.zeros((ticks, ranks)), np.full((ticks, ranks), -1), np.full((ticks, ranks), nothing)

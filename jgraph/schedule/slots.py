@@ -32,15 +32,6 @@ class Slots:
     numbers: Mapping[str, np.ndarray]
     counts: Mapping[str, np.ndarray]
 
-    def bytes_per_rank(self, sizes: Mapping[str, float]) -> np.ndarray:
-        """Bytes that a rank's pools take, [P].
-
-        Args:
-            sizes: bytes of one place in each pool that there is, the stages of a rank having equal shapes.
-        """
-        check_sizes(sizes)
-        return sum((self.counts[pool] * float(size) for pool, size in sizes.items()), np.zeros(len(self.counts["stash"])))
-
 
 def check_sizes(sizes: Mapping[str, float]) -> None:
     """Raises OrderError for a pool that there is not, or a size that is none."""

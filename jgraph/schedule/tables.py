@@ -187,7 +187,7 @@ def _taken(
 
 
 def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> dict[tuple[Source, str], np.ndarray]:
-    """For each source and pool from which something comes, the slot of what comes at the end of each tick; -1 for nothing."""
+    """Returns, for each source and pool that is used, the slot of the array that comes at the end of each tick; -1 for none."""
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
     forward = kind == FORWARD
@@ -221,7 +221,7 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 
 
 def _hops(came: Mapping[tuple[Source, str], np.ndarray], ranks: int) -> dict[Source, tuple[tuple[int, int], ...]]:
-    """For each neighbour that something comes from, the pairs (sender, receiver)."""
+    """Returns the pairs (sender, receiver) for each neighbour that something comes from."""
     steps: dict[Source, int] = {"previous": 1, "next": -1}
     hops = {}
     for source, step in steps.items():

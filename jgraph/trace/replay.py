@@ -21,7 +21,7 @@ CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
-    """The jaxpr inside a jit, checkpoint or scan equation."""
+    """Returns the jaxpr inside a jit, checkpoint or scan equation."""
     inner = eqn.params["jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
@@ -31,7 +31,7 @@ def body_consts(eqn: core.JaxprEqn) -> list[Any]:
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants and how many are the carry; what follows is scanned over.
+    """Returns how many of a scan's operands are constants and how many are the carry; the rest is scanned over.
 
     jax 0.10 says it in two numbers, jax 0.11 in a tree of the operands.
     """
@@ -68,39 +68,29 @@ def write(env: dict[Any, Any], outvars: Iterable[Any], values: Iterable[Any]) ->
 
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Which outputs depend on the inputs that are marked; never False for one that does."""
+    """Returns for each output whether it depends on a marked input; never False for one that does."""
     marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
-
-    def is_marked(atom: Any) -> bool:
-        return not is_literal(atom) and atom in marked
-
     for eqn in jaxpr.eqns:
-        flags = [is_marked(v) for v in eqn.invars]
-        if not any(flags):
-            continue
-        if eqn.primitive.name in JITS + CHECKPOINTS:
+        flags = [not is_literal(v) and v in marked for v in eqn.invars]
+        out = [any(flags)] * len(eqn.outvars)
+        if any(flags) and eqn.primitive.name in (*JITS, *CHECKPOINTS, SCAN):
             out = depends(body(eqn), flags)
-        elif eqn.primitive.name == SCAN:
+        if any(flags) and eqn.primitive.name == SCAN:
             consts, carry = scan_counts(eqn)
-            while True:
-                out = depends(body(eqn), flags)
-                grown = [a or b for a, b in zip(flags[consts : consts + carry], out, strict=False)]
-                if grown == flags[consts : consts + carry]:
-                    break
+            while (grown := [a or b for a, b in zip(flags[consts:], out[:carry], strict=False)]) != flags[consts:][:carry]:
                 flags[consts : consts + carry] = grown
-        else:
-            out = [True] * len(eqn.outvars)
+                out = depends(body(eqn), flags)
         marked.update(v for v, flag in zip(eqn.outvars, out, strict=True) if flag)
-    return [is_marked(v) for v in jaxpr.outvars]
+    return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
-    """Whether one of these primitives is anywhere in it."""
+    """Returns whether one of these primitives is anywhere in a jaxpr."""
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
 
 def primitives(name: str, params: dict[str, Any]) -> set[str]:
-    """What a primitive is made of: itself, or what a function with a gradient of its own calls."""
+    """Returns the primitives that one is made of: itself, or those that a function with its own gradient calls."""
     if name not in RULES:
         return {name}
     inner = [eqn for jaxpr in core.jaxprs_in_params(params) for eqn in jaxpr.eqns]
@@ -108,7 +98,7 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
 
 
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[str]]:
-    """Which inputs the wanted outputs are made from, and by which primitives; never False for one that is needed."""
+    """Returns for each input whether the wanted outputs need it, never False for one that they do; and by which primitives."""
     live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
     used: set[str] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -133,7 +123,7 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[st
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """For each output, the place of the input that it is, unchanged; None for what is computed."""
+    """Returns for each output the place of the input that it is, unchanged; None for a computed one."""
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in JITS + CHECKPOINTS:
@@ -165,7 +155,7 @@ def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 def _without_callbacks(param: Any) -> Any:
-    """A parameter of an equation: a jaxpr, several as of a `cond`, or anything else."""
+    """Returns a parameter of an equation (a jaxpr, several as of a `cond`, or anything else) without callbacks."""
     if isinstance(param, core.Jaxpr):
         return without_callbacks(param)
     if isinstance(param, core.ClosedJaxpr):
@@ -178,7 +168,7 @@ def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[Any]:
 
 
 def values(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """The types of all values in it."""
+    """Yields the types of all values in a jaxpr."""
     for eqn in jaxpr.eqns:
         yield from (v.aval for v in (*eqn.invars, *eqn.outvars))
     for inner in core.subjaxprs(jaxpr):
@@ -186,12 +176,12 @@ def values(jaxpr: core.Jaxpr) -> Iterator[Any]:
 
 
 def spread_over(aval: Any) -> list[Any]:
-    """The explicit axes of a mesh that a value is spread over."""
+    """Returns the explicit axes of a mesh that a value is spread over."""
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 
 def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
-    """The mesh that arrays are placed on, else the one of where this is called; jax's types of values name it."""
+    """Returns the mesh that arrays are placed on, else the current one; jax's types of values name it."""
     meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 

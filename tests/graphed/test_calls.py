@@ -365,11 +365,11 @@ def test_the_residuals_of_a_run_are_donated_to_their_last_consumer():
     xs, loss_args = chain.batches(2)
     graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")
     (plan,) = graphed._plans.values()
-    donated = [r for instruction in plan.instructions for r in instruction.executable.donated]
+    donated = [r for instruction in plan.instructions for r in instruction.executable.io.donated]
     assert donated
-    assert set(donated) <= set(plan.pool)
+    assert set(donated) <= plan.flow.owned
     for instruction in plan.instructions:
-        count = len(instruction.executable.sums) + len(instruction.executable.donated)
+        count = len(instruction.executable.io.sums) + len(instruction.executable.io.donated)
         assert set(alias_map(instruction.executable.compiled).values()) == set(range(count))
 
 

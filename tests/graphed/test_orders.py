@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 
 import jgraph
 from jgraph.graphed import group
-from jgraph.graphed import plan as tape_module
 from jgraph.schedule import assign, generate
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
@@ -151,7 +151,7 @@ def test_a_rounds_forward_dgrad_and_wgrad_are_one_executable_in_the_steady_state
     xs, loss_args = chain.batches(16)
     graphed.run(None, xs, chain.loss_fn, params=graphed.place(params), loss_args=loss_args)
     (plan,) = graphed._plans.values()
-    kinds = Counter("".join(t.kind[0] for t in i.executable.tasks if t.kind != "loss") for i in plan.instructions)
+    kinds = Counter("".join(t.kind[0] for t in i.executable.io.tasks if t.kind != "loss") for i in plan.instructions)
     rounds = sum(count for kinds, count in kinds.items() if sorted(kinds) == ["d", "f", "w"])
     assert rounds >= 4 * (16 - 7)
     assert len({id(i.executable.compiled) for i in plan.instructions}) < 40
@@ -232,21 +232,19 @@ def test_run_takes_another_order_than_the_one_it_was_built_with():
 
 def watched(graphed, schedule, params, xs, loss_args, monkeypatch):
     """How many arrays live after each instruction, beyond those there were before; and the plan."""
-    counts, tapes = [], []
+    counts, plans, original = [], [], group.play
 
     def play(plan, registers):
-        tapes.append(plan)
+        plans.append(plan)
         gc.collect()
         before = len(jax.live_arrays())
-
-        def watch(n):
+        for instruction in plan.instructions:
+            original(replace(plan, instructions=(instruction,)), registers)
             counts.append(len(jax.live_arrays()) - before)
-
-        tape_module.play(plan, registers, watch)
 
     monkeypatch.setattr(group, "play", play)
     graphed.run(schedule, xs, chain.loss_fn, params=params, loss_args=loss_args, join="nothing")
-    return counts, tapes[0]
+    return counts, plans[0]
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -258,7 +256,7 @@ def test_the_buffers_that_live_are_those_that_the_order_has_slots_for(order, mon
     counts, plan = watched(graphed, None, params, xs, loss_args, monkeypatch)
     schedule = graphed.schedule
     live = live_by_slots(schedule, graphed)
-    num_losses = np.cumsum([any(t.kind == "loss" for t in i.executable.tasks) for i in plan.instructions])
+    num_losses = np.cumsum([any(t.kind == "loss" for t in i.executable.io.tasks) for i in plan.instructions])
     assert counts == [a + b for a, b in zip(live, num_losses.tolist(), strict=True)]
     assert counts[-1] == schedule.num_microbatches  # the losses alone are left
 

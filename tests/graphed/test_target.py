@@ -51,7 +51,7 @@ def test_a_joined_order_is_one_command_buffer(h200):
     (instruction,) = plan.instructions
     assert instruction.executable.report.command_buffers == 1
     assert instruction.executable.report.captured == instruction.executable.report.total
-    count = len(instruction.executable.sums)
+    count = len(instruction.executable.io.sums)
     assert count == 8  # four products a block; the norms' gradients are owned
     aliases = alias_map(instruction.executable.compiled)
     assert {out: aliases[out] for out in range(count)} == {i: i for i in range(count)}

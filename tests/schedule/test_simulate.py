@@ -310,4 +310,4 @@ def test_costs_of_no_number_of_chunks_are_refused(chunks):
 def test_whole_numbers_of_any_size_are_times_and_bytes():
     schedule = generate("1f1b", pp=2, microbatches=2)
     assert simulate(schedule, latency=10**30).makespan > 1e30
-    assert assign(schedule).bytes_per_rank({"activation": 10**30}).max() >= 1e30
+    assert simulate(schedule).peak({"activation": 10**30}).max() >= 1e30

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, POOLS, Order, Schedule, assign, generate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
+from jgraph.schedule.slots import live_ranges, number
 from tests.schedule.referee import Foul, counted, referee
 from tests.schedule.strategies import delayed_ticks, random_schedule
 
@@ -137,17 +137,11 @@ def test_orders_that_upstream_gets_wrong_are_accepted_and_safe(case):
     assert referee(Schedule((order,))) > 0
 
 
-def test_bytes_of_a_rank_are_its_slots_times_their_sizes():
-    schedule = generate("zb-h1", pp=4, microbatches=8)
-    slots = assign(schedule)
-    sizes = {"forward_dgrad": 1, "forward_wgrad": 10, "stash": 100, "activation": 1000, "gradient": 10000}
-    expected = [sum(size * int(slots.counts[pool][r]) for pool, size in sizes.items()) for r in range(4)]
-    assert slots.bytes_per_rank(sizes).tolist() == expected
-    assert slots.bytes_per_rank({"forward_wgrad": 2.5}).tolist() == [10.0] * 4
-    assert slots.bytes_per_rank({}).tolist() == [0.0] * 4
-
-
-def test_bytes_of_a_pool_that_is_not_there_are_refused_with_those_that_are():
-    slots = assign(generate("1f1b", pp=2, microbatches=4))
-    with pytest.raises(OrderError, match="`sizes` has 'stashes': must be one of " + ", ".join(POOLS)):
-        slots.bytes_per_rank({"stash": 1, "stashes": 2})
+@hazardous
+def test_to_free_their_buffers_at_dgrad_would_give_away_what_a_wgrad_needs(case):
+    schedule = Schedule((Order.parse(case["args"]["order"]),))
+    ranges = live_ranges(schedule)
+    (_, dgrad), (stashed, _) = ranges["forward_dgrad"], ranges["stash"]
+    early = ranges | {"forward_wgrad": (ranges["forward_wgrad"][0], dgrad), "stash": (stashed, stashed)}
+    with pytest.raises(Foul, match="of stage"):
+        referee(schedule, slots=number(schedule, early))
