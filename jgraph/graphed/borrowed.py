@@ -132,4 +132,4 @@ def arrays_of(tree: Any) -> Any:
 
 
 # Inside a jit and after tree.map the plain array is in the handle's place.
-jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])
+jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError, ShapeError
+from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.objective import Reduction, Sums
@@ -152,8 +152,7 @@ def train_step(
     if isinstance(reductions, str):
         reductions = jax.tree.map(lambda _: reductions, carried)
     for kind in jax.tree.leaves(reductions):
-        if kind not in get_args(Reduction):
-            raise ConfigError(f"`reductions` has {kind!r}: must be one of {', '.join(get_args(Reduction))}", field="reductions")
+        check_choice("reductions", kind, get_args(Reduction))
     is_elementwise = isinstance(transform, Elementwise)
     binding = Binding(
         num_microbatches=num_microbatches,
