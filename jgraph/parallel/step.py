@@ -236,6 +236,11 @@ class TrainStep:
             return in_turn(jax.jit(lambda carried: self._init(params(), carried), out_shardings=out)(carried))
         return in_turn(jax.jit(self._init, out_shardings=out)(params, carried))
 
+    def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
+        """Returns the program of `init` with parameters and carried state from `make()`, to be compiled beside the step's."""
+        out = None if self.mesh is None else self.shardings
+        return jax.jit(lambda: self._init(*make()), out_shardings=out).lower()
+
     @cached_property
     def state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""

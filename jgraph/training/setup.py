@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
@@ -168,12 +170,21 @@ class TrainSetup:
         if not (fits and jnp.issubdtype(dtype, jnp.floating)):
             raise ConfigError(f"`module` is {name}: must {must}; it gives {dtype}{list(given)}", field="module")
 
+    def compile_init(self) -> Callable[[], TrainState]:
+        """Compiles, in a thread of its own, the program that makes the state before the first step where it belongs.
+
+        Returns:
+            A function that waits for it and runs it.
+        """
+        lowered = self.step.lower_init(self.model.init)
+        thread = ThreadPoolExecutor(1)
+        compiling = thread.submit(lowered.compile)
+        thread.shutdown(wait=False)
+        return lambda: in_turn(compiling.result()())
+
     def init(self) -> TrainState:
-        """Returns the state before the first step, made in one program where it belongs."""
-        if not jax.tree.leaves(self.model.carried):
-            return self.step.init(lambda: self.model.init()[0])
-        carried = jax.jit(lambda: self.model.init()[1])()
-        return self.step.init(lambda: self.model.init()[0], carried)
+        """Returns the state before the first step."""
+        return self.compile_init()()
 
     def group_names(self) -> list[str]:
         """Returns the names of the arrays of parameters, in the order of `StepMetrics.grad_square_sums`."""

@@ -134,12 +134,13 @@ def _train(
         setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
     batches = _batches(setup, corpus, check_files)
-    step = None
+    step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
         with all_or_raise():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
-        # Before the directory changes: what does not compile must not replace a run that did.
+        # Both programs at once, and before the directory changes: what does not compile must not replace a run that did.
+        init = setup.compile_init()
         step = _compile(setup, reporter)
     with all_or_raise():
         if is_process_zero():
@@ -150,7 +151,7 @@ def _train(
     try:
         with all_or_raise():
             checkpoints.check_space(shapes)
-        done, state = _start(setup, checkpoints, shapes)
+        done, state = _start(setup, init, checkpoints, shapes)
         if done >= config.steps:
             reporter.line(f"this run is finished: {done} of `steps` {config.steps} are done")
             outcome = "already finished"
@@ -185,10 +186,12 @@ def _train(
     return summary
 
 
-def _start(setup: TrainSetup, checkpoints: Checkpoints, shapes: TrainState) -> tuple[int, TrainState]:
+def _start(
+    setup: TrainSetup, init: Callable[[], TrainState], checkpoints: Checkpoints, shapes: TrainState
+) -> tuple[int, TrainState]:
     """Steps done, and the state after them: the last that was saved, or the first. A function, so that it is held once."""
     saved = checkpoints.restore_latest(shapes)
-    return (0, setup.init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
+    return (0, init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
 def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
