@@ -136,7 +136,8 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
         return module.apply({"params": params, **carried}, *args, **how), carried
 
     shapes, carried = jax.eval_shape(init)
-    boxed = jax.eval_shape(lambda: module.init(jax.random.key(seed), batch, method="loss", **_mode(module, "loss", "train")))
+    how = _mode(module, "loss", "train")
+    boxed = jax.eval_shape(lambda batch: module.init(jax.random.key(seed), batch, method="loss", **how), batch)
     return FunctionalModel(shapes, carried, init, call, _named(shapes, nn.get_partition_spec(boxed)["params"]))
 
 

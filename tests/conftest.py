@@ -1,6 +1,7 @@
 """What every test may count on: a CPU backend of eight devices, unless tests for a GPU were asked for; the fixture `h200`."""
 
 import os
+import shutil
 import tempfile
 
 from tests.target_fixture import h200 as h200
@@ -11,6 +12,12 @@ def pytest_configure(config):
         # Before jax is imported, and for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-    # One for all tests of this run, their processes and workers: never the user's.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="jgraph-tests-"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        if "parity" not in config.option.markexpr.replace("not parity", ""):
+            # A third less time to compile. What compares numbers with PyTorch's rounding has the default.
+            fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            os.environ.setdefault("XLA_FLAGS", fast)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # One for all tests of this run, their processes and workers: never the user's.
+        directory = tempfile.mkdtemp(prefix="jgraph-tests-")
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))

@@ -14,7 +14,7 @@ from benchmarks.peers.protocol import Clock
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, race
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.long]
 
 TINY = ["--work", "mlp-launch-bound", "--sizes", "tiny", "--ranks", "2"]
 SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01", "--rounds", "2"]

@@ -19,6 +19,8 @@ from jgraph.training.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 from tests import tiny
 
+pytestmark = pytest.mark.long
+
 FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
 
 # --- Which process this is ---

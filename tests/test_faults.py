@@ -19,6 +19,8 @@ from tests import tiny
 from tests.faulty import POISON
 from tests.test_checkpoint import delete_largest, flip_a_byte, truncate
 
+pytestmark = pytest.mark.long
+
 LONG = ("--steps", "500", "--eval-every", "200", "--checkpoint-every", "40")
 SHORT = ("--steps", "12", "--eval-every", "6", "--checkpoint-every", "4")
 

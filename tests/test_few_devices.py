@@ -5,6 +5,8 @@ import pytest
 from tests import tiny
 from tests.test_pipeline_training import FAST_COMPILE
 
+pytestmark = pytest.mark.long
+
 # Few lines, so that nothing but the loop itself waits for a step.
 FLAGS = (
     *("--data", "synthetic", "--model.num-layers", "4", "--model.vocab-size", "257", "--xla-options", FAST_COMPILE),

@@ -50,14 +50,14 @@ def test_small_leaves_share_an_array_and_large_ones_stay_as_they_are():
     assert {name: array.shape for name, array in packed.items()} == {
         "small matrices (float32)": (6 + 4,),
         "small vectors (float32)": (3 + 2,),
-        "block.big": (3, 4),
+        "block/big": (3, 4),
         "large": (9,),
     }
 
 
 def test_a_large_leaf_is_not_copied():
     packed = PACKING.pack(PARAMS)
-    assert packed["block.big"] is PARAMS["block"]["big"]
+    assert packed["block/big"] is PARAMS["block"]["big"]
     assert packed["large"] is PARAMS["large"]
 
 
@@ -85,7 +85,7 @@ def test_matrices_decay_and_vectors_do_not_large_or_small():
     assert PACKING.decay_mask() == {
         "small matrices (float32)": True,
         "small vectors (float32)": False,
-        "block.big": True,
+        "block/big": True,
         "large": False,
     }
 

@@ -20,6 +20,8 @@ from jgraph.training.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
 
+pytestmark = pytest.mark.long
+
 VOCAB = 61  # of no number of ranks a multiple
 MICROBATCHES = 4
 FAST_COMPILE = "xla_backend_optimization_level=0"

@@ -13,6 +13,8 @@ from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot
 from jgraph_models.gpt import GPTConfig
 
+pytestmark = pytest.mark.long
+
 FLOAT, LOW = "f32", "bf16"
 # 61 divides no number of parameters, so a collective of activations is known by its size.
 SEQ, WIDTH, SMALL = 61, 512, 4096

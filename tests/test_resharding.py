@@ -20,6 +20,8 @@ from tests import tiny
 from tests.test_distributed import assert_same_losses
 from tests.test_pipeline_training import FAST_COMPILE, batches_of, config_of
 
+pytestmark = pytest.mark.long
+
 STEPS, SAVED = 4, 2
 ONE, PP = "one device", "pp=2"
 MESHES: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ from jax import Array
 
 from jgraph.graphed.shaped import Shaped
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, option_errors
+from jgraph.xla.cache import for_elsewhere
 
 # What becomes of a gradient: an array of the parameter's dtype; the first of a float32 sum; the first of one whose buffer is
 # there already; one more of a sum.
@@ -158,7 +159,7 @@ def compile_groups(
         # On a GPU the report's own directory is among the options, so that jax does not give back an executable it has.
         return compile_and_report(lowered[name[:2]][0], dict(options), platform=lowered[name[:2]][1])
 
-    with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors():
+    with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors(), for_elsewhere():
         made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
     for (io, shape, _), (executable, _) in made.items():
         if io.sums:

@@ -16,7 +16,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ import jax
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError
-from jgraph.xla.cache import user_cache
+from jgraph.xla.cache import for_elsewhere, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.options import option_errors
 
@@ -107,9 +106,7 @@ def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, str | bool | int | float]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
     """Compiles what was lowered for `placed` arguments; the second half of `compile_for`, which raises the same."""
-    with needs_no_gpu(), option_errors(), warnings.catch_warnings():
-        # Only a GPU can read its programs back: jax's cache says so at every start, and compiles.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+    with needs_no_gpu(), option_errors(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
         raise TargetError("XLA wrote down no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,14 @@ def watch() -> Iterator[Compiles]:
     finally:
         jax.monitoring.unregister_event_listener(on_event)
         jax.monitoring.unregister_event_duration_listener(on_event)
+
+
+@contextlib.contextmanager
+def for_elsewhere() -> Iterator[None]:
+    """Keeps jax quiet about programs for devices that are not here: it cannot read those back, and compiles again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        yield
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:

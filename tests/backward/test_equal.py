@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import jgraph
 from tests.backward.stages import STAGES, Stage, gradient_like, gradients_by_vjp, hidden, mlp, mlp_params, normal
 
+pytestmark = pytest.mark.long
+
 RTOL = 1e-6
 
 

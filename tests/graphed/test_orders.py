@@ -22,6 +22,8 @@ from jgraph.schedule.schedule import Schedule
 from tests.graphed import chain
 from tests.schedule.strategies import random_schedule
 
+pytestmark = pytest.mark.long
+
 GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
 HAZARDS = {row["name"]: row["args"] for row in GOLDENS["hazardous"]}
 OVERLAPPED = {row["name"]: (row["expect"]["order"], row["params"]) for row in GOLDENS["cases"] if row["params"]["delay_wgrad"]}

@@ -12,6 +12,8 @@ from jgraph.schedule import Order, Schedule, generate, read, write
 from tests.pipeline import model
 from tests.schedule.strategies import delayed_ticks, random_schedule
 
+pytestmark = pytest.mark.long
+
 CHUNKS = {
     "aligned": (1, 2),
     "1f1b": (1,),

@@ -11,6 +11,8 @@ from jgraph.schedule import generate
 from jgraph.xla import aot
 from tests.pipeline import model
 
+pytestmark = pytest.mark.long
+
 
 def garbage(shape, dtype):
     worst = jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max

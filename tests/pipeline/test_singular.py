@@ -13,6 +13,8 @@ from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 
+pytestmark = pytest.mark.long
+
 Tree = Any
 M = 5
 

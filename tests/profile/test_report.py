@@ -14,6 +14,8 @@ from tests import tiny
 from tests.profile.checks import check
 from tests.profile.recordings import NAMES
 
+pytestmark = pytest.mark.long
+
 COMPUTE = {"forward", "dgrad", "wgrad", "attention", "loss", "optimizer", "copies"}
 
 

@@ -11,7 +11,7 @@ import jgraph
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compiler_options
 
-pytestmark = pytest.mark.target
+pytestmark = [pytest.mark.target, pytest.mark.long]
 
 
 def config_of(preset, **changes):
