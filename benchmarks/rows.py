@@ -16,6 +16,7 @@ FIELDS = {
     "system, schedule, variant, join, graph, runtime, microbatches, chunks": "its name: jgraph, torch, jax or one GPU, and how",
     "failed": "why it has no time, in one line",
     "ranks, device, xla_options, capture": "what it ran on, with which options, and how much of it is a CUDA graph",
+    "compiled": "how many programs, and how many of them jax's compilation cache had",
     "ms, power_watts, sm_clock_mhz": "of a step, and what the card did meanwhile",
     "host_ms, host_us": "until the step, or a replay, is handed over to an idle device",
     "stream_ms, slowest_ms": "of a step: handed over back to back; the slowest of a soak",

@@ -20,7 +20,7 @@ from jgraph.profile.trace import read
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
 from jgraph.training.setup import TrainSetup
-from jgraph.xla import count_launches
+from jgraph.xla import cache, count_launches
 from jgraph.xla.launches import profiler_options
 
 TRACED = 3  # steps of the trace that categories are read from
@@ -44,10 +44,17 @@ class Step:
         setup = TrainSetup.of(config)
         devices = jax.devices()[: setup.num_devices]
         tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
+        cache.enable()
         start = time.perf_counter()
-        run = setup.compile_step()
+        with cache.watch() as compiles:
+            run = setup.compile_step()
         compiled, report = run.executable, run.capture
-        tell(compile_s=time.perf_counter() - start, capture=str(report) if report else None, **compiled_bytes(compiled))
+        tell(
+            compile_s=time.perf_counter() - start,
+            capture=str(report) if report else None,
+            compiled=str(compiles),
+            **compiled_bytes(compiled),
+        )
         shape = config.batch_size, config.seq_len + 1
         rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
         step = cls(devices, compiled, setup.init(), jax.device_put(setup.step.place(rows_BS)))

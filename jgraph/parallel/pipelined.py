@@ -17,7 +17,7 @@ from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.objective import Sums
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.parallel.pipeline.program import Remat
-from jgraph.parallel.strategy import Binding
+from jgraph.parallel.strategy import Binding, summary
 from jgraph.schedule import Schedule
 from jgraph.tree import leaf_names
 
@@ -44,6 +44,9 @@ class Pipelined:
     remat: Remat = "nothing"
     rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Pipelined({summary(self.mesh, self.shapes)}, {self.schedule!r})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))

@@ -103,6 +103,9 @@ class Replicated:
     mesh: Mesh | None
     shapes: Tree
 
+    def __repr__(self) -> str:
+        return f"Replicated({summary(self.mesh, self.shapes)})"
+
     def __post_init__(self):
         if self.mesh is not None:
             object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=()))
@@ -132,6 +135,9 @@ class FullySharded:
     compute_dtype: Any = None
     reshard_after_forward: bool = False
 
+    def __repr__(self) -> str:
+        return f"FullySharded({summary(self.mesh, self.shapes)}{', resharded after forward' * self.reshard_after_forward})"
+
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
 
@@ -140,6 +146,12 @@ class FullySharded:
         packing = _packing(self.shapes, binding.packing, alone=axes)
         shards = fsdp.shard_specs(jax.eval_shape(packing.pack, self.shapes), self.mesh.shape[Axis.FSDP], axes)
         return DataParallel(self.mesh, loss, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)
+
+
+def summary(mesh: Mesh | None, shapes: Tree) -> str:
+    """Returns a mesh and the size of a tree of parameters in a few words."""
+    devices = "one device" if mesh is None else ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{devices}, {sum(leaf.size for leaf in jax.tree.leaves(shapes)):,} parameters"
 
 
 def _packing(shapes: Tree, choice: PackingChoice, alone: Any = ()) -> Packing:

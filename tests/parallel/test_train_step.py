@@ -250,3 +250,13 @@ def test_rows_that_devices_and_microbatches_cannot_share_are_refused(batch):
     step = train_step(mean, optax.sgd(0.1), strategy("data 4"), num_microbatches=3)
     with pytest.raises(ShapeError):
         step.compile(batch)
+
+
+def test_a_strategy_and_its_step_say_in_a_line_what_they_are():
+    shapes = {"w": jax.ShapeDtypeStruct((1000, 3), jnp.float32)}
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    sharded = FullySharded(mesh, shapes, reshard_after_forward=True)
+    assert repr(Replicated(None, shapes)) == "Replicated(one device, 3,000 parameters)"
+    assert repr(sharded) == "FullySharded(fsdp=2, 3,000 parameters, resharded after forward)"
+    step = train_step(lambda params, batch, key: 0.0, optax.sgd(0.1), sharded)
+    assert repr(step) == "TrainStep(3,000 parameters on 2 devices, DataParallel)"
