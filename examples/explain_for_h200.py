@@ -1,6 +1,6 @@
 """What XLA captures and where donated buffers go, on an H200 that is not here.
 
-python -m jgraph.xla.aot install   # one wheel, into a cache
+python -m jgraph.aot install   # one wheel, into a cache
 python examples/explain_for_h200.py
 """
 

@@ -208,12 +208,12 @@ def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch,
     assert_names(one_line(err), f"JAX_PLATFORMS is {platform}")
 
 
-@pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect", "jgraph.xla.aot"])
+@pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect", "jgraph.aot"])
 def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module):
     command = {
         "jgraph.train": [*tiny.FLAGS, "--run-dir", str(tmp_path / "run"), "--steps", "3", "--data", "synthetic"],
         "jgraph.inspect": ["schedule", "1f1b", "--pp", "4", "--microbatches", "8"],
-        "jgraph.xla.aot": ["--help"],
+        "jgraph.aot": ["--help"],
     }[module]
     process = subprocess.Popen(
         [sys.executable, "-m", module, *command], cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,7 +1,7 @@
 """The compiler for NVIDIA GPUs that are not here, which `python -m jgraph.inspect capture` needs for a target.
 
-python -m jgraph.xla.aot install           # 125 MB, once for each jax version
-python -m jgraph.xla.aot show --gpu b200
+python -m jgraph.aot install           # 125 MB, once for each jax version
+python -m jgraph.aot show --gpu b200
 """
 
 import sys
@@ -15,7 +15,7 @@ import tyro
 from jgraph.cli.flags import optional
 from jgraph.cli.parse import exit_code, one_line
 
-_PROG = "jgraph.xla.aot"
+_PROG = "jgraph.aot"
 Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(help_behavior_hint="")]
 
 

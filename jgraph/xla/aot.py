@@ -1,6 +1,6 @@
 """Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
 
-    python -m jgraph.xla.aot install     # 125 MB, once for each jax version
+    python -m jgraph.aot install     # 125 MB, once for each jax version
 
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
@@ -53,7 +53,7 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
     if library is None:
         where = directory or cache_directory()
         raise TargetError(
-            f"no CUDA plugin for jaxlib {version()} in the environment or in {where}; run python -m jgraph.xla.aot install"
+            f"no CUDA plugin for jaxlib {version()} in the environment or in {where}; run python -m jgraph.aot install"
         )
     return list(_compile_only_devices(str(library), gpu, count))
 
@@ -205,9 +205,3 @@ def _load_plugin(library: str) -> object:
 def version() -> str:
     """Returns jaxlib's version, which the plugin's must be."""
     return importlib.metadata.version("jaxlib")
-
-
-if __name__ == "__main__":
-    from jgraph.cli.aot import main
-
-    sys.exit(main())

@@ -129,7 +129,7 @@ def test_a_program_without_a_dump_is_refused(h200):
 
 
 def test_without_the_plugin_the_command_that_installs_it_is_named(tmp_path):
-    with pytest.raises(TargetError, match=r"in .*nothing; run python -m jgraph.xla.aot install"):
+    with pytest.raises(TargetError, match=r"in .*nothing; run python -m jgraph.aot install"):
         aot.devices(directory=tmp_path / "nothing")
 
 
@@ -197,13 +197,13 @@ def test_a_directory_that_holds_something_else_is_not_touched(pip, tmp_path):
 
 def test_the_command_line_answers_in_one_line(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "jgraph.xla.aot", "show", "--directory", str(tmp_path)],
+        [sys.executable, "-m", "jgraph.aot", "show", "--directory", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 2
-    assert run.stderr.startswith("jgraph.xla.aot: error: no CUDA plugin")
+    assert run.stderr.startswith("jgraph.aot: error: no CUDA plugin")
     assert run.stderr.count("\n") == 1
 
 
