@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import sys
 import tempfile
+
+import pytest
 
 from tests.target_fixture import h200 as h200
 
@@ -21,3 +24,11 @@ def pytest_configure(config):
         directory = tempfile.mkdtemp(prefix="jgraph-tests-")
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled_outlives_its_module():
+    """A worker would grow to several GB with the programs of all its tests; what a later one needs again is in the cache."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
