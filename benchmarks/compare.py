@@ -118,7 +118,7 @@ def changes(a: Timed, b: Timed) -> Iterator[str]:
 
 
 def about(rows: dict[str, Timed]) -> list[str]:
-    """What ran where and when: a line for each run that the file is made of."""
+    """Tells what ran where and when, in a line for each run that the file is made of."""
     runs: dict[str, dict[str, None]] = {}
     for name, row in rows.items():
         told, device = row.result["environment"], row.settings["device"]

@@ -26,7 +26,7 @@ _WINDOW = 10  # entries of the moving mean
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Options):
-    """What to tell."""
+    """Names what is told."""
 
     runs: tuple[str, ...] = ()
     """NAME=DIRECTORY of runs with as many logged steps; the first one is what the others are compared with."""
@@ -43,7 +43,7 @@ def works(options: Flags) -> Iterator[Work]:
 
 
 def curve(name: str, run: Path) -> Row:
-    """What a run directory tells: the losses of logged steps, in nats a token, and those on held-out text."""
+    """Reads of a run directory the losses of logged steps, in nats a token, and those on held-out text."""
     config, entries = json.loads((run / "config.json").read_text()), read_metrics(run / "metrics.jsonl")
     return {
         "system": "jgraph",

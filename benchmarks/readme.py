@@ -104,7 +104,7 @@ def one_gpu(works: Iterable[tuple[str, Row]]) -> list[str]:
 
 
 def one_by_one(rows: list[Row]) -> list[str]:
-    """What a replay costs the host, of ours and of the graphed callables of PyTorch."""
+    """Draws what a replay costs the host, of ours and of the graphed callables of PyTorch."""
     peer = next((row for row in rows if (row["system"], row["variant"]) == ("torch", "graphed callables")), {})
     lines = []
     for row in rows:

@@ -65,7 +65,7 @@ def spread(row: Row) -> str:
 
 
 def ratios(row: Row, to: Row | None, key: str = "ms") -> list[float]:
-    """How much longer a row took than another in each round that both were in; where there was none, by their medians."""
+    """Returns how much longer a row took than another in each round of both; where there was none, by their medians."""
     if not to or key not in row or key not in to:
         return []
     if not (row.get("rounds") and to.get("rounds")):

@@ -23,7 +23,7 @@ _TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Traced):
-    """What to run."""
+    """Names what is run."""
 
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""

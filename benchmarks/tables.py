@@ -50,7 +50,7 @@ def number(key: str, form: str = ".2f", scale: float = 1.0) -> Cell:
 
 
 def mfu(flops: float) -> Cell:
-    """Of the datasheet's bfloat16 rate; `flops` are those of a GPU in a step."""
+    """Returns the share of the datasheet's bfloat16 rate; `flops` are those of a GPU in a step."""
 
     def cell(row: Row) -> str:
         peak = peak_flops((row.get("device") or "").rpartition(" x ")[2])

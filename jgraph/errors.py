@@ -1,5 +1,6 @@
 """Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
 
+import math
 import typing
 from collections.abc import Collection
 from typing import Any, Literal
@@ -51,6 +52,19 @@ def check_types(config: Any, *, prefix: str = "") -> None:
             continue
         if not fits:
             raise ConfigError(f"`{prefix}{name}` is {value!r}: must be {allowed}", field=prefix + name)
+
+
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raises ConfigError if a field's value is not one that is allowed."""
+    if not condition:
+        raise ConfigError(f"`{field}` is {value}: must be {allowed}", field=field)
+
+
+def require_positive(config: object, names: str, *, prefix: str = "") -> None:
+    """Raises ConfigError where one of the named fields (a blank between two) is not a positive, finite number."""
+    for name in names.split():
+        value = getattr(config, name)
+        require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
 
 
 class ShapeError(JgraphError):

@@ -120,13 +120,15 @@ def _seeded(streams: Tree, key: Array) -> Tree:
 
 
 def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
-    def variables(key: Array, batch: Any) -> tuple[Tree, Tree]:
-        params, carried = {}, nn.meta.unbox(module.init(key, batch, method="loss", **_mode(module, "loss", "train")))
-        params = carried.pop("params")
-        return params, carried
+    def boxed(batch: Any) -> Tree:
+        return module.init(jax.random.key(seed), batch, method="loss", **_mode(module, "loss", "train"))
+
+    def split(variables: Tree) -> tuple[Tree, Tree]:
+        carried = dict(nn.meta.unbox(variables))
+        return carried.pop("params"), carried
 
     def init() -> tuple[Tree, Tree]:
-        return variables(jax.random.key(seed), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch))
+        return split(boxed(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch)))
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
         # Streams that are not named here begin from this one.
@@ -135,10 +137,9 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
             return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
         return module.apply({"params": params, **carried}, *args, **how), carried
 
-    shapes, carried = jax.eval_shape(init)
-    how = _mode(module, "loss", "train")
-    boxed = jax.eval_shape(lambda batch: module.init(jax.random.key(seed), batch, method="loss", **how), batch)
-    return FunctionalModel(shapes, carried, init, call, _named(shapes, nn.get_partition_spec(boxed)["params"]))
+    abstract = jax.eval_shape(boxed, batch)
+    shapes, carried = jax.eval_shape(split, abstract)
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, nn.get_partition_spec(abstract)["params"]))
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
-from benchmarks.peers.torch_gpt import GPT
+from benchmarks.peers.torch_gpt import GPT, adamw
 from jgraph.training.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -50,16 +50,8 @@ def training_step(
     config: TrainConfig, rank: int, ranks: int, device: torch.device, *, compile: bool, reshard: bool
 ) -> Callable[[], Tensor]:
     """Forward, backward with its reduce-scatters, clipping and update on one batch; gives back the loss of this rank's rows."""
-    o = config.optimizer
     model = sharded(config.model, device, ranks, compile=compile, reshard=reshard)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=o.learning_rate,
-        betas=(o.beta1, o.beta2),
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        fused=True,
-    )
+    optimizer = adamw(model, config.optimizer)
     shape = config.batch_size, config.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
     tokens_BS = torch.tensor(rows_BS, device=device)
@@ -74,7 +66,7 @@ def training_step(
         optimizer.zero_grad(set_to_none=True)
         loss = loss_fn(model(inputs_BT), labels_N)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         optimizer.step()
         return loss.detach()
 

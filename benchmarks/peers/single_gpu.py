@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.protocol import answer, request, take_turns, told
-from benchmarks.peers.torch_gpt import GPT
+from benchmarks.peers.torch_gpt import GPT, adamw
 from jgraph.training.config import TrainConfig
 
 
@@ -20,16 +20,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = GPT(config.model).cuda()
-    o = config.optimizer
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=o.learning_rate,
-        betas=(o.beta1, o.beta2),
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        fused=True,
-        capturable=True,
-    )
+    optimizer = adamw(model, config.optimizer, capturable=True)
     tokens_BS = torch.randint(0, config.model.vocab_size, (config.batch_size, config.seq_len + 1), device="cuda")
     with torch.no_grad():
         model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
@@ -40,7 +31,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         latest["loss"] = loss_fn(tokens_BS)
         latest["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         optimizer.step()
 
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The GPT of `models/gpt.py` in PyTorch: the reference of the parity tests and the peer of the benchmarks, in one.
+"""The GPT of `jgraph_models` in PyTorch: the reference of the parity tests and the peer of the benchmarks, in one.
 
 Dtype policy as ours: float32 weights cast at use (what autocast does without its cache), activations and residual stream in
 `compute_dtype`, statistics of norms, attention and the loss in float32. After `.double()` all of it is float64.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from jgraph.training.config import OptimizerConfig
 from jgraph_models.gpt import GPTConfig
 
 
@@ -108,3 +109,16 @@ def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
     cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
     a, b = x_BTHK.to(cos_TK.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
+
+
+def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:
+    """Returns the fused AdamW that the peers of a training step update with."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+        capturable=capturable,
+    )

@@ -71,7 +71,7 @@ class Blocks:
         return iteration
 
     def jitted(self) -> Callable[[], Any]:
-        """What needs no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
+        """Jits a block with no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
         forward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x))
         backward = jax.jit(lambda vjp, dy: vjp(dy))
 

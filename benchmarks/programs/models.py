@@ -1,4 +1,4 @@
-"""What our processes train: layers x + gelu(x @ a) @ b, GPT, and its blocks. `peers/` has all of them in torch."""
+"""Models that our processes train: layers x + gelu(x @ a) @ b, GPT, and its blocks. `peers/` has all of them in torch."""
 
 # M microbatches, S sequence and one more, N tokens, D model, F hidden, T sequence
 

@@ -30,7 +30,7 @@ CALLS = 4
 
 @dataclass(frozen=True)
 class Program:
-    """What is asked about, with its parameters in place.
+    """Holds the pipeline that is asked about, with its parameters in place.
 
     Attributes:
         clock, options: how to time and to compile.
@@ -76,7 +76,7 @@ class Program:
         return jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=self.options)
 
     def milliseconds(self, call: Callable[[], Any]) -> float:
-        """Of a program of `CALLS` calls, a call."""
+        """Returns what a call takes of a program of `CALLS` calls."""
         run, wait, _ = stepping(call)
         return self.clock.in_flight(run, wait, jax.default_backend()).ms / CALLS
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import typing
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -20,13 +19,10 @@ T = TypeVar("T")
 
 
 def fields_of(kind: Any) -> set[str]:
-    """Returns the dotted names of a dataclass's fields, those of its dataclasses included; of a function, its arguments."""
-    if not dataclasses.is_dataclass(kind):
-        return set(inspect.signature(kind).parameters)
-    hints = typing.get_type_hints(kind)
-    names = {field.name for field in dataclasses.fields(kind)}
-    inner = {name: fields_of(hints[name]) for name in names if dataclasses.is_dataclass(hints[name])}
-    return names.union(*({f"{name}.{own}" for own in fields} for name, fields in inner.items()))
+    """Returns the names of a dataclass's fields, or of a function's arguments."""
+    if dataclasses.is_dataclass(kind):
+        return {field.name for field in dataclasses.fields(kind)}
+    return set(inspect.signature(kind).parameters)
 
 
 def flag(name: str) -> str:
@@ -42,7 +38,7 @@ def as_flags(text: str, fields: Collection[str]) -> str:
     """Returns a message of the library with fields' names in backticks as the flags that they are here."""
 
     def named(match: re.Match[str]) -> str:
-        if match[1] not in fields and match[1].partition(".")[0] not in fields:
+        if match[1].partition(".")[0] not in fields:
             return match[0]
         return flag(match[1]).replace("--", "--no-", 1) if match[2] else flag(match[1])
 

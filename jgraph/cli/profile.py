@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from jgraph.cli.parse import FlagConsole, exit_code, one_line
+from jgraph.cli.parse import FlagConsole, exit_code, fields_of, one_line
 from jgraph.errors import ConfigError
 
 _PROG = "jgraph.profile"
@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act() -> None:
         options = one_line(lambda: tyro.cli(Options, prog=f"python -m {_PROG}", description=__doc__, args=args))
         if options is not None:
-            run(options, FlagConsole())
+            run(options, FlagConsole(fields_of(Options)))
 
-    return exit_code(_PROG, act)
+    return exit_code(_PROG, act, fields_of(Options))
 
 
 def run(options: Options, console: Console) -> None:

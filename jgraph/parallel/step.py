@@ -230,16 +230,14 @@ class TrainStep:
             params: the model's own tree, which is copied; or a function that makes it, so that no device ever has all of it.
             carried: the carried state to begin with, of the shapes given to `train_step`.
         """
-        out = None if self.mesh is None else self.shardings
         carried = {} if carried is None else carried
         if callable(params):
-            return in_turn(jax.jit(lambda carried: self._init(params(), carried), out_shardings=out)(carried))
-        return in_turn(jax.jit(self._init, out_shardings=out)(params, carried))
+            return in_turn(jax.jit(lambda carried: self._init(params(), carried), out_shardings=self.shardings)(carried))
+        return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
         """Returns the program of `init` with parameters and carried state from `make()`, to be compiled beside the step's."""
-        out = None if self.mesh is None else self.shardings
-        return jax.jit(lambda: self._init(*make()), out_shardings=out).lower()
+        return jax.jit(lambda: self._init(*make()), out_shardings=self.shardings).lower()
 
     @cached_property
     def state(self) -> TrainState:

@@ -1,1 +1,1 @@
-"""Where a training step's time goes: `python -m jgraph.profile`, `jgraph.train --profile`. How: notes/guide/profiles.md."""
+"""Where a training step's time goes: `python -m jgraph.profile`, or `profile` of a run. How: notes/guide/profiles.md."""

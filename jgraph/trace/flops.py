@@ -33,22 +33,30 @@ def _flops(jaxpr: core.Jaxpr) -> float:
 
 
 def _of(eqn: core.JaxprEqn) -> float:
-    x, y, out = (atom.aval for atom in (*eqn.invars[:2], *eqn.outvars)[:3]) if len(eqn.invars) > 1 else (None,) * 3  # pyright: ignore
     match eqn.primitive.name:
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            return 2.0 * math.prod(out.shape) * math.prod(x.shape[axis] for axis in contracted)  # pyright: ignore
+            return _product(eqn, math.prod(_shape(eqn.invars[0])[axis] for axis in contracted))
         case "ragged_dot_general":
             (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-            return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(x.shape[axis] for axis in contracted)  # pyright: ignore
+            return _product(eqn, math.prod(_shape(eqn.invars[0])[axis] for axis in contracted))
         case "conv_general_dilated":
             # Every element of the kernel but its outputs is used once for each element of the result.
-            features = y.shape[eqn.params["dimension_numbers"].rhs_spec[0]]  # pyright: ignore
-            return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(y.shape) / features  # pyright: ignore
+            kernel = _shape(eqn.invars[1])
+            return _product(eqn, math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]])
         case "cond":
             return max(_flops(branch.jaxpr) for branch in eqn.params["branches"])
     times = eqn.params["length"] if eqn.primitive.name == SCAN else 1
     return times * sum(map(_flops, _inner(eqn)), 0.0)
+
+
+def _product(eqn: core.JaxprEqn, summed: int) -> float:
+    """Returns the FLOPs of a product that sums so many terms for each element of its result."""
+    return 2.0 * math.prod(_shape(eqn.outvars[0])) * summed
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
 
 
 def _inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:

@@ -7,21 +7,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from jgraph.errors import ConfigError, check_types
+from jgraph.errors import ConfigError, check_types, require, require_positive
 from jgraph.training.model import settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"`{name}` is {value}: must be {allowed}", field=name)
-
-
-def _require_positive(config: object, names: str, prefix: str = "") -> None:
-    for name in names.split():
-        value = getattr(config, name)
-        _require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
 
 
 class Usual(int):
@@ -55,12 +44,12 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_types(self, prefix="optimizer.")
-        _require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or positive")
+        require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or positive")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)")
-        _require(0 <= self.final_learning_rate <= 1, "optimizer.final_learning_rate", self.final_learning_rate, "in [0, 1]")
-        _require(
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)")
+        require(0 <= self.final_learning_rate <= 1, "optimizer.final_learning_rate", self.final_learning_rate, "in [0, 1]")
+        require(
             math.isfinite(self.weight_decay) and self.weight_decay >= 0,
             "optimizer.weight_decay",
             self.weight_decay,
@@ -86,15 +75,15 @@ class DistributedConfig:
         flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
         given = [name for name, value in flags.items() if value is not None]
         for name, value in flags.items() if given else ():
-            _require(value is not None, f"distributed.{name}", value, f"given where `distributed.{given[0]}` is")
+            require(value is not None, f"distributed.{name}", value, f"given where `distributed.{given[0]}` is")
         if self.num_processes is None or self.process_id is None:
             return
-        _require(self.setup != "off", "distributed.setup", "off", "auto where `distributed.coordinator` is given")
+        require(self.setup != "off", "distributed.setup", "off", "auto where `distributed.coordinator` is given")
         host, _, port = self.coordinator.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        _require(is_address, "distributed.coordinator", self.coordinator, "HOST:PORT, as all processes reach process 0")
-        _require_positive(self, "num_processes", prefix="distributed.")
-        _require(
+        require(is_address, "distributed.coordinator", self.coordinator, "HOST:PORT, as all processes reach process 0")
+        require_positive(self, "num_processes", prefix="distributed.")
+        require(
             0 <= self.process_id < self.num_processes,
             "distributed.process_id",
             self.process_id,
@@ -186,18 +175,18 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types(self)
-        _require(self.module.count(":") == 1 and all(self.module.split(":")), "module", self.module, "package.module:Class")
+        require(self.module.count(":") == 1 and all(self.module.split(":")), "module", self.module, "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
             object.__setattr__(self, "model", kind())
-        _require_positive(
+        require_positive(
             self,
             "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches checkpoint_every "
             "checkpoint_keep",
         )
-        _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
-        _require(bool(self.data), "data", repr(self.data), "a corpus name, a text file or a directory of token files")
-        _require(
+        require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+        require(bool(self.data), "data", repr(self.data), "a corpus name, a text file or a directory of token files")
+        require(
             self.batch_size % self.num_microbatches == 0,
             "num_microbatches",
             self.num_microbatches,
@@ -207,45 +196,43 @@ class TrainConfig:
         sequences = (
             f"the {rows} sequences of a microbatch (`batch_size` {self.batch_size}, `num_microbatches` {self.num_microbatches})"
         )
-        _require(rows % self.dp == 0, "dp", self.dp, f"a divisor of {sequences}")
-        _require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that `dp` {self.dp} x `fsdp` divides {sequences}")
+        require(rows % self.dp == 0, "dp", self.dp, f"a divisor of {sequences}")
+        require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that `dp` {self.dp} x `fsdp` divides {sequences}")
         if self.fsdp == 1:
-            _require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where `fsdp` is 1")
-            _require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where `fsdp` is 1")
+            require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where `fsdp` is 1")
+            require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where `fsdp` is 1")
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
-            _require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
+            require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
         if self.is_pipeline:
             # Before the rule below, whose advice it would refuse.
-            _require(
+            require(
                 self.main_grads_dtype == "float32",
                 "main_grads_dtype",
                 self.main_grads_dtype,
                 "float32 in a pipeline, whose products add onto float32; parameters may be bfloat16 (`main_params_dtype`)",
             )
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
-        _require(
+        require(
             not differ or self.on_dtype_mismatch == "copy",
             "main_grads_dtype",
             self.main_grads_dtype,
             f"`main_params_dtype` {self.main_params_dtype}, or take `decoupled_grad` (the optimizer reads "
             f"{self.main_grads_dtype}), or `on_dtype_mismatch` copy (one cast more)",
         )
-        _require(
-            math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive"
-        )
+        require(math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive")
         if self.schedule != "auto":
-            _require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where `schedule` is not auto")
+            require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where `schedule` is not auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
-            _require(self.chunks == 1, "chunks", self.chunks, f"1 with `schedule` {self.schedule}, which says it itself")
-        _require(
+            require(self.chunks == 1, "chunks", self.chunks, f"1 with `schedule` {self.schedule}, which says it itself")
+        require(
             self.schedule != "interleaved-1f1b" or self.chunks > 1,
             "chunks",
             self.chunks,
             "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b",
         )
         if self.is_pipeline:
-            _require(
+            require(
                 not self.reshard_after_forward,
                 "reshard_after_forward",
                 "set",
@@ -253,13 +240,13 @@ class TrainConfig:
                 "`remat` layer",
             )
         for option in self.xla_options:
-            _require("=" in option, "xla_options", option, "name=value")
+            require("=" in option, "xla_options", option, "name=value")
         if self.profile:
             first, stop = self.profile_steps
             steps = 2 * (stop - first) + 1
             is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
             allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to `steps` {self.steps}"
-            _require(is_window, "profile", self.profile, allowed)
+            require(is_window, "profile", self.profile, allowed)
         self._check_warmup()
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
@@ -267,7 +254,7 @@ class TrainConfig:
     def _check_warmup(self) -> None:
         warmup = self.optimizer.warmup_steps
         if not isinstance(warmup, Usual):
-            _require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")
+            require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")
         elif warmup > self.steps // 10:
             object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
 

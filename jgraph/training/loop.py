@@ -46,7 +46,7 @@ class Loop:
         self.place = setup.step.place
         self.canonical = setup.step.canonical
         self.num_devices = setup.num_devices
-        self.flops_per_step = setup.flops_per_step
+        self.setup = setup
         self.group_names = setup.group_names()
         self.trained_groups = setup.trained_groups()
         self.told_zero: set[str] = set()
@@ -111,7 +111,7 @@ class Loop:
             "grad_norm": float(last.grad_norm),
             "tokens_per_second": self.config.tokens_per_step / step_seconds,
             "step_time_ms": 1e3 * step_seconds,
-            "mfu": self.flops_per_step / step_seconds / (peak * self.num_devices) if peak else None,
+            "mfu": self.setup.flops_per_step / step_seconds / (peak * self.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
             "seconds": self.clock.seconds,

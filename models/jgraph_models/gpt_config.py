@@ -1,10 +1,9 @@
 """Sizes and numerics of a GPT. No jax here, so that a wrong flag is told in no time."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from jgraph.errors import ConfigError, check_types
+from jgraph.errors import check_types, require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +41,13 @@ class GPTConfig:
 
     def __post_init__(self):
         check_types(self, prefix="model.")
-        for name in ["num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "rope_theta", "norm_eps"]:
-            value = getattr(self, name)
-            _require(value > 0 and math.isfinite(value), name, value, "positive")
-        _require(self.loss_chunk >= 0, "loss_chunk", self.loss_chunk, "0 or positive")
-        heads = self.num_heads
-        _require(self.d_model % heads == 0, "num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
-        _require(self.head_size % 2 == 0, "num_heads", heads, f"such that the head size {self.head_size} is even")
-        _require(heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, f"a divisor of `model.num_heads` {heads}")
+        names = "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps"
+        require_positive(self, names, prefix="model.")
+        require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
+        heads, groups = self.num_heads, self.num_kv_heads
+        require(self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
+        require(self.head_size % 2 == 0, "model.num_heads", heads, f"such that the head size {self.head_size} is even")
+        require(heads % groups == 0, "model.num_kv_heads", groups, f"a divisor of `model.num_heads` {heads}")
         if self.attention == "cudnn":
             self.check_cudnn()
 
@@ -59,16 +57,16 @@ class GPTConfig:
 
     def check_cudnn(self) -> None:
         """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
-        _require(
+        require(
             self.head_size % 8 == 0 and self.head_size <= 128,
-            "num_heads",
+            "model.num_heads",
             self.num_heads,
             f"such that the head size {self.head_size} is a multiple of 8 and at most 128 for cuDNN attention, "
             "or choose `model.attention` xla",
         )
-        _require(
+        require(
             self.compute_dtype == "bfloat16",
-            "compute_dtype",
+            "model.compute_dtype",
             self.compute_dtype,
             "bfloat16 for cuDNN attention, or choose `model.attention` xla",
         )
@@ -85,8 +83,3 @@ class GPTConfig:
         mlp = (3 if self.mlp == "swiglu" else 2) * self.d_model * self.d_ff
         weights = self.num_layers * (attention + mlp) + self.d_model * self.vocab_size
         return 6.0 * sequences * length * (weights + self.num_layers * width * length)
-
-
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"`model.{name}` is {value}: must be {allowed}", field=f"model.{name}")
