@@ -23,6 +23,8 @@ def pytest_configure(config):
         # One for all tests of this run, their processes and workers: never the user's.
         directory = tempfile.mkdtemp(prefix="jgraph-tests-")
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        # An entry that another process is writing just now: pyproject.toml says it for pytest, this for the processes of tests.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry")
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
