@@ -5,16 +5,17 @@ can be delayed if all that is made of it without data ends as the weight of a pr
 products' weight gradients, pulled back through casts, reshapes and slices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct, product
+from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct
+from jgraph.backward.linear import product as tapped
 from jgraph.trace import replay
 
 # Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
@@ -24,6 +25,8 @@ _MOVES = frozenset({
     "copy", "copy_p", "name", "sharding_constraint", "optimization_barrier", "expand_dims", "rev", "pvary", "pcast", "split",
 })
 # fmt: on
+
+Product: TypeAlias = Callable[[DelayedProduct, Any, Any, Sequence[Any], Any], jax.Array]
 
 MISSING = object()
 """Stands for data where only what comes from parameters is computed."""
@@ -53,7 +56,6 @@ class Found:
         block: with the products found.
         weights: the delayed parameters that products use.
         stray: places of the parameters that reach data other than as a product's weight, and the primitive they reach it by.
-        exact: whether something other than moves lies between a parameter and its product.
         taking: whether products are taken where the walk is now.
     """
 
@@ -61,15 +63,15 @@ class Found:
     taking: bool
     weights: set[int] = field(default_factory=set)
     stray: dict[int, str] = field(default_factory=dict)
-    exact: bool = False
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A variable: whether it is data, and which delayed parameters it is made of."""
+    """A variable: whether it is data, which delayed parameters it is made of, and whether only moves lie between."""
 
     data: bool
     params: frozenset[int] = frozenset()
+    moved: bool = True
 
 
 def find(jaxpr: core.Jaxpr, params: Sequence[int | None], data: Sequence[bool], *, only_hooked: bool) -> Found:
@@ -112,11 +114,12 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             out = _walk(found, inner, values, lead)
             found.taking = taking
         elif not any(v.data for v in values):
-            found.exact |= name not in _MOVES
-            out = [_Value(False, made)] * len(eqn.outvars)
+            moved = name in _MOVES and all(v.moved for v in values)
+            out = [_Value(False, made, moved)] * len(eqn.outvars)
         elif name in PRODUCTS and found.taking and (weight := _weight(name, values)) is not None:
-            block.sites[i] = DelayedProduct(eqn, weight, lead)
-            found.weights |= values[weight].params
+            used = values[weight]
+            block.sites[i] = DelayedProduct(eqn, weight, lead, used.params, used.moved)
+            found.weights |= used.params
             out = [_Value(True)]
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
@@ -144,8 +147,16 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
     return None
 
 
-def run_forward(block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the stage's outputs with taps on its products, and every product's operands that are neither weight nor data."""
+def run_forward(
+    block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], product: Product = tapped
+) -> tuple[list[Any], list[Any]]:
+    """Returns the stage's outputs with taps on its products, and every product's operands that are neither weight nor data.
+
+    Args:
+        block, consts, args: of the stage, and what it is given.
+        taps: a tree for every product, in the order of `Block.all_sites`; its leaves are stacked over the scans around it.
+        product: does a product, of (it, x, w, the other operands, its tap).
+    """
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
     for i, eqn in enumerate(block.jaxpr.eqns):
@@ -159,7 +170,7 @@ def run_forward(block: Block, consts: Sequence[Any], args: Sequence[Any], taps: 
             inner = block.calls[i]
             count = len(inner.all_sites())
             inside, taps = taps[:count], taps[count:]
-            out, more = _RUN_CALL[_kind(eqn)](inner, eqn, values, inside)
+            out, more = _RUN_CALL[_kind(eqn)](inner, eqn, values, inside, product)
             kept += more
         else:
             out = replay.apply(eqn, values)
@@ -172,24 +183,24 @@ def _kind(eqn: core.JaxprEqn) -> str:
     return "jit" if name in replay.JITS else "checkpoint" if name in replay.CHECKPOINTS else "scan"
 
 
-def _run_jit(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any]):
-    return run_forward(inner, replay.body_consts(eqn), values, taps)
+def _run_jit(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], product: Product):
+    return run_forward(inner, replay.body_consts(eqn), values, taps, product)
 
 
-def _run_checkpoint(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any]):
+def _run_checkpoint(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], product: Product):
     def run(values, taps):
-        return run_forward(inner, replay.body_consts(eqn), values, taps)
+        return run_forward(inner, replay.body_consts(eqn), values, taps, product)
 
     options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
     return jax.checkpoint(run, **options)(list(values), list(taps))
 
 
-def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any]):
+def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], product: Product):
     consts, carry = replay.scan_counts(eqn)
 
     def run(carried, scanned):
         xs, taps = scanned
-        out, kept = run_forward(inner, replay.body_consts(eqn), [*values[:consts], *carried, *xs], taps)
+        out, kept = run_forward(inner, replay.body_consts(eqn), [*values[:consts], *carried, *xs], taps, product)
         return out[:carry], (out[carry:], kept)
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}

@@ -53,11 +53,15 @@ class DelayedProduct:
         eqn: the product.
         weight: which operand is the weight; the data is the other of the first two.
         lead: lengths of the scans around it, outermost first.
+        params: the delayed parameters that the weight is made of.
+        moved: whether the weight is one of them but for casts, reshapes and slices.
     """
 
     eqn: core.JaxprEqn
     weight: int
     lead: tuple[int, ...]
+    params: frozenset[int]
+    moved: bool
 
     @property
     def data(self) -> int:

@@ -137,7 +137,8 @@ def make_plan(
     is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.values(whole))
     again = recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
     mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
-    plan = Plan(owner, whole, consts, trees, delayed, found.exact, found.block, float_y, again, mesh, noisy)
+    exact = not all(site.moved for site in found.block.all_sites())
+    plan = Plan(owner, whole, consts, trees, delayed, exact, found.block, float_y, again, mesh, noisy)
     _sort_by_life(plan)
     return plan
 

@@ -1,0 +1,195 @@
+"""A matrix product y = x * w whose three products (forward, dgrad, wgrad) have operands in FP8.
+
+Hopper multiplies FP8 operands that are both contracted over their last axis, so every operand is there twice: as rows, and
+transposed as columns. An operand is then quantized once for all that read it: x in the forward, for wgrad too; dy in the
+backward, for dgrad and wgrad; w once a step (`transform.py`).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jgraph.backward.linear import DelayedProduct
+from jgraph.precision.config import FP8Config
+from jgraph.precision.scaling import amax, quantize, scale_for
+
+# M rows of x, K contracted, N columns of w
+
+_MULTIPLE = 16  # of every size of cuBLASLt's FP8 products
+
+
+def formats(config: FP8Config) -> tuple[Any, Any, Any]:
+    """Returns the FP8 dtypes of x, w and dy."""
+    return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if config.format == "hybrid" else jnp.float8_e4m3fn
+
+
+class Weight(NamedTuple):
+    """A quantized weight.
+
+    Attributes:
+        rows: [K, N] in FP8, which dgrad reads.
+        columns: [N, K], which the forward reads.
+        scale: float32 scalar that it was multiplied by.
+        amax: float32 scalar.
+    """
+
+    rows: Array
+    columns: Array
+    scale: Array
+    amax: Array
+
+
+class Tap(NamedTuple):
+    """What a product takes besides x and w.
+
+    Attributes:
+        weight: the quantized w.
+        scales: float32 [3], of x, w and dy; None takes them from the arrays themselves.
+        amax: float32 [3], not read; its cotangent is the amax of x, w and dy. None where nobody asks.
+    """
+
+    weight: Weight
+    scales: Array | None
+    amax: Array | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A `dot_general` of data and weight as one of matrices, [M, K] and [K, N].
+
+    Attributes:
+        x_axes, w_axes: the order of their axes in which what is contracted is last (x) or first (w).
+        x, w: their shapes in that order.
+        contracted: number of contracted axes.
+        data: which operand x is.
+    """
+
+    x_axes: tuple[int, ...]
+    w_axes: tuple[int, ...]
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    contracted: int
+    data: int
+
+    @classmethod
+    def of(cls, site: DelayedProduct) -> "Shape":
+        (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
+        x_contract, w_contract = contract[site.data], contract[site.weight]
+        x_axes = (*(i for i in range(len(x)) if i not in x_contract), *x_contract)
+        w_axes = (*w_contract, *(i for i in range(len(w)) if i not in w_contract))
+        return cls(x_axes, w_axes, tuple(x[i] for i in x_axes), tuple(w[i] for i in w_axes), len(x_contract), site.data)
+
+    @property
+    def free(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Lengths of the axes that are not contracted, of x and of w."""
+        return self.x[: len(self.x) - self.contracted], self.w[self.contracted :]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, K and N."""
+        return math.prod(self.free[0]), math.prod(self.w[: self.contracted]), math.prod(self.free[1])
+
+    def x_matrix(self, x: Array) -> Array:
+        """Returns x as [M, K]."""
+        return jnp.transpose(x, self.x_axes).reshape(self.sizes[0], self.sizes[1])
+
+    def w_matrix(self, w: Array) -> Array:
+        """Returns w as [K, N]."""
+        return jnp.transpose(w, self.w_axes).reshape(self.sizes[1], self.sizes[2])
+
+    def dy_matrix(self, dy: Array) -> Array:
+        """Returns dy as [M, N]."""
+        m, _, n = self.sizes
+        return dy.reshape(m, n) if self.data == 0 else dy.reshape(n, m).T
+
+    def y(self, y_MN: Array) -> Array:
+        """Returns the product in its own shape."""
+        rows, columns = self.free
+        return y_MN.reshape(*rows, *columns) if self.data == 0 else y_MN.T.reshape(*columns, *rows)
+
+    def dx(self, dx_MK: Array) -> Array:
+        """Returns the gradient of x in its own shape."""
+        return jnp.transpose(dx_MK.reshape(self.x), _inverse(self.x_axes))
+
+    def dw(self, dw_KN: Array) -> Array:
+        """Returns the gradient of w in its own shape."""
+        return jnp.transpose(dw_KN.reshape(self.w), _inverse(self.w_axes))
+
+
+def why_not(site: DelayedProduct) -> str:
+    """Returns why a product cannot be in FP8; empty where it can."""
+    if site.eqn.primitive.name != "dot_general":
+        return f"a {site.eqn.primitive.name}"
+    if any(site.eqn.params["dimension_numbers"][1]):
+        return "it has batch dimensions"
+    if not site.moved or len(site.params) != 1:
+        return "its weight is computed, not a parameter"
+    for aval in (site.x_aval, site.w_aval):
+        if aval.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"an operand is {aval.dtype}"
+    sizes = Shape.of(site).sizes
+    if any(size % _MULTIPLE for size in sizes):
+        return f"its sizes {' x '.join(map(str, sizes))} are not all multiples of {_MULTIPLE}"
+    return ""
+
+
+def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Tap) -> Array:
+    """Computes the product in FP8; w gets a gradient and is not read."""
+    shape, (x_dtype, _, dy_dtype) = Shape.of(site), formats(config)
+    out = site.eqn.outvars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+    @jax.custom_vjp
+    def run(x: Array, w: Array, tap: Tap) -> Array:
+        return forward(x, w, tap)[0]
+
+    def forward(x: Array, w: Array, tap: Tap) -> tuple[Array, Any]:
+        rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config.margin)
+        y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
+        kept = (columns, scale) if config.wgrad == "fp8" else x
+        return shape.y(y), (kept, largest, tap)
+
+    def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
+        kept, largest, tap = residuals
+        dy_MN, weight = shape.dy_matrix(dy), tap.weight
+        rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, config.margin)
+        dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
+        if config.wgrad == "fp8":
+            dw = _matmul(*kept, columns, scale, site.w_aval.dtype, "full")
+        else:
+            dw = lax.dot_general(
+                shape.x_matrix(kept), dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=site.w_aval.dtype
+            )
+        seen = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
+        return shape.dx(dx), shape.dw(dw), Tap(None, None, seen)  # pyright: ignore[reportArgumentType]
+
+    run.defvjp(forward, backward)
+    return run(x, w, tap)
+
+
+def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, margin: int) -> tuple[Array, Array, Array, Array]:
+    """Returns the array in FP8, transposed, its scale and its amax."""
+    largest = amax(x_MK)
+    scale = scale_for(largest, dtype) if scales is None else scales[which]
+    rows = quantize(x_MK, scale, dtype)
+    return rows, rows.T, scale, largest
+
+
+def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"]) -> Array:
+    """Multiplies FP8 matrices over their last axes.
+
+    XLA recognises an FP8 product by its operands, each converted and multiplied by a scalar; the scalars are then the
+    product's own. Full sums add up what the tensor cores give in float32, fast ones leave it to them, in about 14 bits.
+    """
+    a, b = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in ((a_MK, a_scale), (b_NK, b_scale)))
+    precision = lax.Precision.DEFAULT if sums == "fast" else lax.Precision.HIGHEST
+    y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
+    # Else XLA makes a GELU behind it the product's epilogue, for which there is no FP8 kernel, and the compilation fails.
+    return lax.optimization_barrier(y)
+
+
+def _inverse(axes: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(axes)), key=lambda i: axes[i])

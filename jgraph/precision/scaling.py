@@ -1,0 +1,98 @@
+"""Scales of FP8 arrays: powers of two, from the largest magnitude (amax) of the array or of those before it.
+
+An array x is kept as q = x * scale in FP8, and read as q / scale. With a power of two, both are exact but for q's own rounding.
+Delayed scaling is that of Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): amax of a window of
+steps, its maximum or most recent, and a margin.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jgraph.precision.config import FP8Config
+
+# S products, H steps of history; 3 = x, w, dy
+
+_EXPONENT = 0x7F800000
+_LARGEST_SCALE = 2.0**126  # whose inverse is no denormal
+
+
+class History(NamedTuple):
+    """The state of delayed scaling, for all products together.
+
+    Attributes:
+        window: float32 [H, S, 3], amax of the steps before, the latest first.
+        used: float32 [S, 3], the amax behind the scales of the last step; 0 where there has been none.
+    """
+
+    window: Array
+    used: Array
+
+    @classmethod
+    def zeros(cls, products: int, steps: int) -> "History":
+        return cls(jnp.zeros((steps, products, 3)), jnp.zeros((products, 3)))
+
+    def amax(self, config: FP8Config) -> Array:
+        """Returns the amax [S, 3] to scale by. Where it is 0 or not finite, the one before stays, as in Transformer Engine."""
+        found = self.window[0] if config.amax == "most_recent" else jnp.max(self.window, axis=0)
+        return jnp.where((found > 0) & jnp.isfinite(found), found, self.used)
+
+    def after(self, amax_S3: Array, config: FP8Config) -> "History":
+        """Returns the state after a step whose arrays had this amax."""
+        return History(jnp.concatenate([amax_S3[None], self.window[:-1]]), self.amax(config))
+
+
+def amax(x: Array) -> Array:
+    """Returns the largest magnitude in float32."""
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def scale_for(amax: Array, dtype: Any, margin: int = 0) -> Array:
+    """Returns the largest power of two that brings `amax` into the range of an FP8 dtype, divided by 2**margin.
+
+    1 for an amax of 0. NaN for one that is not finite: what is scaled by it is NaN, so that a step's finite gate sees it.
+    """
+    ratio = jnp.minimum(float(jnp.finfo(dtype).max) / amax.astype(jnp.float32), _LARGEST_SCALE)
+    power = lax.bitcast_convert_type(lax.bitcast_convert_type(ratio, jnp.uint32) & _EXPONENT, jnp.float32)
+    power = jnp.where(amax > 0, power * 2.0**-margin, 1.0)
+    return jnp.where(jnp.isfinite(amax), power, jnp.nan)
+
+
+def quantize(x: Array, scale: Array, dtype: Any) -> Array:
+    """Returns x * scale in FP8, rounded to nearest even; beyond the range the largest number, NaN where x is not finite."""
+    scaled = x.astype(jnp.float32) * scale
+    top = float(jnp.finfo(dtype).max)
+    rounded = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -top, top), jnp.nan).astype(dtype)
+    # Else XLA takes this conversion and the one back for one of excess precision, and leaves both out.
+    return lax.optimization_barrier(rounded)
+
+
+def observe(history: History, config: FP8Config, dtypes: Sequence[Any]) -> tuple[list[Array], list[Array]]:
+    """Returns every product's scales [3], and a tap [3] whose cotangent is to be its amax.
+
+    The cotangent of `history` is then the history after the step: what dy's amax is, only the backward pass knows.
+
+    Args:
+        history: of S products.
+        config: the recipe.
+        dtypes: FP8 dtypes of x, w and dy.
+    """
+    products = history.used.shape[0]
+
+    @jax.custom_vjp
+    def run(history: History) -> tuple[list[Array], list[Array]]:
+        amax_S3 = history.amax(config)
+        scales_S3 = jnp.stack([scale_for(amax_S3[:, i], dtype, config.margin) for i, dtype in enumerate(dtypes)], axis=1)
+        return list(scales_S3), [jnp.zeros(3)] * products
+
+    def forward(history: History) -> tuple[tuple[list[Array], list[Array]], History]:
+        return run(history), history
+
+    def backward(history: History, cotangents: tuple[list[Array], list[Array]]) -> tuple[History]:
+        return (history.after(jnp.stack(cotangents[1]), config),)
+
+    run.defvjp(forward, backward)
+    return run(history)

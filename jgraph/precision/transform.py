@@ -1,0 +1,269 @@
+"""A function with its matrix products in FP8, found in its trace: `fp8(fn, config)`.
+
+Whatever is multiplied with a parameter is found as the split backward finds it (`backward/find.py`), with a name: the
+parameter's path. Weights are quantized by `quantize`, which a step calls once, however many microbatches read them.
+"""
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.backward import find
+from jgraph.backward.linear import DelayedProduct
+from jgraph.errors import ConfigError
+from jgraph.precision.config import KEPT, FP8Config
+from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
+from jgraph.precision.scaling import History, amax, observe, quantize, scale_for
+from jgraph.tree import leaf_names, matching
+
+Tree = Any
+
+
+class Product(NamedTuple):
+    """A matrix product with a parameter.
+
+    Attributes:
+        name: path of the parameter, with `#2` where it is the parameter's second product.
+        sizes: M, K and N.
+        repeats: how often it runs in a call, in loops over layers.
+        kept: why it is not in FP8; empty where it is.
+    """
+
+    name: str
+    sizes: tuple[int, int, int] | None
+    repeats: int
+    kept: str
+
+
+class Quantized(NamedTuple):
+    """A parameter in FP8.
+
+    Attributes:
+        values: of the parameter's shape, or of a device's part of it.
+        scale: float32 scalar that it was multiplied by.
+        amax: float32 scalar, the largest magnitude of the whole.
+    """
+
+    values: Array
+    scale: Array
+    amax: Array
+
+
+def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
+    """Computes the matrix products of a function with its parameters in FP8, forward and backward.
+
+    Products are found in the trace: any Flax layer, `jnp.einsum`, a scan over layers, `jax.checkpoint`. Those inside functions
+    with a gradient of their own stay as they are. So do those that an FP8 product cannot do; `FP8Function.products` says why.
+
+    Args:
+        fn: `fn(params, *args)`, pure.
+        config: the recipe.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jgraph
+        >>> params, x = {"w": jnp.ones((32, 16))}, jnp.ones((16, 32))
+        >>> linear = jgraph.fp8(lambda params, x: x @ params["w"], jgraph.FP8Config(recipe="delayed"))
+        >>> state = linear.init(params, x)
+        >>> def loss(params, state):
+        ...     return jnp.mean(linear.apply(params, state, x) ** 2)
+        >>> grads, state = jax.grad(loss, argnums=(0, 1))(params, state)
+        >>> float(state.window[0, 0, 0])
+        1.0
+    """
+    return FP8Function(fn, config)
+
+
+@dataclass(frozen=True, eq=False)
+class FP8Function:
+    """A function whose products with parameters are in FP8; made by `fp8`."""
+
+    fn: Callable[..., Tree]
+    config: FP8Config
+
+    def plan(self, params: Tree, *args: Tree) -> "Plan":
+        """Traces the function for arrays or shapes.
+
+        Raises:
+            ConfigError: no product can be in FP8, or the recipe's `keep` or `blocks` do not fit the parameters.
+        """
+        traced = self._jitted.trace(params, *args)
+        closed, names = traced.jaxpr, leaf_names(params)
+        others = len(closed.jaxpr.invars) - len(names)
+        places = [*range(len(names)), *[None] * others]
+        found = find.find(closed.jaxpr, places, [p is None for p in places], only_hooked=False)
+        sites = tuple(found.block.all_sites())
+        products = _named(sites, names, self.config)
+        if all(product.kept for product in products):
+            some = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied with a parameter"
+            raise ConfigError(f"`precision` is fp8: must be bf16 where no product can be in FP8 ({some})", field="precision")
+        return Plan(self.config, closed, found.block, sites, products, tuple(names), jax.tree.structure(traced.out_info))
+
+    @cached_property
+    def _jitted(self) -> Any:
+        return jax.jit(self.fn)  # which remembers its traces
+
+    def init(self, params: Tree, *args: Tree) -> Tree:
+        """Returns the state before the first step, for arrays or shapes: amax histories if scaling is delayed, else nothing."""
+        return self.plan(params, *args).init()
+
+    def quantize(self, params: Tree, state: Tree, *args: Tree) -> dict[str, Quantized]:
+        """Returns the weights in FP8 by the names of their parameters, for all calls of `apply` in a step."""
+        plan = self.plan(params, *args)
+        return plan.quantize(dict(zip(plan.names, jax.tree.leaves(params), strict=True)), state)
+
+    def apply(self, params: Tree, state: Tree, *args: Tree, weights: Mapping[str, Quantized] | None = None) -> Tree:
+        """Returns `fn(params, *args)`.
+
+        Args:
+            params: in the dtypes that they are trained in. They get gradients.
+            state: as `init` makes it. Its gradient is the state after this call: of several microbatches, take the maximum.
+            args: of `fn`.
+            weights: from `quantize`; None quantizes them here.
+        """
+        if weights is None:
+            weights = self.quantize(*jax.lax.stop_gradient((params, state)), *args)
+        return self.plan(params, *args).apply(params, state, weights, *args)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A trace with its products, for arguments of given shapes.
+
+    Attributes:
+        config: the recipe.
+        closed: the trace.
+        block: with the products found.
+        sites: the products in the order of the program.
+        products: what is said of each.
+        names: of all parameters.
+        structure: of the result.
+    """
+
+    config: FP8Config
+    closed: Any
+    block: find.Block
+    sites: tuple[DelayedProduct, ...]
+    products: tuple[Product, ...]
+    names: tuple[str, ...]
+    structure: Any
+
+    def init(self) -> Tree:
+        """Returns the state before the first step."""
+        if self.config.recipe == "current":
+            return {}
+        return History.zeros(sum(stop - start for _, start, stop in self._in_fp8()), self.config.history)
+
+    def quantize(
+        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[Array], Array] = lambda amax: amax
+    ) -> dict[str, Quantized]:
+        """Returns the weights in FP8 by the names of their parameters.
+
+        Args:
+            parts: the parameters by name, or a device's parts of them.
+            state: the state before the step.
+            over_devices: the maximum over the devices that have parts.
+        """
+        dtype, found = formats(self.config)[1], {}
+        earlier_S3 = state.amax(self.config) if isinstance(state, History) else None
+        for i, start, _ in self._in_fp8():
+            name = self._weight_of(i)
+            if name not in found:
+                largest = over_devices(amax(parts[name]))
+                scale = (
+                    scale_for(largest, dtype)
+                    if earlier_S3 is None
+                    else scale_for(earlier_S3[start, 1], dtype, self.config.margin)
+                )
+                found[name] = Quantized(quantize(parts[name], scale, dtype), scale, largest)
+        return found
+
+    def apply(self, params: Tree, state: Tree, weights: Mapping[str, Quantized], *args: Tree) -> Tree:
+        """Returns the function's result, with weights as `quantize` gives them, whole."""
+        taps: list[Tap | None] = [None] * len(self.sites)
+        scales, seen = observe(state, self.config, formats(self.config)) if isinstance(state, History) else ([], [])
+        views = self._views(weights)
+        for i, start, stop in self._in_fp8():
+            lead, weight = self.sites[i].lead, weights[self._weight_of(i)]
+
+            def over_loops(rows: list[Array], lead=lead) -> Array | None:
+                return jnp.stack(rows).reshape(*lead, 3) if rows else None
+
+            scale, largest = (jnp.broadcast_to(leaf, lead) for leaf in (weight.scale, weight.amax))
+            taps[i] = Tap(Weight(*views[i], scale, largest), over_loops(scales[start:stop]), over_loops(seen[start:stop]))
+
+        def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap | None) -> Array:
+            return site.run(x, w, extra) if tap is None else product(self.config, site, x, w, tap)
+
+        leaves = jax.tree.leaves((params, args))
+        out, _ = find.run_forward(self.block, self.closed.consts, leaves, taps, multiply)
+        return jax.tree.unflatten(self.structure, out)
+
+    def _in_fp8(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the products in FP8: which, and the range of its entries in a history, one for each turn of a loop."""
+        start = 0
+        for i, said in enumerate(self.products):
+            if not said.kept:
+                yield i, start, start + said.repeats
+                start += said.repeats
+
+    def _weight_of(self, i: int) -> str:
+        """Returns the name of the parameter that a product multiplies with."""
+        (place,) = self.sites[i].params
+        return self.names[place]
+
+    def _views(self, weights: Mapping[str, Quantized]) -> list[tuple[Array, Array]]:
+        """Returns every product's weight as [K, N] and as [N, K], loops in front."""
+        missing = find.MISSING
+        given = [weights[name].values if name in weights else missing for name in self.names]
+        given += [missing] * (len(self.closed.jaxpr.invars) - len(given))
+        found = find.run_weights(self.block, [missing] * len(self.closed.consts), given, keep_dtype=True)[1]
+        views: list[Any] = [None] * len(found)
+        for i, _, _ in self._in_fp8():
+            matrix = Shape.of(self.sites[i]).w_matrix
+            for _ in self.sites[i].lead:
+                matrix = jax.vmap(matrix)
+            rows = matrix(found[i])
+            views[i] = rows, jnp.swapaxes(rows, -1, -2)
+        return views
+
+
+def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
+    """Returns what is said of each product, and decides which stay as they are."""
+    kept = {name for pattern in config.keep for name in _matching(pattern, names)}
+    numbers = [_block_number(names[p]) for site in sites for p in site.params]
+    ends = {number for number in numbers if number is not None}
+    ends = {min(ends), max(ends)} if ends and config.blocks == "inner" else set()
+    if config.blocks == "inner" and not ends:
+        raise ConfigError("`fp8.blocks` is inner: must be all where parameters have no numbered blocks", field="fp8.blocks")
+    times: Counter[str] = Counter()
+    found = []
+    for site in sites:
+        name = "+".join(names[p] for p in sorted(site.params))
+        times[name] += 1
+        reason = why_not(site)
+        if any(names[p] in kept for p in site.params):
+            reason = "kept by `fp8.keep`"
+        elif any(_block_number(names[p]) in ends for p in site.params):
+            reason = "kept by `fp8.blocks`"
+        label = name if times[name] == 1 else f"{name}#{times[name]}"
+        sizes = Shape.of(site).sizes if site.eqn.primitive.name == "dot_general" else None
+        found.append(Product(label, sizes, math.prod(site.lead), reason))
+    return tuple(found)
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """Returns the names that a pattern of `keep` matches; those of the default need not be there."""
+    return fnmatch.filter(names, pattern) if pattern in KEPT else matching(pattern, names, field="fp8.keep")
+
+
+def _block_number(name: str) -> int | None:
+    """Returns the first number in a parameter's path, which is its block's."""
+    return next((int(part) for part in name.split("/") if part.isdigit()), None)
