@@ -64,7 +64,12 @@ class ShardSpec:
 
     def gather(self, part: Array) -> Array:
         """Returns the whole array, from every device's part."""
-        return part if self.axis is None else self.unpad(lax.all_gather(part, AXIS, axis=self.axis, tiled=True))
+        if self.axis is None:
+            return part
+        # FP8 goes as bytes: not every collective library knows it.
+        as_sent = lax.bitcast_convert_type(part, jnp.uint8) if part.dtype.itemsize == 1 else part
+        whole = self.unpad(lax.all_gather(as_sent, AXIS, axis=self.axis, tiled=True))
+        return lax.bitcast_convert_type(whole, part.dtype)
 
     def scatter(self, whole: Array) -> Array:
         """Returns this device's part of the sum over devices."""
@@ -138,21 +143,23 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 
 
 def value_and_grads(
-    loss: Callable[[dict[str, Array]], tuple[Array, Aux]],
+    loss: Callable[[dict[str, Array], Tree], tuple[Array, Aux]],
     parts: dict[str, Array],
+    history: Tree,
     shards: Mapping[str, ShardSpec],
     dtypes: Mapping[str, Any],
     *,
     grads_dtype: Any,
     reshard_after_forward: bool,
-) -> tuple[Aux, dict[str, Array]]:
-    """Returns what a loss gives besides its value, and this device's part of the sum of its gradients over the devices.
+) -> tuple[Aux, dict[str, Array], Tree]:
+    """Returns what a loss gives besides its value, this device's part of the sum of its gradients, and those of `history`.
 
     To be called on one device, under `jax.shard_map`.
 
     Args:
-        loss: of the whole parameters, a scalar and anything besides.
+        loss: of the whole parameters and of `history`, a scalar and anything besides.
         parts: of this device.
+        history: whose gradients are this device's own.
         shards, dtypes: of each parameter; it is cast to its dtype before it is gathered.
         grads_dtype: in which gradients are summed.
         reshard_after_forward: gather the parameters a second time for the backward, instead of keeping them.
@@ -162,13 +169,13 @@ def value_and_grads(
         return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
     whole = gather(parts)
-    value, pull_back, aux = jax.vjp(loss, whole, has_aux=True)
+    value, pull_back, aux = jax.vjp(loss, whole, history, has_aux=True)
     if reshard_after_forward:
         # The barrier keeps the second gathering behind the forward, and apart from the first: equal, they would be merged.
         again = gather(lax.optimization_barrier((parts, value))[0])
         pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
-    (grads,) = pull_back(jnp.ones_like(value))
-    return aux, {name: shards[name].scatter(gradient.astype(grads_dtype)) for name, gradient in grads.items()}
+    grads, after = pull_back(jnp.ones_like(value))
+    return aux, {name: shards[name].scatter(gradient.astype(grads_dtype)) for name, gradient in grads.items()}, after
 
 
 def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:

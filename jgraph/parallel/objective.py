@@ -8,7 +8,7 @@ reduced over microbatches and devices as is declared, and become the state only 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,18 @@ class Sums:
     carried: Tree
 
 
+class WithHistory(NamedTuple):
+    """The carried state of a step whose products in FP8 have histories.
+
+    Attributes:
+        model: what the loss carries.
+        fp8: amax histories. What they are after a microbatch comes out of its backward pass.
+    """
+
+    model: Tree
+    fp8: Tree
+
+
 def check_loss(found: Any) -> None:
     """Raises ShapeError where a loss function returned neither a floating scalar nor a `Loss` of such a one."""
     scalar = found.total if isinstance(found, Loss) else found
@@ -72,10 +84,10 @@ def check_loss(found: Any) -> None:
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Sums]]:
-    """Returns `f(params, batch, key, *carried) -> (total, Sums)`, for `jax.value_and_grad(has_aux=True)`."""
+    """Returns `f(*args) -> (total, Sums)` of a loss function, for `jax.value_and_grad(has_aux=True)`."""
 
-    def of(params: Tree, batch: Tree, key: Array, *carried: Tree) -> tuple[Array, Sums]:
-        found = loss(params, batch, key, *carried)
+    def of(*args: Any) -> tuple[Array, Sums]:
+        found = loss(*args)
         check_loss(found)
         if not isinstance(found, Loss):
             total = found.astype(jnp.float32)

@@ -23,8 +23,10 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
-from jgraph.parallel.objective import Reduction, Sums
+from jgraph.parallel.objective import Reduction, Sums, WithHistory
 from jgraph.parallel.strategy import Binding, Bound, Strategy
+from jgraph.precision import FP8Function
+from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
@@ -51,6 +53,11 @@ class TrainState:
     params: Tree
     opt_state: Tree
     carried: Tree = field(default_factory=dict)
+
+    @property
+    def model_state(self) -> Tree:
+        """What the model itself carries, without histories of FP8."""
+        return self.carried.model if isinstance(self.carried, WithHistory) else self.carried
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +117,8 @@ def train_step(
     freeze: Sequence[str] = (),
     carried: Tree = None,
     reductions: Tree = "mean",
+    fp8: FP8Config | None = None,
+    batch: Tree = None,
 ) -> "TrainStep":
     """Makes a training step, to be compiled before it is called.
 
@@ -128,6 +137,8 @@ def train_step(
         freeze: patterns of names of parameters that are not trained, as in a shell.
         carried: shapes of the carried state, if there is any.
         reductions: how it is reduced over microbatches and devices: `max`, `sum`, `mean`, `last`, or a tree of these.
+        fp8: computes matrix products with parameters in FP8, forward and backward; not with `Pipelined`.
+        batch: arrays or shapes of a whole batch; needed with `fp8`, to find these products.
 
     Raises:
         ConfigError: an argument has a value that is not allowed.
@@ -161,6 +172,8 @@ def train_step(
         carried=carried,
         reductions=reductions,
     )
+    if fp8 is not None:
+        binding = _in_fp8(binding, fp8, loss, strategy, batch)
     bound = strategy.bind(loss, binding)
     return TrainStep(
         bound,
@@ -174,6 +187,29 @@ def train_step(
         read_dtype=read_dtype,
         frozen=frozenset(name for pattern in freeze for name in matching(pattern, leaf_names(strategy.shapes), field="freeze")),
     )
+
+
+def _in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
+    """Returns the binding of a step with products in FP8, and with their histories where scaling is delayed."""
+    if not callable(loss):
+        raise ConfigError("`fp8` is given: must be None with the strategy Pipelined", field="precision")
+    if batch is None:
+        raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
+    parts = binding.num_microbatches * _data_ranks(getattr(strategy, "mesh", None))
+    microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype), batch)
+    state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
+    args = (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
+    precision = FP8Function(loss, config)
+    history = jax.eval_shape(lambda: precision.init(strategy.shapes, *args))
+    if jax.tree.leaves(history):
+        largest = jax.tree.map(lambda _: "max", history)
+        carried, reductions = WithHistory(binding.carried, history), WithHistory(binding.reductions, largest)
+        binding = replace(binding, carried=carried, reductions=reductions)
+    return replace(binding, fp8=precision, microbatch=args)
+
+
+def _data_ranks(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,6 +311,9 @@ class TrainStep:
     def _init(self, tree: Tree, carried: Tree) -> TrainState:
         params = optax.tree.cast(self.bound.pack(tree), self.params_dtype)
         seen = params if self.sees == "arrays" else self.bound.unpack(params)
+        if isinstance(self.binding.carried, WithHistory) and not isinstance(carried, WithHistory):
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.binding.carried.fp8)
+            carried = WithHistory(carried, zeros)
         zero = jnp.zeros((), jnp.int32)
         # Arrays of their own, since the first step donates them.
         return TrainState(zero, zero.copy(), params, self.transform.init(seen), jax.tree.map(jnp.array, carried))
@@ -328,7 +367,7 @@ class TrainStep:
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Returns the step, lowered for a whole batch of these arrays or shapes."""
-        ranks = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
+        ranks = _data_ranks(self.mesh)
         for leaf in jax.tree.leaves(batch):
             if leaf.ndim == 0 or leaf.shape[0] % (self.binding.num_microbatches * ranks):
                 raise ShapeError(

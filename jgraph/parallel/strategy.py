@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.mesh import Axis, batch_axes, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
-from jgraph.parallel.accumulate import accumulate
-from jgraph.parallel.objective import LossFunction, Sums, finished, summed
+from jgraph.parallel.accumulate import accumulate, by_microbatch
+from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, finished, summed
+from jgraph.precision.transform import FP8Function, Quantized
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -35,6 +36,8 @@ class Binding:
         packing: whether `small` parameters lie side by side in one array, or `nothing` does.
         carried: shapes of the carried state.
         reductions: of the carried state, a tree of names.
+        fp8: the loss with products in FP8, if it has any.
+        microbatch: shapes of a device's microbatch, of key and carried state, as the loss with FP8 takes them.
     """
 
     num_microbatches: int = 1
@@ -42,6 +45,12 @@ class Binding:
     packing: PackingChoice = "small"
     carried: Tree = field(default_factory=dict)
     reductions: Tree = field(default_factory=dict)
+    fp8: FP8Function | None = None
+    microbatch: tuple[Tree, ...] = ()
+
+    def weights(self, shapes: Tree) -> tuple[str, ...]:
+        """Returns the names of the parameters that are multiplied with in FP8."""
+        return self.fp8.plan(shapes, *self.microbatch).weights if self.fp8 else ()
 
 
 class Bound(Protocol):
@@ -143,7 +152,7 @@ class FullySharded:
 
     def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
         axes = fsdp.asked_axes(leaf_names(self.shapes), self.rules, self.annotations)
-        packing = _packing(self.shapes, binding.packing, alone=axes)
+        packing = _packing(self.shapes, binding.packing, alone={*axes, *binding.weights(self.shapes)})
         shards = fsdp.shard_specs(jax.eval_shape(packing.pack, self.shapes), self.mesh.shape[Axis.FSDP], axes)
         return DataParallel(self.mesh, loss, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)
 
@@ -229,8 +238,7 @@ class DataParallel:
     def _local(self, params: Tree, batch: Tree, key: Array, carried: Tree, axes: tuple[str, ...] = ()) -> tuple[Sums, Tree]:
         """Computes one device's part, and with `axes` sums over the devices."""
         binding = self.binding
-        state = (carried,) if jax.tree.leaves(carried) else ()
-        sums_and_grads = self._sharded(state) if self.shards else self._whole(state)
+        sums_and_grads = self._sums_and_grads(params, batch, key, carried)
         sums, grads = accumulate(
             sums_and_grads, binding.num_microbatches, dtype=binding.grads_dtype, reductions=binding.reductions
         )(params, batch, key)
@@ -241,32 +249,62 @@ class DataParallel:
             grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
         return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
 
-    def _whole(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        def loss(params: Tree, batch: Tree, key: Array) -> tuple[Array, Sums]:
-            return summed(self.loss)(self.packing.unpack(params), batch, key, *carried)
+    def _sums_and_grads(
+        self, params: Tree, batch: Tree, key: Array, carried: Tree
+    ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+        """Returns the function of a microbatch; makes what all microbatches share, which is weights in FP8."""
+        model, history = carried if isinstance(carried, WithHistory) else (carried, {})
+        state = (model,) if jax.tree.leaves(model) else ()
+        if self.binding.fp8 is None:
+            return self._differentiated(lambda whole, history, weights, *args: self.loss(whole, *args, *state), history, {})
+        first = jax.tree.map(lambda leaf: leaf[0], by_microbatch(batch, self.binding.num_microbatches))
+        plan = self.binding.fp8.plan(jax.eval_shape(self._whole, params), first, key, *state)
+        if self.shards:
+            weights = plan.quantize(params, history, lambda amax: jax.lax.pmax(amax, fsdp.AXIS))
+        else:
+            leaves = jax.tree.leaves(self.packing.unpack(params))
+            weights = plan.quantize(dict(zip(plan.names, leaves, strict=True)), history)
+        return self._differentiated(
+            lambda whole, history, weights, *args: plan.apply(whole, history, weights, *args, *state), history, weights
+        )
+
+    def _differentiated(
+        self, loss: Callable[..., Array | Loss], history: Tree, weights: dict[str, Quantized]
+    ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+        """Returns the sums and gradients of a microbatch, from `loss(params, history, weights, batch, key)`."""
 
         def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
-            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
-            return sums, grads
+            def of(arrays: Tree, history: Tree) -> tuple[Array, Sums]:
+                return summed(loss)(self.packing.unpack(arrays), history, gathered, batch, key)
+
+            gathered = weights
+            if self.shards:
+                gathered = {
+                    name: weight._replace(values=self.shards[name].gather(weight.values)) for name, weight in weights.items()
+                }
+                sums, grads, after = fsdp.value_and_grads(
+                    of,
+                    params,
+                    history,
+                    self.shards,
+                    self._gathered_dtypes(params),
+                    grads_dtype=self.binding.grads_dtype,
+                    reshard_after_forward=self.reshard_after_forward,
+                )
+            else:
+                (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, history)
+            return replace(sums, carried=WithHistory(sums.carried, after)) if jax.tree.leaves(after) else sums, grads
 
         return sums_and_grads
 
-    def _sharded(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        matrices = self.is_matrix
+    def _gathered_dtypes(self, params: Tree) -> dict[str, Any]:
+        """Returns the dtypes in which arrays are gathered."""
+        cast, matrices = self.compute_dtype, self.is_matrix
+        return {name: cast if cast and matrices[name] else part.dtype for name, part in params.items()}
 
-        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
-            def loss(whole: Tree) -> tuple[Array, Sums]:
-                return summed(self.loss)(self.packing.unpack(whole), batch, key, *carried)
-
-            cast = self.compute_dtype
-            dtypes = {name: cast if cast and matrices[name] else part.dtype for name, part in params.items()}
-            return fsdp.value_and_grads(
-                loss,
-                params,
-                self.shards,
-                dtypes,
-                grads_dtype=self.binding.grads_dtype,
-                reshard_after_forward=self.reshard_after_forward,
-            )
-
-        return sums_and_grads
+    def _whole(self, params: Tree) -> Tree:
+        """Returns the model's tree as the loss sees it, for its shapes."""
+        if not self.shards:
+            return self.packing.unpack(params)
+        dtypes = self._gathered_dtypes(params)
+        return self.packing.unpack({name: self.shards[name].gather(part.astype(dtypes[name])) for name, part in params.items()})

@@ -155,6 +155,11 @@ class Plan:
     names: tuple[str, ...]
     structure: Any
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the parameters that are multiplied with in FP8."""
+        return tuple({self._weight_of(i): None for i, _, _ in self._in_fp8()})
+
     def init(self) -> Tree:
         """Returns the state before the first step."""
         if self.config.recipe == "current":

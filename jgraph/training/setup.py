@@ -131,11 +131,11 @@ class TrainSetup:
 
     def loss(self, state: TrainState, tokens_BS: Array) -> Array:
         """Returns the mean next-token loss of a state in evaluation, in nats."""
-        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.carried, tokens_BS)
+        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.model_state, tokens_BS)
 
     def logits(self, state: TrainState, tokens_BT: Array) -> Array:
         """Returns the logits (B, T, V) of a state in evaluation."""
-        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.carried, tokens_BT)
+        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.model_state, tokens_BT)
 
     @cached_property
     def flops_per_step(self) -> float:

@@ -1,0 +1,203 @@
+"""Products are found in the trace, and are what a plain emulation of FP8 gives, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph import FP8Config
+from jgraph.errors import ConfigError
+
+# B batch, D model, F hidden
+B, D, F, H, K = 32, 48, 64, 4, 16
+KEY = jax.random.key(0)
+
+
+def normal(i, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.fold_in(KEY, i), shape, dtype)
+
+
+def rounded(x, dtype):
+    """Returns what FP8 leaves of an array with a scale of its own, in float64."""
+    x = np.asarray(x, np.float64)
+    scale = 2.0 ** np.floor(np.log2(float(jnp.finfo(dtype).max) / np.abs(x).max()))
+    return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def expected(x, w, dy):
+    """Returns y, dx, dw of matrices, and of each the same of the magnitudes."""
+    x, w, dy = rounded(x, jnp.float8_e4m3fn), rounded(w, jnp.float8_e4m3fn), rounded(dy, jnp.float8_e5m2)
+    return [(a @ b, np.abs(a) @ np.abs(b)) for a, b in ((x, w), (dy, w.T), (x.T, dy))]
+
+
+def check(found, wanted):
+    # Results are bfloat16, 8 bits; sums of a product are in float32 here, in 14 bits on a GPU.
+    for a, (b, magnitude) in zip(found, wanted, strict=True):
+        np.testing.assert_array_less(np.abs(np.asarray(a, np.float64) - b), 2.0**-8 * np.abs(b) + 2.0**-13 * magnitude + 1e-30)
+
+
+# Each reaches the product of [B, D] and [D, F] in another way: (function of a weight w and x, the weight's shape, from [D, F]).
+WAYS = {
+    "matmul": (lambda w, x: x @ w.astype(x.dtype), lambda w: w),
+    "einsum with heads": (
+        lambda w, x: jnp.einsum("bd,dhk->bhk", x, w.astype(x.dtype)).reshape(B, F),
+        lambda w: w.reshape(D, H, K),
+    ),
+    "transposed": (lambda w, x: x @ w.T.astype(x.dtype), lambda w: w.T),
+    "weight first": (lambda w, x: (w.T.astype(x.dtype) @ x.T).T, lambda w: w),
+    "a slice": (lambda w, x: x @ w[:, :F].astype(x.dtype), lambda w: jnp.concatenate([w, 0 * w], 1)),
+    "checkpoint": (jax.checkpoint(lambda w, x: x @ w.astype(x.dtype)), lambda w: w),
+    "jit": (jax.jit(lambda w, x: x @ w.astype(x.dtype)), lambda w: w),
+    "scan": (lambda w, x: jax.lax.scan(lambda c, w: (c, c @ w.astype(x.dtype)), x, w)[1][0], lambda w: w[None]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_product_and_its_gradients_are_those_of_rounded_operands(way):
+    fn, place = WAYS[way]
+    w_DF, x_BD, dy_BF = normal(0, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(fn)
+    y, pull_back = jax.vjp(lambda w, x: stage.apply(w, {}, x), place(w_DF), x_BD)
+    dw, dx = pull_back(dy_BF)
+    (dw,) = jax.linear_transpose(place, w_DF)(dw) if way != "a slice" else (dw[:, :F],)
+    check((y, dx, dw), expected(x_BD, w_DF, dy_BF))
+
+
+def test_a_bf16_wgrad_reads_the_operands_as_they_are():
+    w, x, dy = normal(0, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(WAYS["matmul"][0], FP8Config(wgrad="bf16"))
+    dw = jax.vjp(lambda w: stage.apply(w, {}, x), w)[1](dy)[0]
+    wanted = jax.vjp(lambda w: x @ w.astype(x.dtype), w)[1](dy)[0]
+    np.testing.assert_allclose(dw, wanted, rtol=2**-8)
+
+
+def test_the_format_e4m3_rounds_gradients_finer():
+    w, x, dy = normal(0, D, F), normal(1, B, D), normal(2, B, F)
+
+    def error(format):
+        stage = jgraph.fp8(lambda w, x: x @ w, FP8Config(format=format))
+        dx = jax.vjp(lambda x: stage.apply(w, {}, x), x)[1](dy)[0]
+        return float(jnp.linalg.norm(dx - dy @ w.T))
+
+    assert error("e4m3") < error("hybrid")
+
+
+def block(params, x):
+    for layer in params["blocks"]:
+        x = x + jax.nn.gelu(x @ layer["up"].astype(x.dtype)) @ layer["down"].astype(x.dtype)
+    return jnp.mean(jnp.square((x @ params["head"].astype(x.dtype)).astype(jnp.float32)))
+
+
+PARAMS = {
+    "blocks": [{"up": 0.1 * normal(i, D, F), "down": 0.1 * normal(9 + i, F, D)} for i in range(3)],
+    "head": normal(20, D, 16),
+}
+X = normal(21, B, D, dtype=jnp.bfloat16)
+
+
+def in_fp8(config, fn=block, params=PARAMS, x=X):
+    return [product.name for product in jgraph.fp8(fn, config).plan(params, x).products if not product.kept]
+
+
+def test_the_head_is_kept_by_default_and_other_layers_by_pattern():
+    assert "head" not in in_fp8(FP8Config())
+    assert "head" in in_fp8(FP8Config(keep=()))
+    assert in_fp8(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
+
+
+def test_first_and_last_block_can_be_kept():
+    assert in_fp8(FP8Config(blocks="inner")) == ["blocks/1/up", "blocks/1/down"]
+
+
+def test_a_pattern_that_keeps_nothing_is_refused():
+    with pytest.raises(ConfigError) as error:
+        in_fp8(FP8Config(keep=("*attention*",)))
+    assert error.value.field == "fp8.keep"
+
+
+def test_inner_blocks_need_numbers():
+    with pytest.raises(ConfigError) as error:
+        in_fp8(FP8Config(blocks="inner"), lambda w, x: x @ w["w"], {"w": normal(0, D, F)}, normal(1, B, D))
+    assert error.value.field == "fp8.blocks"
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda p, x: x[:, :40] @ p["w"][:40], "40"),
+        (lambda p, x: x @ jnp.tanh(p["w"]), "computed"),
+        (lambda p, x: jnp.einsum("bd,bdf->bf", x, jnp.broadcast_to(p["w"], (B, D, F))), "batch"),
+        (lambda p, x: x * p["w"][0, 0], "no matrix"),
+    ],
+)
+def test_a_function_without_a_product_for_fp8_is_refused_with_the_reason(fn, why):
+    with pytest.raises(ConfigError, match=why) as error:
+        jgraph.fp8(fn).init({"w": normal(0, D, F)}, normal(1, B, D))
+    assert error.value.field == "precision"
+
+
+def test_a_weight_used_twice_has_an_amax_for_each_use():
+    def twice(w, x):
+        return (100 * jnp.tanh(x @ w)) @ w
+
+    stage, w, x = jgraph.fp8(twice, FP8Config(recipe="delayed")), normal(0, D, D), normal(1, B, D)
+    assert [product.name for product in stage.plan(w, x).products] == ["", "#2"]
+    state = jax.grad(lambda state: jnp.sum(stage.apply(w, state, x)))(stage.init(w, x))
+    assert state.window[0, :, 0].tolist() == [float(jnp.max(jnp.abs(x))), 100]
+
+
+def test_every_turn_of_a_scan_has_an_amax_of_its_own():
+    def layers(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (10 * x @ w, None), x, w)[0])
+
+    stage, w, x = jgraph.fp8(layers, FP8Config(recipe="delayed")), jnp.stack([jnp.eye(D)] * 3), normal(1, B, D)
+    state = jax.grad(lambda state: stage.apply(w, state, x))(stage.init(w, x))
+    largest = state.window[0, :, 0]
+    np.testing.assert_allclose(largest[1:] / largest[:-1], 10, rtol=0.1)
+    assert state.window[0, :, 2].tolist() == [100, 10, 1]
+
+
+def test_delayed_scaling_survives_a_spike_in_an_activation_and_recovers():
+    w, x = {"w": normal(0, D, F)}, normal(1, B, D)
+    stage = jgraph.fp8(lambda p, x: jnp.mean((x @ p["w"]) ** 2), FP8Config(recipe="delayed", history=2))
+
+    def error(state, x):
+        return abs(float(stage.apply(w, state, x) / jnp.mean((x @ w["w"]) ** 2)) - 1)
+
+    state, found = stage.init(w, x), []
+    for x_now in (x, x, x.at[0, 0].set(1e4), x, x, x):
+        found.append(error(state, x_now))
+        state = jax.grad(lambda state, x=x_now: stage.apply(w, state, x))(state)
+    assert np.isfinite(found).all()
+    assert found[2] > 0.5  # which the scale of the steps before cuts off
+    assert max(found[1], found[5]) < 0.02
+
+
+def test_current_scaling_survives_a_spike_at_once():
+    w, x = normal(0, D, F), normal(1, B, D).at[0, 0].set(1e4)
+    stage = jgraph.fp8(lambda w, x: jnp.mean((x @ w) ** 2))
+    assert abs(float(stage.apply(w, {}, x) / jnp.mean((x @ w) ** 2)) - 1) < 0.05
+
+
+def test_any_flax_module_takes_part_as_it_is():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs)
+            self.mlp = nnx.Linear(D, F, rngs=rngs)
+
+        def loss(self, batch):
+            return jnp.mean(self.mlp(self.attention(batch)) ** 2)
+
+    model = jgraph.functional(lambda: Model(nnx.Rngs(0)))
+    batch = normal(1, 2, 16, D)
+    stage = jgraph.fp8(lambda params, batch: model.loss(params, batch, KEY)[0])
+    found = stage.plan(model.shapes, batch).products
+    assert [product.name for product in found if not product.kept] == [
+        *(f"attention/{name}/kernel" for name in ("query", "key", "value", "out")),
+        "mlp/kernel",
+    ]
+    params, _ = model.init()
+    near = stage.apply(params, {}, batch), model.loss(params, batch, KEY)[0]
+    np.testing.assert_allclose(*near, rtol=0.1)

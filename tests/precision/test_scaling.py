@@ -1,0 +1,97 @@
+"""Scales are powers of two that fit; histories follow the arrays; what is not finite is not hidden."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgraph import FP8Config
+from jgraph.errors import ConfigError
+from jgraph.precision.scaling import History, observe, quantize, scale_for
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+DTYPES = (E4M3, E4M3, E5M2)
+
+
+@given(st.floats(2.0**-100, 2.0**100, width=32), st.sampled_from([E4M3, E5M2]))
+def test_a_scale_is_the_largest_power_of_two_that_fits(amax, dtype):
+    scale = float(scale_for(jnp.float32(amax), dtype))
+    assert np.frexp(scale)[0] == 0.5
+    assert amax * scale <= float(jnp.finfo(dtype).max) < 2 * amax * scale
+
+
+def test_a_margin_leaves_powers_of_two_free():
+    assert float(scale_for(jnp.float32(3), E4M3, 2)) == float(scale_for(jnp.float32(3), E4M3)) / 4
+
+
+def test_zeros_have_the_scale_1():
+    assert float(scale_for(jnp.float32(0), E4M3)) == 1
+
+
+@pytest.mark.parametrize("amax", [np.inf, np.nan])
+def test_an_array_that_is_not_finite_becomes_nan_so_that_the_finite_gate_sees_it(amax):
+    x = jnp.array([1.0, amax])
+    assert np.isnan(np.asarray(quantize(x, scale_for(jnp.float32(amax), E4M3), E4M3), np.float32)).all()
+    assert np.isnan(np.asarray(quantize(x, jnp.float32(1), E4M3), np.float32)[1])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_quantizing_rounds_to_nearest_even_as_ml_dtypes_does(dtype):
+    x = np.random.default_rng(0).normal(size=4096).astype(np.float32) * np.exp2(np.arange(4096) % 24 - 12).astype(np.float32)
+    top = float(ml_dtypes.finfo(dtype).max)
+    found = np.asarray(quantize(jnp.asarray(x), jnp.float32(4), dtype))
+    np.testing.assert_array_equal(found.view(np.uint8), np.clip(x * 4, -top, top).astype(dtype).view(np.uint8))
+
+
+def test_what_lies_beyond_the_range_of_an_old_scale_becomes_the_largest_number():
+    assert np.asarray(quantize(jnp.array([1e4, -1e4]), jnp.float32(1), E4M3), np.float32).tolist() == [448, -448]
+
+
+def run(config, amaxes):
+    """Returns the scales of every step, and the histories after it, for amaxes [steps, S, 3]."""
+    history, found = History.zeros(amaxes.shape[1], config.history), []
+    for amax in amaxes:
+
+        def loss(history, amax=amax):
+            scales, taps = observe(history, config, DTYPES)
+            return jnp.sum(jnp.stack(taps) * amax), jnp.stack(scales)
+
+        after, scales = jax.grad(loss, has_aux=True)(history)
+        found.append(scales)
+        history = after
+    return np.stack(found), history
+
+
+def test_the_scale_of_a_step_comes_from_the_steps_before_it():
+    amaxes = jnp.array([1.0, 100.0, 1.0, 1.0, 1.0])[:, None, None] * jnp.ones((1, 3))
+    by_max, history = run(FP8Config(recipe="delayed", history=2), amaxes)
+    assert by_max[:, 0, 0].tolist() == [1, 256, 4, 4, 256]
+    assert history.window[:, 0, 0].tolist() == [1, 1]
+    latest, _ = run(FP8Config(recipe="delayed", history=2, amax="most_recent"), amaxes)
+    assert latest[:, 0, 0].tolist() == [1, 256, 4, 256, 256]
+
+
+def test_an_amax_of_zero_leaves_the_scale_as_it_was():
+    amaxes = jnp.array([1.0, 0.0, 0.0])[:, None, None] * jnp.ones((1, 3))
+    scales, _ = run(FP8Config(recipe="delayed", history=1), amaxes)
+    assert scales[:, 0, 0].tolist() == [1, 256, 256]
+
+
+def test_the_histories_of_microbatches_have_their_maximum():
+    config = FP8Config(recipe="delayed", history=3)
+    amaxes = jnp.arange(1.0, 13).reshape(2, 2, 3)
+    history = History(jnp.arange(18.0).reshape(3, 2, 3), jnp.ones((2, 3)))
+    both = jax.tree.map(jnp.maximum, history.after(amaxes[0], config), history.after(amaxes[1], config))
+    jax.tree.map(np.testing.assert_array_equal, both, history.after(jnp.max(amaxes, 0), config))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("recipe", "dynamic"), ("history", 0), ("margin", -1), ("keep", "head"), ("blocks", "some")]
+)
+def test_a_recipe_that_cannot_be_is_refused_by_its_field(field, value):
+    with pytest.raises(ConfigError) as error:
+        FP8Config(**{field: value})
+    assert error.value.field == f"fp8.{field}"
