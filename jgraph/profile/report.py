@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
-from jgraph.profile import actions, attribution, roofline
+from jgraph.profile import actions, attribution
 from jgraph.profile.attribution import Step
 from jgraph.profile.page import page
 from jgraph.profile.program import Program
@@ -100,7 +101,7 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
     first = next(iter(chosen.values()))
-    device = roofline.find(about["device"])
+    device = find_device(about["device"])
     told = ("device", "devices", "versions", "date", "flags")
     return {
         "format": FORMAT,
