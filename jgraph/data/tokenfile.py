@@ -37,16 +37,8 @@ _LARGEST_VOCABULARY = 2**32 - 1
 
 @dataclass(frozen=True)
 class Header:
-    """What a token file says of itself.
-
-    Attributes:
-        bytes_per_token: 2 or 4.
-        num_tokens: of the file.
-        num_documents: of the file.
-        vocab_size: every id is smaller.
-        sha256: of the token ids alone, as hexadecimal digits.
-        largest_id: in the file; None where it was not kept.
-    """
+    """The header of a token file: `bytes_per_token` is 2 or 4, every id is below `vocab_size`, `sha256` (hexadecimal) is of
+    the ids alone, and `largest_id` is None where it was not kept."""
 
     bytes_per_token: int
     num_tokens: int
@@ -75,10 +67,6 @@ class Header:
 
 class TokenFile:
     """The ids of a token file as a 1-D stream, mapped. Every span is looked at before it is given away.
-
-    Attributes:
-        path: of the file.
-        header: of the file.
 
     Raises:
         DataError: as `read_header`; on reading a span, an id is larger than the header promises, or the file was changed since.
@@ -117,7 +105,7 @@ class TokenFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype of a token file that holds every id below `vocab_size`: uint16 up to 65536, else uint32."""
+    """Returns the smallest dtype of a token file that holds every id below `vocab_size`: uint16 up to 65536, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
