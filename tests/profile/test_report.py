@@ -168,24 +168,12 @@ def test_a_recording_whose_json_is_none_is_refused(copied, text):
         report.of_run(directory)
 
 
-@pytest.mark.parametrize("steps", [0, -1])
-def test_a_recording_of_no_steps_is_refused(copied, steps):
-    directory = copied("one")
-    about = json.loads((directory / "run.json").read_text())
-    (directory / "run.json").write_text(json.dumps(about | {"steps": steps}))
-    with pytest.raises(ProfileError, match=r"run\.json has no steps"):
-        report.of_run(directory)
-
-
-@pytest.mark.parametrize(
-    "change", [{"schedule": None}, {"runtime": 3}, {"devices": 4}, {"devices": ["x"]}, {"devices": [0, 1, 2, 99]}, None]
-)
-def test_a_recorded_pipeline_that_cannot_be_is_refused(copied, change):
+def test_a_recorded_pipeline_of_a_device_that_was_not_traced_is_refused(copied):
     directory = copied("pipeline")
     about = json.loads((directory / "run.json").read_text())
-    about["pipeline"] = about["pipeline"] | change if change else []
+    about["pipeline"] |= {"devices": [0, 1, 2, 99]}
     (directory / "run.json").write_text(json.dumps(about))
-    with pytest.raises(ProfileError, match=r"run\.json"):
+    with pytest.raises(ProfileError, match=r"run\.json says that device 99"):
         report.of_run(directory)
 
 
