@@ -108,6 +108,16 @@ class OrderError(JgraphError):
     position: int | None = None
     rank: int | None = None
 
+    @classmethod
+    def at(cls, position: int, problem: str) -> typing.Self:
+        """Returns the error of an entry that "is ..."."""
+        return cls(f"entry {position} is {problem}", position=position)
+
+    @classmethod
+    def of_rank(cls, rank: int, problem: str, position: int | None = None) -> typing.Self:
+        """Returns the error of a rank, or of an entry of its order: "rank 0 ..."."""
+        return cls(f"rank {rank}{problem}", rank=rank, position=position)
+
 
 class SplitError(JgraphError):
     """A stage's backward cannot be split as asked, or its parts do not belong together.

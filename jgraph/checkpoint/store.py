@@ -71,9 +71,12 @@ class Checkpoints:
             return
         with self._write_errors():
             leaves = jax.tree.leaves(state)
+            told, sums = _describe(state), checksums(leaves)
+            # With a checksum of its own text: a flipped digit must not look like another model.
+            digest = {"leaves": told, "checksums": sums, "crc": _crc(told, sums)}
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
-                digest=ocp.args.JsonSave(_seal(_describe(state), checksums(leaves))),  # pyright: ignore[reportCallIssue]
+                digest=ocp.args.JsonSave(digest),  # pyright: ignore[reportCallIssue]
             )
             self._manager.save(step, args=args)
             self._empty_trash()
@@ -157,8 +160,11 @@ class Checkpoints:
         return restored
 
     def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+        there, here = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, wanted))
         differing = [
-            f"{name}: {_shape(a)} in the checkpoint, {_shape(b)} in this run" for name, a, b in _pair(found, wanted) if a != b
+            f"{name}: {_shape(there.get(name))} in the checkpoint, {_shape(here.get(name))} in this run"
+            for name in there | here
+            if there.get(name) != here.get(name)
         ]
         if differing:
             raise CheckpointError(
@@ -272,11 +278,6 @@ def _describe(state: object) -> list[dict[str, Any]]:
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
 
 
-def _seal(leaves: list[dict[str, Any]], sums: list[int]) -> dict[str, Any]:
-    """Returns a digest to store, with a checksum of its own text: a flipped digit must not look like another model."""
-    return {"leaves": leaves, "checksums": sums, "crc": _crc(leaves, sums)}
-
-
 def _unseal(digest: Any) -> list[int]:
     """Returns the checksums of a digest that is as it was stored."""
     try:
@@ -289,12 +290,6 @@ def _unseal(digest: Any) -> list[int]:
 
 def _crc(leaves: object, sums: object) -> int:
     return zlib.crc32(json.dumps([leaves, sums], sort_keys=True).encode())
-
-
-def _pair(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    by_name = [{leaf["name"]: leaf for leaf in leaves} for leaves in (found, wanted)]
-    for name in by_name[0] | by_name[1]:
-        yield name, by_name[0].get(name), by_name[1].get(name)
 
 
 def _shape(leaf: dict[str, Any] | None) -> str:

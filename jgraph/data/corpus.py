@@ -91,7 +91,17 @@ def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
             raise DataError(f"`data` is {data}: no such file or directory, and not one of the corpora {known}{hint}")
     except OSError as e:
         raise DataError(f"`data` is {data}: cannot be read: {e}") from e
-    _check_fits(corpus, seq_len=seq_len, vocab_size=vocab_size)
+    if min(len(corpus.train), len(corpus.heldout)) < seq_len + 1:
+        raise DataError(
+            f"`data` is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
+            f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
+        )
+    # Text is in memory: a model may be as small as its largest byte allows. Token files are taken by their header's word.
+    ids = corpus.vocab_size
+    if corpus.train.dtype == np.uint8:
+        ids = 1 + int(max(np.max(corpus.train[:]), np.max(corpus.heldout[:])))
+    if vocab_size is not None and ids > vocab_size:
+        raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {corpus.name} needs at least {ids} token ids")
     return corpus
 
 
@@ -122,7 +132,8 @@ def _from_documents(name: str, documents: list[bytes]) -> Corpus:
         fingerprint=hashlib.sha256(b"".join(digests)).hexdigest(),
         zlib_nats_per_token=_zlib_nats(documents),
         entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" else None,
-        decoder=_decode_bytes,
+        # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
+        decoder=lambda ids: bytes(min(token, 0xFF) for token in ids).decode(errors="replace"),
     )
 
 
@@ -186,26 +197,7 @@ def _join(documents: Iterable[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
 
 
-def _decode_bytes(ids: Sequence[int]) -> str:
-    # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
-    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
-
-
 def _zlib_nats(documents: list[bytes]) -> float:
     # In the order of the source, where neighbours are alike, not by hash: zlib should get the text as one would compress it.
     text = b"\n".join(documents)[:_ZLIB_BYTES]
     return 8 * math.log(2) * len(zlib.compress(text, level=9)) / len(text)
-
-
-def _check_fits(corpus: Corpus, *, seq_len: int, vocab_size: int | None) -> None:
-    if min(len(corpus.train), len(corpus.heldout)) < seq_len + 1:
-        raise DataError(
-            f"`data` is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
-            f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
-        )
-    # Text is in memory: a model may be as small as its largest byte allows. Token files are taken by their header's word.
-    ids = corpus.vocab_size
-    if corpus.train.dtype == np.uint8:
-        ids = 1 + int(max(np.max(corpus.train[:]), np.max(corpus.heldout[:])))
-    if vocab_size is not None and ids > vocab_size:
-        raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {corpus.name} needs at least {ids} token ids")

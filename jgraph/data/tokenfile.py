@@ -135,7 +135,11 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
         with partial.open("wb") as file:
             file.seek(_HEADER.size)
             for document in documents:
-                ids_end = max(ids_end, _check_document(document, vocab_size, path, first=num_tokens))
+                if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
+                    kind = f"{document.dtype}{list(document.shape)}"
+                    raise DataError(f"{path}: the document at token {num_tokens} is of {kind}: must be a 1-D array of integers")
+                remedy = "write it for a larger vocabulary"
+                ids_end = max(ids_end, _check_ids(document, vocab_size, path, first=num_tokens, remedy=remedy))
                 payload = document.astype(dtype, copy=False).tobytes()
                 hasher.update(payload)
                 file.write(payload)
@@ -223,16 +227,8 @@ def verify(path: Path) -> Header:
     return header
 
 
-def _check_document(document: np.ndarray, vocab_size: int, path: Path, *, first: int) -> int:
-    """Largest id + 1 of a document that is to start at token `first` of `path`; 0 of an empty one."""
-    if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
-        kind = f"{document.dtype}{list(document.shape)}"
-        raise DataError(f"{path}: the document at token {first} is of {kind}: must be a 1-D array of integers")
-    return _check_ids(document, vocab_size, path, first=first, remedy="write it for a larger vocabulary")
-
-
 def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str = _MAKE_AGAIN) -> int:
-    """Largest id + 1; 0 without ids. `first` is the place of ids[0] in the file."""
+    """Returns the largest id + 1; 0 without ids. `first` is the place of ids[0] in the file."""
     if len(ids) == 0:
         return 0
     largest = int(ids.max())

@@ -92,12 +92,10 @@ class Order(Sequence[Action]):
         actions = list(actions) if isinstance(actions, Iterable) else [actions]
         for i, action in enumerate(actions):
             if not isinstance(action, Action) or action.kind not in KINDS:
-                problem = f"entry {i} is {_show(action)}; an order is made of Actions, each one of {', '.join(KINDS)}"
-                raise OrderError(problem, position=i)
+                raise OrderError.at(i, f"{_show(action)}; an order is made of Actions, each one of {', '.join(KINDS)}")
             # Looked at before the array is made, whose cast would make a chunk of anything.
             if not _is_whole(action.chunk) or not 0 <= int(action.chunk) < len(actions):
-                problem = f"entry {i} is of chunk {_show(action.chunk)}; chunks are whole numbers from 0, without gaps"
-                raise OrderError(problem, position=i)
+                raise OrderError.at(i, f"of chunk {_show(action.chunk)}; chunks are whole numbers from 0, without gaps")
         kinds, chunks = (
             np.array([KINDS.index(a.kind) for a in actions], np.int8),
             np.array([a.chunk for a in actions], np.int32),
@@ -109,7 +107,7 @@ class Order(Sequence[Action]):
         for i, (action, counted) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
             if action.microbatch != counted:
                 remedy = f"microbatches go first in, first out, so this must be microbatch {counted}"
-                raise OrderError(f"entry {i} is the {action}; {remedy}", position=i)
+                raise OrderError.at(i, f"the {action}; {remedy}")
         return order
 
     def __len__(self) -> int:
@@ -210,7 +208,7 @@ def _parse_entry(position: int, entry: Any, length: int) -> tuple[int, int]:
             remedy = "only a wgrad has a fraction, and it is -c-0.5, e.g. -1.5 for chunk 1"
     else:
         what, remedy = _show(entry), "an entry is a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
-    raise OrderError(f"entry {position} is {what}; {remedy}", position=position)
+    raise OrderError.at(position, f"{what}; {remedy}")
 
 
 def _show(value: object) -> str:
@@ -253,7 +251,7 @@ def _read_backwards(kinds: np.ndarray, chunks: np.ndarray, delayed: tuple[bool, 
         else:
             problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, but delay_wgrad says that they are not delayed"
             remedy = "remove it, or pass delay_wgrad=True"
-        raise OrderError(f"entry {position} is {problem}; {remedy}", position=position)
+        raise OrderError.at(position, f"{problem}; {remedy}")
     return np.where((kinds == DGRAD) & ~wanted[chunks], BACKWARD, kinds)
 
 
@@ -270,11 +268,8 @@ def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
     wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0) | (chunks >= len(chunks)))
     if len(wrong):
         position = int(wrong[0])
-        raise OrderError(
-            f"entry {position} has kind {kinds[position]} and chunk {chunks[position]}; kinds are {FORWARD} to {BACKWARD}, "
-            f"chunks count from 0, without gaps",
-            position=position,
-        )
+        allowed = f"kinds are {FORWARD} to {BACKWARD}, chunks count from 0, without gaps"
+        raise OrderError.at(position, f"of kind {kinds[position]} and chunk {chunks[position]}; {allowed}")
 
 
 def _check_chunks(chunks: np.ndarray) -> None:
@@ -283,11 +278,8 @@ def _check_chunks(chunks: np.ndarray) -> None:
     if not seen.all():
         missing = int(np.argmin(seen))
         position = int(np.flatnonzero(chunks > missing)[0])
-        raise OrderError(
-            f"entry {position} is of chunk {chunks[position] + 1}, but no entry is of chunk {missing + 1}; "
-            f"number the chunks from 1, without gaps",
-            position=position,
-        )
+        problem = f"of chunk {chunks[position] + 1}, but no entry is of chunk {missing + 1}"
+        raise OrderError.at(position, f"{problem}; number the chunks from 1, without gaps")
 
 
 def newest_waiting(kinds: np.ndarray) -> np.ndarray:
@@ -326,11 +318,8 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
         c = int(np.argmax(counts))
         fewest = min(counts)
         position = int(positions[c][np.flatnonzero(kinds[positions[c]] == FORWARD)[fewest]])
-        raise OrderError(
-            f"entry {position} is the forward of chunk {c + 1}, microbatch {fewest}, but chunk {counts.index(fewest) + 1} has "
-            f"only {fewest} microbatches; every chunk sees the same ones",
-            position=position,
-        )
+        few = f"chunk {counts.index(fewest) + 1} has only {fewest} microbatches; every chunk sees the same ones"
+        raise OrderError.at(position, f"the forward of chunk {c + 1}, microbatch {fewest}, but {few}")
     _check_between_chunks(kinds, positions)
     return microbatches
 
@@ -348,7 +337,7 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
 
     def fail(i: int, problem: str):
         name = KINDS[kinds[i]] if kinds[i] != BACKWARD else "dgrad"
-        raise OrderError(f"entry {at[i]} is the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}", position=int(at[i]))
+        raise OrderError.at(int(at[i]), f"the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}")
 
     def later(mask: np.ndarray, count: int) -> str:
         """Returns where the action that must come first is, if it comes at all."""
@@ -363,10 +352,8 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
             fail(i, f"before its forward; {later(kinds == FORWARD, int(k[i]))}")
         if wgrad[i] > dgrad[i]:
             fail(i, f"before its dgrad; {later((kinds == DGRAD) | (kinds == BACKWARD), int(k[i]))}")
-        fail(
-            i,
-            f"with its wgrad, while the wgrad of microbatch {wgrad[i] - 1} is pending; wgrads go first in, first out: split it",
-        )
+        pending = f"while the wgrad of microbatch {wgrad[i] - 1} is pending"
+        fail(i, f"with its wgrad, {pending}; wgrads go first in, first out: split it")
     if wgrads == "newest":
         microbatches[at[kinds == WGRAD]] = k[newest_waiting(kinds)]
     total = int(forward[-1])
@@ -396,8 +383,5 @@ def _check_between_chunks(kinds: np.ndarray, positions: list[np.ndarray]) -> Non
                 faults.append((int(second[m]), int(first[m]), name, after, before, m))
     if faults:
         position, other, name, after, before, m = min(faults)
-        raise OrderError(
-            f"entry {position} is the {name} of chunk {after + 1}, microbatch {m}, before that of chunk {before + 1}, which it "
-            f"needs; move it after entry {other}",
-            position=position,
-        )
+        needed = f"before that of chunk {before + 1}, which it needs; move it after entry {other}"
+        raise OrderError.at(position, f"the {name} of chunk {after + 1}, microbatch {m}, {needed}")
