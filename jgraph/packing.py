@@ -59,7 +59,7 @@ class Packing:
         return cls(treedef=treedef, leaves=leaves, groups=tuple(groups))
 
     def pack(self, params: PyTree) -> dict[str, Array]:
-        """Tree of parameters -> name of group: array. A group of several leaves is 1-D, a leaf alone keeps its shape."""
+        """Returns the array of each group, by name: 1-D for a group of several leaves, a leaf alone keeps its shape."""
         leaves = self.treedef.flatten_up_to(params)
         return {
             group.name: leaves[group.indices[0]]
@@ -69,7 +69,7 @@ class Packing:
         }
 
     def unpack(self, packed: dict[str, Array]) -> PyTree:
-        """Inverse of `pack`; its gradient is one concatenation per group."""
+        """Inverts `pack`; its gradient is one concatenation per group."""
         leaves: list[Array | None] = [None] * len(self.leaves)
         for group in self.groups:
             shapes = [self.leaves[i].shape for i in group.indices]

@@ -6,12 +6,12 @@ from jgraph.data.corpus import Corpus as Corpus
 from jgraph.data.corpus import load as load
 from jgraph.data.make import make_token_files as make_token_files
 from jgraph.data.sources import CORPORA as CORPORA
+from jgraph.data.tokenfile import Concatenated as Concatenated
 from jgraph.data.tokenfile import Header as Header
 from jgraph.data.tokenfile import TokenFile as TokenFile
+from jgraph.data.tokenfile import Tokens as Tokens
 from jgraph.data.tokenfile import read_header as read_header
 from jgraph.data.tokenfile import read_tokens as read_tokens
 from jgraph.data.tokenfile import verify as verify
 from jgraph.data.tokenfile import write_tokens as write_tokens
-from jgraph.data.tokens import Concatenated as Concatenated
-from jgraph.data.tokens import Tokens as Tokens
 from jgraph.data.verification import verify_in_background as verify_in_background

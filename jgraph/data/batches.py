@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jgraph.data.tokens import Tokens
+from jgraph.data.tokenfile import Tokens
 from jgraph.errors import ConfigError, DataError
 
 # B batch, T sequence

@@ -18,9 +18,8 @@ import numpy as np
 
 from jgraph.data.documents import count_heldout, cut, digest
 from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
-from jgraph.data.tokenfile import TokenFile
+from jgraph.data.tokenfile import Concatenated, TokenFile, Tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, load_decoder
-from jgraph.data.tokens import Concatenated, Tokens
 from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]

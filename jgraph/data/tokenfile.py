@@ -19,9 +19,12 @@ that the header promises; `verify` reads all.
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -56,13 +59,20 @@ class Header:
     def dtype(self) -> np.dtype:
         return np.dtype(f"<u{self.bytes_per_token}")
 
-    @property
-    def file_bytes(self) -> int:
-        return _HEADER.size + self.num_tokens * self.bytes_per_token
-
     def pack(self) -> bytes:
         fields = (self.bytes_per_token, self.num_tokens, self.num_documents, self.vocab_size, bytes.fromhex(self.sha256))
         return _HEADER.pack(_MAGIC, _VERSION, *fields, 0 if self.largest_id is None else self.largest_id + 1)
+
+
+class Tokens(Protocol):
+    """A 1-D stream of uint8, uint16 or uint32 ids: an array, a `TokenFile`, or `Concatenated`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> np.ndarray: ...
 
 
 class TokenFile:
@@ -102,6 +112,38 @@ class TokenFile:
         same_file = now.st_ino == self._opened.st_ino
         if same_file and (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise DataError(f"{self.path}: was written to while it is in use; put new tokens into a new file, or start again")
+
+
+class Concatenated:
+    """Streams of one dtype, at least one, end to end. Only a span that crosses parts is copied."""
+
+    def __init__(self, parts: Sequence[Tokens]):
+        assert len({part.dtype for part in parts}) == 1
+        self.parts = tuple(parts)
+        self._ends = tuple(accumulate(len(part) for part in parts))
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        start, stop, stride = span.indices(len(self))
+        if stride != 1:
+            raise IndexError(f"stride is {stride}: must be 1")
+        pieces = []
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            part, end = self.parts[index], self._ends[index]
+            part_start = end - len(part)
+            pieces.append(part[start - part_start : min(stop, end) - part_start])
+            start = end
+            index += 1
+        if not pieces:
+            return self.parts[0][:0]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -177,22 +219,18 @@ def read_header(path: Path) -> Header:
     if len(start) < _HEADER.size:
         raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
     _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256, ids_end = _HEADER.unpack(start)
-    if version != _VERSION:
-        raise DataError(f"{path}: is of version {version}, this jgraph reads version {_VERSION}; make it again")
-    if bytes_per_token not in (2, 4):
-        raise DataError(f"{path}: header says {bytes_per_token} bytes per token, must be 2 or 4: damaged; copy it again")
-    if ids_end > vocab_size:
-        raise DataError(f"{path}: header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: damaged; copy it again")
-    largest_id = ids_end - 1 if ids_end else None
-    header = Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex(), largest_id)
-    if found_bytes != header.file_bytes:
-        state = "truncated" if found_bytes < header.file_bytes else "damaged"
-        raise DataError(
-            f"{path}: has {found_bytes} bytes where {num_tokens} tokens need {header.file_bytes}: {state}; copy it again"
-        )
-    if num_tokens == 0:
-        raise DataError(f"{path}: holds no tokens; make it again from a longer text")
-    return header
+    file_bytes = _HEADER.size + num_tokens * bytes_per_token
+    damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
+    for is_wrong, problem in (
+        (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
+        (bytes_per_token not in (2, 4), f"header says {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
+        (ids_end > vocab_size, f"header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
+        (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
+        (num_tokens == 0, "holds no tokens; make it again from a longer text"),
+    ):
+        if is_wrong:
+            raise DataError(f"{path}: {problem}")
+    return Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex(), ids_end - 1 if ids_end else None)
 
 
 def read_tokens(path: Path) -> np.memmap:
