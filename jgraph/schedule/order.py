@@ -283,19 +283,14 @@ def _check_chunks(chunks: np.ndarray) -> None:
 
 
 def newest_waiting(kinds: np.ndarray) -> np.ndarray:
-    """Returns, for every wgrad, the position of the newest dgrad that waits then; dgrads and wgrads match as brackets do.
-
-    There must be a dgrad for every wgrad.
-    """
-    waiting = np.cumsum((kinds == DGRAD).astype(np.int64) - (kinds == WGRAD))
-    at = np.flatnonzero((kinds == DGRAD) | (kinds == WGRAD))
-    # Between a dgrad and its wgrad the others come in pairs, so both have the same number waiting inside of them.
-    depth = (waiting + (kinds == WGRAD))[at]
-    by_depth = at[np.lexsort((at, depth))]
-    wgrads = np.flatnonzero(kinds[by_depth] == WGRAD)
-    found = np.full(len(kinds), -1)
-    found[by_depth[wgrads]] = by_depth[wgrads - 1]
-    return found[kinds == WGRAD]
+    """Returns, for every wgrad, the position of the newest dgrad that waits then; there must be one."""
+    waiting, found = [], []
+    for position, kind in enumerate(kinds.tolist()):
+        if kind == DGRAD:
+            waiting.append(position)
+        elif kind == WGRAD:
+            found.append(waiting.pop())
+    return np.array(found, np.int64)
 
 
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:

@@ -78,11 +78,9 @@ def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
     crossed = [i for i in range(len(names)) if aliases.get(i, i) != i]
     problems: list[str] = []
     if copied:
-        problems.append(
-            f"{len(copied)} of {len(names)} leaves of the state are not updated in place: "
-            f"{', '.join(names[i] for i in copied)}; "
-            "check that shape, dtype and layout are the same in and out and that jax.jit has donate_argnums=0"
-        )
+        problem = f"{len(copied)} of {len(names)} leaves of the state are not updated in place"
+        remedy = "check that shape, dtype and layout are the same in and out and that jax.jit has donate_argnums=0"
+        problems.append(f"{problem}: {', '.join(names[i] for i in copied)}; {remedy}")
     if crossed:
         owners = {i: names[k] if (k := aliases[i]) < len(names) else f"argument leaf {k}" for i in crossed}
         pairs = ", ".join(f"{names[i]} takes the buffer of {owner}" for i, owner in owners.items())
