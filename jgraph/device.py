@@ -8,7 +8,7 @@ class Device:
     """The rates of a kind of GPU, each a second.
 
     Attributes:
-        name: jax's `device_kind`, or how it begins.
+        name: jax's `device_kind`.
         product_flops_per_second: of dense bfloat16 matrix products, without sparsity.
         copy_bytes_per_second: read and written together.
         link_bytes_per_second: received from the other devices in an all-gather; None where it is not known.
@@ -25,22 +25,24 @@ class Device:
 
 
 _MEASURED = "products: datasheet; copies and links: measured 2026-11-21, jax 0.11.2"
-# The longer name comes first: "NVIDIA H100 PCIe" starts with "NVIDIA H100" too. Of cards that share a name, the fastest memory.
+# NVIDIA's datasheets: H100 (SXM, PCIe), H200, HGX B200 (its 4.5 PFLOP/s are sparse, its memory 7.7 TB/s a GPU), A100, L40S.
+# Where they give only the rate with sparsity, half of it.
 DEVICES = (
-    Device("NVIDIA H200 NVL", 835e12, 4.8e12),
     Device("NVIDIA H200", 989e12, 4.276e12, 3.276e11, "h200", _MEASURED),
-    Device("NVIDIA H100 PCIe", 756e12, 2.0e12),
     Device("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, None, "h100"),
-    Device("NVIDIA GH200", 989e12, 4.9e12),
+    Device("NVIDIA H100 PCIe", 756e12, 2.0e12),
     Device("NVIDIA B200", 2250e12, 7.7e12, None, "b200"),
-    Device("NVIDIA A100", 312e12, 2.04e12),
+    Device("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
+    Device("NVIDIA A100 80GB PCIe", 312e12, 1.935e12),
+    Device("NVIDIA A100-SXM4-40GB", 312e12, 1.555e12),
+    Device("NVIDIA A100-PCIE-40GB", 312e12, 1.555e12),
     Device("NVIDIA L40S", 362e12, 0.864e12),
 )
 
 
 def find(device_kind: str) -> Device | None:
     """Returns the entry of `jax.Device.device_kind`; None for a device that is not in the table."""
-    return next((device for device in DEVICES if device_kind.startswith(device.name)), None)
+    return next((device for device in DEVICES if device.name == device_kind), None)
 
 
 def peak_flops(device_kind: str) -> float | None:

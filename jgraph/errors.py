@@ -13,9 +13,13 @@ class JgraphError(ValueError):
         field: name of the argument at fault, dotted where it is a field of one (`model.num_heads`); empty where there is none.
     """
 
-    def __init__(self, message: str, *, field: str = ""):
+    field: str = ""
+
+    def __init__(self, message: str, **attributes: Any):
         super().__init__(message)
-        self.field = field
+        for name, value in attributes.items():
+            assert hasattr(self, name), f"{type(self).__name__} has no {name}"
+            setattr(self, name, value)
 
 
 class ConfigError(JgraphError):
@@ -90,9 +94,7 @@ class DonationError(JgraphError):
         leaves: names of the leaves that are not updated in place.
     """
 
-    def __init__(self, message: str, *, leaves: tuple[str, ...]):
-        super().__init__(message)
-        self.leaves = leaves
+    leaves: tuple[str, ...] = ()
 
 
 class OrderError(JgraphError):
@@ -103,10 +105,18 @@ class OrderError(JgraphError):
         rank: the rank whose order it is; None for an order on its own.
     """
 
-    def __init__(self, message: str, *, position: int | None = None, rank: int | None = None, field: str = ""):
-        super().__init__(message, field=field)
-        self.position = position
-        self.rank = rank
+    position: int | None = None
+    rank: int | None = None
+
+    @classmethod
+    def at(cls, position: int, problem: str) -> typing.Self:
+        """Returns the error of an entry that "is ..."."""
+        return cls(f"entry {position} is {problem}", position=position)
+
+    @classmethod
+    def of_rank(cls, rank: int, problem: str, position: int | None = None) -> typing.Self:
+        """Returns the error of a rank, or of an entry of its order: "rank 0 ..."."""
+        return cls(f"rank {rank}{problem}", rank=rank, position=position)
 
 
 class SplitError(JgraphError):
@@ -116,9 +126,7 @@ class SplitError(JgraphError):
         path: of the parameter or input at fault, e.g. `embed/embedding`; empty where it is none.
     """
 
-    def __init__(self, message: str, *, path: str = "", field: str = ""):
-        super().__init__(message, field=field)
-        self.path = path
+    path: str = ""
 
 
 class CallableError(JgraphError):
@@ -128,9 +136,7 @@ class CallableError(JgraphError):
         mismatches: everything that differs from what was built, one text each, with its path; empty for other errors.
     """
 
-    def __init__(self, message: str, *, mismatches: tuple[str, ...] = (), field: str = ""):
-        super().__init__(message, field=field)
-        self.mismatches = mismatches
+    mismatches: tuple[str, ...] = ()
 
 
 class OwnershipError(JgraphError):
@@ -140,9 +146,7 @@ class OwnershipError(JgraphError):
         owner: whose it is, e.g. `main_grad of callable 0`.
     """
 
-    def __init__(self, message: str, *, owner: str = ""):
-        super().__init__(message)
-        self.owner = owner
+    owner: str = ""
 
 
 class CheckpointError(JgraphError):
@@ -160,6 +164,4 @@ class NonFiniteError(JgraphError):
         step: the 0-based step whose update was not applied.
     """
 
-    def __init__(self, message: str, *, step: int):
-        super().__init__(message)
-        self.step = step
+    step: int = -1

@@ -23,21 +23,16 @@ _SMALL_LEAF = 2**19
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Leaves that share one array: all of those that weight decay treats alike, or one large leaf alone."""
-
-    name: str
-    indices: tuple[int, ...]
-    decayed: bool
-
-
-@dataclass(frozen=True)
 class Packing:
-    """The places of a tree's parameters in a dict of arrays; made by `Packing.of`, the same for the same shapes."""
+    """The places of a tree's parameters in a dict of arrays; made by `Packing.of`, the same for the same shapes.
+
+    `groups` are names with the numbers of the leaves that share an array: small ones that weight decay treats alike, or one
+    large leaf alone.
+    """
 
     treedef: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    groups: tuple[_Group, ...]
+    groups: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
@@ -55,31 +50,27 @@ class Packing:
                 name = f"small {'matrices' if leaf.ndim > 1 else 'vectors'} ({leaf.dtype})"
             members.setdefault(name, []).append(index)
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
-        groups = (_Group(name, tuple(indices), len(leaves[indices[0]].shape) > 1) for name, indices in members.items())
-        return cls(treedef=treedef, leaves=leaves, groups=tuple(groups))
+        return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))
 
     def pack(self, params: PyTree) -> dict[str, Array]:
-        """Tree of parameters -> name of group: array. A group of several leaves is 1-D, a leaf alone keeps its shape."""
+        """Returns the array of each group, by name: 1-D for a group of several leaves, a leaf alone keeps its shape."""
         leaves = self.treedef.flatten_up_to(params)
         return {
-            group.name: leaves[group.indices[0]]
-            if len(group.indices) == 1
-            else jnp.concatenate([leaves[i].ravel() for i in group.indices])
-            for group in self.groups
+            name: leaves[indices[0]] if len(indices) == 1 else jnp.concatenate([leaves[i].ravel() for i in indices])
+            for name, indices in self.groups
         }
 
     def unpack(self, packed: dict[str, Array]) -> PyTree:
-        """Inverse of `pack`; its gradient is one concatenation per group."""
+        """Inverts `pack`; its gradient is one concatenation per group."""
         leaves: list[Array | None] = [None] * len(self.leaves)
-        for group in self.groups:
-            shapes = [self.leaves[i].shape for i in group.indices]
-            parts = [packed[group.name]]
-            if len(shapes) > 1:
-                parts = jax.lax.split(packed[group.name], [self.leaves[i].size for i in group.indices])
-            for i, shape, part in zip(group.indices, shapes, parts, strict=True):
-                leaves[i] = part.reshape(shape)
+        for name, indices in self.groups:
+            parts = [packed[name]]
+            if len(indices) > 1:
+                parts = jax.lax.split(packed[name], [self.leaves[i].size for i in indices])
+            for i, part in zip(indices, parts, strict=True):
+                leaves[i] = part.reshape(self.leaves[i].shape)
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
         """Returns for each group whether weight decay applies to it: to matrices."""
-        return {group.name: group.decayed for group in self.groups}
+        return {name: len(self.leaves[indices[0]].shape) > 1 for name, indices in self.groups}

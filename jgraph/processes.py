@@ -1,6 +1,6 @@
 """Several processes as one run: connected before a backend starts, and of one mind wherever they could go different ways.
 
-Flags, Slurm or Open MPI say which processes there are; `jax.distributed` connects them. Alone, everything here does nothing.
+Arguments, Slurm or Open MPI say which processes there are; `jax.distributed` connects them. Alone, nothing here does anything.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SHUTDOWN_SECONDS = 60
 
 
 def launcher(environ: Mapping[str, str]) -> Literal["slurm", "ompi"] | None:
-    """Who started this process as one of several, by jax's name for it; None for nobody."""
+    """Returns jax's name for the launcher that started this process as one of several; None if none did."""
     # In the shell of an allocation SLURM_NTASKS counts the tasks that a step could have; the step that the shell is has one.
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
     if {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys() and int(tasks) > 1:
@@ -40,7 +40,7 @@ def connect(
 ) -> None:
     """Connects to the other processes, if there are any and nobody has done so before. No backend may have been started.
 
-    Under Slurm and Open MPI a process gets one GPU, that of its place on the machine; with flags it gets all that it sees.
+    Under Slurm and Open MPI a process gets one GPU, that of its place on the machine; with a coordinator it gets all it sees.
 
     Args:
         setup: connect where arguments, Slurm or Open MPI tell of other processes, or never.
@@ -83,7 +83,7 @@ def connect(
 
 
 def devices_of_ranks(count: int, *, flags: str) -> list[Any]:
-    """A `jax.Device` for each rank, as many of every process, in the order of the processes.
+    """Returns a `jax.Device` for each rank, as many of every process, in the order of the processes.
 
     Args:
         count: ranks.
@@ -102,12 +102,12 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Any]:
 
 
 def is_process_zero() -> bool:
-    """Whether this process is the one that writes files and talks."""
+    """Tells whether this process is the one that writes files and talks."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def all_gather_scalar(value: int) -> list[int]:
-    """The int32 that each process gives, by process: the same list for all, once all have given theirs."""
+    """Returns the int32 that each process gives, by process: the same list for all, once all have given theirs."""
     if not jax.distributed.is_initialized():
         return [value]
     return np.ravel(multihost_utils.process_allgather(np.int32(value))).tolist()
@@ -115,10 +115,10 @@ def all_gather_scalar(value: int) -> list[int]:
 
 @contextlib.contextmanager
 def all_or_raise() -> Iterator[None]:
-    """What is done inside, without a word to the others, has worked for all processes, or none goes on.
+    """Raises on every process if any process raised inside, where none may wait for another.
 
     Raises:
-        ConfigError: it has worked here, and not elsewhere.
+        ConfigError: another process raised, and this one did not.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def all_or_raise() -> Iterator[None]:
 
 
 def _initialize(patience: float, **arguments: Any) -> str:
-    """What went wrong in jax.distributed.initialize; empty if nothing did."""
+    """Runs jax.distributed.initialize, and returns its error; empty if it has none."""
     # In a thread, with no time-out of its own: jax would abort the process.
     problem = [f"no connection after {patience:g} s"]
 

@@ -13,8 +13,7 @@ import tyro
 
 from jgraph.cli.parse import exit_code, fields_of, one_line
 from jgraph.data import tokenfile
-from jgraph.data.corpus import load
-from jgraph.data.directory import side_files
+from jgraph.data.corpus import load, side_files
 from jgraph.data.documents import HELDOUT_FRACTION
 from jgraph.data.make import SHARD_TOKENS, make_token_files
 

@@ -3,7 +3,6 @@
     python -m jgraph.train --profile 10:13 --run-dir runs/first   # records, and writes the report
     python -m jgraph.profile runs/first                           # the report again, from what was recorded
     python -m jgraph.profile trace.xplane.pb --program step.txt   # of any jax program: a trace, and compiled.as_text()
-    python -m jgraph.profile roofline                             # what this machine's devices can do, measured and kept
 
 Writes profile.html, which needs nothing else and opens anywhere, and profile.json.
 """
@@ -27,8 +26,8 @@ _PROG = "jgraph.profile"
 class Options:
     """Command line."""
 
-    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_OR_TRACE|roofline")]
-    """A run directory, a *.xplane.pb, or a directory that has one; or the word roofline."""
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_OR_TRACE")]
+    """A run directory, a *.xplane.pb, or a directory that has one."""
     out: str = ""
     """Where to write; by default beside what was recorded, or, for a trace, into the directory of the trace."""
     program: str = ""
@@ -63,13 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: Options, console: Console) -> None:
     """Raises JgraphError, OSError."""
     # Only now: jax takes its time.
-    from jgraph.profile import report, roofline, summary
+    from jgraph.profile import report, summary
 
-    if options.path == "roofline":
-        found = roofline.measure()
-        console.print(summary.rates(found), highlight=False)
-        console.print(f"written to {roofline.save(found)}", highlight=False, soft_wrap=True)
-        return
     path = Path(options.path)
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:

@@ -1,27 +1,17 @@
-"""Text and token files as batches: `load` opens what `--data` names, `Batches` and `heldout_batches` sample it. No jax here."""
+"""Text and token files as batches: `load` opens a corpus, `Batches` and `heldout_batches` sample it. No jax here."""
 
-from jgraph.data.batches import Batches, heldout_batches
-from jgraph.data.corpus import Corpus, load
-from jgraph.data.make import make_token_files
-from jgraph.data.sources import CORPORA
-from jgraph.data.tokenfile import Header, TokenFile, read_header, read_tokens, verify, write_tokens
-from jgraph.data.tokens import Concatenated, Tokens
-from jgraph.data.verification import verify_in_background
-
-__all__ = [
-    "CORPORA",
-    "Batches",
-    "Concatenated",
-    "Corpus",
-    "Header",
-    "TokenFile",
-    "Tokens",
-    "heldout_batches",
-    "load",
-    "make_token_files",
-    "read_header",
-    "read_tokens",
-    "verify",
-    "verify_in_background",
-    "write_tokens",
-]
+from jgraph.data.batches import Batches as Batches
+from jgraph.data.batches import heldout_batches as heldout_batches
+from jgraph.data.corpus import Corpus as Corpus
+from jgraph.data.corpus import load as load
+from jgraph.data.make import make_token_files as make_token_files
+from jgraph.data.sources import CORPORA as CORPORA
+from jgraph.data.tokenfile import Concatenated as Concatenated
+from jgraph.data.tokenfile import Header as Header
+from jgraph.data.tokenfile import TokenFile as TokenFile
+from jgraph.data.tokenfile import Tokens as Tokens
+from jgraph.data.tokenfile import read_header as read_header
+from jgraph.data.tokenfile import read_tokens as read_tokens
+from jgraph.data.tokenfile import verify as verify
+from jgraph.data.tokenfile import write_tokens as write_tokens
+from jgraph.data.verification import verify_in_background as verify_in_background

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jgraph.data.tokens import Tokens
+from jgraph.data.tokenfile import Tokens
 from jgraph.errors import ConfigError, DataError
 
 # B batch, T sequence
@@ -62,7 +62,7 @@ class Batches:
         return max(1, (len(self.tokens) - self.seq_len) // self.seq_len)
 
     def __getitem__(self, step: int, /) -> np.ndarray:
-        """The rows of this process at a 0-based step: int32 of shape (batch_size // process_count, seq_len + 1).
+        """Returns the rows of this process at a 0-based step: int32 of shape (batch_size // process_count, seq_len + 1).
 
         Raises:
             IndexError: the step is negative. There is no last step: epoch follows epoch.
@@ -84,7 +84,7 @@ class Batches:
 
 
 def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int) -> list[np.ndarray]:
-    """Windows to evaluate on, in the order of the text, each at most once: a mean over them weighs every window equally.
+    """Returns windows to evaluate on, in the order of the text, each at most once, so that a mean weighs them equally.
 
     Args:
         tokens: 1-D stream of ids, at least seq_len + 1.

@@ -1,7 +1,8 @@
-"""Corpora: what `--data` names, as two streams of tokens, one to train on and one held out.
+"""Corpora: a text by name, a text file or a directory of token files as two streams of tokens, one of them held out.
 
 Text is read as bytes, a token each. Documents are sorted by their SHA-256 (so that no order of files matters), the lowest
-tenth is held out, and a newline follows each. Directories of token files come split; they are mapped, never loaded.
+tenth is held out, and a newline follows each. A directory of token files, train-*.bin and heldout-*.bin, was split when it was
+made; its files are mapped, never loaded.
 """
 
 import difflib
@@ -11,15 +12,17 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from jgraph.data.directory import open_directory
 from jgraph.data.documents import count_heldout, cut, digest
 from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
+from jgraph.data.tokenfile import Concatenated, TokenFile, Tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, load_decoder
-from jgraph.data.tokens import Tokens
 from jgraph.errors import DataError
+
+Side = Literal["train", "heldout"]
 
 # zlib looks back 32 KiB, so its rate settles early; this many bytes take about 3 s.
 _ZLIB_BYTES = 32 << 20
@@ -30,7 +33,7 @@ class Corpus:
     """Tokens to train on and tokens held out, from different documents.
 
     Attributes:
-        name: the value of `--data`.
+        name: as `load` was given it.
         train: 1-D ids, uint8 for text, uint16 or uint32 for token files, mapped and checked when read.
         heldout: likewise.
         train_documents: number of documents.
@@ -56,12 +59,12 @@ class Corpus:
     decoder: Callable[[Sequence[int]], str] = field(kw_only=True, repr=False)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of 1-D ids. What is no UTF-8 reads as U+FFFD; without a tokenizer at hand, ids read as numbers."""
+        """Returns the text of 1-D ids. What is no UTF-8 reads as U+FFFD; without a tokenizer, ids read as numbers."""
         return self.decoder([int(token) for token in ids])
 
 
 def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
-    """Opens what `--data` names.
+    """Opens a corpus.
 
     Args:
         data: `python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files. A corpus name wins
@@ -81,19 +84,24 @@ def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
         elif path.is_file():
             corpus = _from_documents(data, _read_text(path))
         else:
-            raise _unknown(data)
+            close = difflib.get_close_matches(data, CORPORA, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            known = ", ".join(CORPORA)
+            raise DataError(f"`data` is {data}: no such file or directory, and not one of the corpora {known}{hint}")
     except OSError as e:
         raise DataError(f"`data` is {data}: cannot be read: {e}") from e
-    _check_fits(corpus, seq_len=seq_len, vocab_size=vocab_size)
+    if min(len(corpus.train), len(corpus.heldout)) < seq_len + 1:
+        raise DataError(
+            f"`data` is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
+            f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
+        )
+    # Text is in memory: a model may be as small as its largest byte allows. Token files are taken by their header's word.
+    ids = corpus.vocab_size
+    if corpus.train.dtype == np.uint8:
+        ids = 1 + int(max(np.max(corpus.train[:]), np.max(corpus.heldout[:])))
+    if vocab_size is not None and ids > vocab_size:
+        raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {corpus.name} needs at least {ids} token ids")
     return corpus
-
-
-def _unknown(data: str) -> DataError:
-    close = difflib.get_close_matches(data, CORPORA, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return DataError(
-        f"`data` is {data}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}",
-    )
 
 
 def _read_text(path: Path) -> list[bytes]:
@@ -123,22 +131,64 @@ def _from_documents(name: str, documents: list[bytes]) -> Corpus:
         fingerprint=hashlib.sha256(b"".join(digests)).hexdigest(),
         zlib_nats_per_token=_zlib_nats(documents),
         entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" else None,
-        decoder=_decode_bytes,
+        # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
+        decoder=lambda ids: bytes(min(token, 0xFF) for token in ids).decode(errors="replace"),
     )
 
 
-def _from_directory(data: str) -> Corpus:
-    files = open_directory(Path(data))
+def side_files(directory: Path) -> dict[Side, list[Path]]:
+    """Returns the token files of each side of a directory, by name.
+
+    Raises:
+        DataError: a side has none, or a .bin file belongs to neither.
+    """
+    paths = sorted(directory.glob("*.bin"))
+    remedy = "make such a directory with python -m jgraph.data make"
+    if not paths:
+        raise DataError(f"`data` is {directory}: has no .bin files; {remedy}")
+    sides: dict[Side, list[Path]] = {"train": [], "heldout": []}
+    for path in paths:
+        side, dash, _ = path.name.partition("-")
+        if not dash or side not in sides:
+            raise DataError(f"`data` is {directory}: {path.name} is neither train-*.bin nor heldout-*.bin; {remedy}")
+        sides[side].append(path)
+    for side, files in sides.items():
+        if not files:
+            raise DataError(f"`data` is {directory}: has no {side}-*.bin file; {remedy}")
+    return sides
+
+
+def _from_directory(name: str) -> Corpus:
+    """Maps all token files of a directory, reading only their headers."""
+    sides = side_files(Path(name))
+    try:
+        opened = {side: [TokenFile(path) for path in files] for side, files in sides.items()}
+    except DataError as e:
+        raise DataError(f"`data` is {name}: {e}") from e
+    one = opened["train"][0]
+    first = one.header
+    hasher = hashlib.sha256()
+    for side, files in opened.items():
+        hasher.update(side.encode())
+        for file in files:
+            header = file.header
+            if (header.vocab_size, header.dtype) != (first.vocab_size, first.dtype):
+                raise DataError(
+                    f"`data` is {name}: {file.path.name} has a vocabulary of {header.vocab_size} in {header.dtype}, "
+                    f"{one.path.name} one of {first.vocab_size} in {first.dtype}: all files must come from one tokenizer"
+                )
+            hasher.update(bytes.fromhex(header.sha256))
+    documents = {side: sum(file.header.num_documents for file in files) for side, files in opened.items()}
     return Corpus(
-        data,
-        train=files.train,
-        heldout=files.heldout,
-        train_documents=files.train_documents,
-        heldout_documents=files.heldout_documents,
-        vocab_size=files.vocab_size,
-        fingerprint=files.fingerprint,
-        files=files.files,
-        decoder=load_decoder(Path(data, TOKENIZER_FILE)),
+        name,
+        train=Concatenated(opened["train"]),
+        heldout=Concatenated(opened["heldout"]),
+        train_documents=documents["train"],
+        heldout_documents=documents["heldout"],
+        vocab_size=first.vocab_size,
+        fingerprint=hasher.hexdigest(),
+        files=tuple(file.path for files in opened.values() for file in files),
+        decoder=load_decoder(Path(name, TOKENIZER_FILE)),
     )
 
 
@@ -146,30 +196,7 @@ def _join(documents: Iterable[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
 
 
-def _decode_bytes(ids: Sequence[int]) -> str:
-    # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
-    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
-
-
 def _zlib_nats(documents: list[bytes]) -> float:
     # In the order of the source, where neighbours are alike, not by hash: zlib should get the text as one would compress it.
     text = b"\n".join(documents)[:_ZLIB_BYTES]
     return 8 * math.log(2) * len(zlib.compress(text, level=9)) / len(text)
-
-
-def _check_fits(corpus: Corpus, *, seq_len: int, vocab_size: int | None) -> None:
-    if min(len(corpus.train), len(corpus.heldout)) < seq_len + 1:
-        raise DataError(
-            f"`data` is {corpus.name}: {len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out, "
-            f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
-        )
-    ids = _ids_needed(corpus)
-    if vocab_size is not None and ids > vocab_size:
-        raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {corpus.name} needs at least {ids} token ids")
-
-
-def _ids_needed(corpus: Corpus) -> int:
-    # Text is in memory: a model may be as small as its largest byte allows. Token files are taken by their header's word.
-    if corpus.train.dtype == np.uint8:
-        return 1 + int(max(np.max(corpus.train[:]), np.max(corpus.heldout[:])))
-    return corpus.vocab_size

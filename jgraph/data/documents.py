@@ -58,7 +58,7 @@ def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
 
 
 def digest(document: bytes) -> bytes:
-    """SHA-256 of a document: its place in the corpus (documents are sorted by it) and its side of the split."""
+    """Returns the SHA-256 of a document, which decides its place in the corpus and its side of the split."""
     return hashlib.sha256(document).digest()
 
 
@@ -69,7 +69,7 @@ def check_heldout_fraction(heldout_fraction: float) -> None:
 
 
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
-    """How many of the documents, sorted by hash, are held out: those whose hash is in the lowest `heldout_fraction`.
+    """Counts the documents, sorted by hash, that are held out: those whose hash is in the lowest `heldout_fraction`.
 
     Where that leaves a side empty, the document nearest to the threshold changes sides, with its equals.
 

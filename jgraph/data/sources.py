@@ -25,14 +25,14 @@ SYNTHETIC_ENTROPY = 1.75 * math.log(2)
 
 
 def python_docs() -> list[bytes]:
-    """The language reference as `help()` shows it: the topics of `pydoc_data.topics`, by name."""
+    """Returns the language reference as `help()` shows it: the topics of `pydoc_data.topics`, by name."""
     from pydoc_data.topics import topics
 
     return [topics[name].encode() for name in sorted(topics)]
 
 
 def python_source() -> list[bytes]:
-    """The standard library's .py files, without tests and without installed packages, by path; bytes as they are."""
+    """Returns the standard library's .py files, without tests and without installed packages, by path; bytes as they are."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -42,7 +42,7 @@ def python_source() -> list[bytes]:
 
 
 def synthetic() -> list[bytes]:
-    """2 MiB of an order-2 Markov chain over 64 letters, digits and signs; the same bytes everywhere.
+    """Returns 2 MiB of an order-2 Markov chain over 64 letters, digits and signs; the same bytes everywhere.
 
     Any two symbols are followed by one of four, with probabilities 1/2, 1/4, 1/8 and 1/8; which four was drawn once. So the
     entropy rate is 1.75 bits or 1.2130 nats per symbol (`SYNTHETIC_ENTROPY`), whatever came before. The two symbols that open
@@ -68,4 +68,4 @@ CORPORA: dict[str, Callable[[], list[bytes]]] = {
     "python-source": python_source,
     "synthetic": synthetic,
 }
-"""The corpora that `--data` knows by name."""
+"""The corpora that have a name."""

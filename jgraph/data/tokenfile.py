@@ -19,9 +19,12 @@ that the header promises; `verify` reads all.
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -37,16 +40,8 @@ _LARGEST_VOCABULARY = 2**32 - 1
 
 @dataclass(frozen=True)
 class Header:
-    """What a token file says of itself.
-
-    Attributes:
-        bytes_per_token: 2 or 4.
-        num_tokens: of the file.
-        num_documents: of the file.
-        vocab_size: every id is smaller.
-        sha256: of the token ids alone, as hexadecimal digits.
-        largest_id: in the file; None where it was not kept.
-    """
+    """The header of a token file: `bytes_per_token` is 2 or 4, every id is below `vocab_size`, `sha256` (hexadecimal) is of
+    the ids alone, and `largest_id` is None where it was not kept."""
 
     bytes_per_token: int
     num_tokens: int
@@ -64,21 +59,24 @@ class Header:
     def dtype(self) -> np.dtype:
         return np.dtype(f"<u{self.bytes_per_token}")
 
-    @property
-    def file_bytes(self) -> int:
-        return _HEADER.size + self.num_tokens * self.bytes_per_token
-
     def pack(self) -> bytes:
         fields = (self.bytes_per_token, self.num_tokens, self.num_documents, self.vocab_size, bytes.fromhex(self.sha256))
         return _HEADER.pack(_MAGIC, _VERSION, *fields, 0 if self.largest_id is None else self.largest_id + 1)
 
 
+class Tokens(Protocol):
+    """A 1-D stream of uint8, uint16 or uint32 ids: an array, a `TokenFile`, or `Concatenated`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> np.ndarray: ...
+
+
 class TokenFile:
     """The ids of a token file as a 1-D stream, mapped. Every span is looked at before it is given away.
-
-    Attributes:
-        path: of the file.
-        header: of the file.
 
     Raises:
         DataError: as `read_header`; on reading a span, an id is larger than the header promises, or the file was changed since.
@@ -116,8 +114,40 @@ class TokenFile:
             raise DataError(f"{self.path}: was written to while it is in use; put new tokens into a new file, or start again")
 
 
+class Concatenated:
+    """Streams of one dtype, at least one, end to end. Only a span that crosses parts is copied."""
+
+    def __init__(self, parts: Sequence[Tokens]):
+        assert len({part.dtype for part in parts}) == 1
+        self.parts = tuple(parts)
+        self._ends = tuple(accumulate(len(part) for part in parts))
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        start, stop, stride = span.indices(len(self))
+        if stride != 1:
+            raise IndexError(f"stride is {stride}: must be 1")
+        pieces = []
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            part, end = self.parts[index], self._ends[index]
+            part_start = end - len(part)
+            pieces.append(part[start - part_start : min(stop, end) - part_start])
+            start = end
+            index += 1
+        if not pieces:
+            return self.parts[0][:0]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype of a token file that holds every id below `vocab_size`: uint16 up to 65536, else uint32."""
+    """Returns the smallest dtype of a token file that holds every id below `vocab_size`: uint16 up to 65536, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -147,7 +177,11 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
         with partial.open("wb") as file:
             file.seek(_HEADER.size)
             for document in documents:
-                ids_end = max(ids_end, _check_document(document, vocab_size, path, first=num_tokens))
+                if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
+                    kind = f"{document.dtype}{list(document.shape)}"
+                    raise DataError(f"{path}: the document at token {num_tokens} is of {kind}: must be a 1-D array of integers")
+                remedy = "write it for a larger vocabulary"
+                ids_end = max(ids_end, _check_ids(document, vocab_size, path, first=num_tokens, remedy=remedy))
                 payload = document.astype(dtype, copy=False).tobytes()
                 hasher.update(payload)
                 file.write(payload)
@@ -185,22 +219,18 @@ def read_header(path: Path) -> Header:
     if len(start) < _HEADER.size:
         raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
     _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256, ids_end = _HEADER.unpack(start)
-    if version != _VERSION:
-        raise DataError(f"{path}: is of version {version}, this jgraph reads version {_VERSION}; make it again")
-    if bytes_per_token not in (2, 4):
-        raise DataError(f"{path}: header says {bytes_per_token} bytes per token, must be 2 or 4: damaged; copy it again")
-    if ids_end > vocab_size:
-        raise DataError(f"{path}: header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: damaged; copy it again")
-    largest_id = ids_end - 1 if ids_end else None
-    header = Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex(), largest_id)
-    if found_bytes != header.file_bytes:
-        state = "truncated" if found_bytes < header.file_bytes else "damaged"
-        raise DataError(
-            f"{path}: has {found_bytes} bytes where {num_tokens} tokens need {header.file_bytes}: {state}; copy it again"
-        )
-    if num_tokens == 0:
-        raise DataError(f"{path}: holds no tokens; make it again from a longer text")
-    return header
+    file_bytes = _HEADER.size + num_tokens * bytes_per_token
+    damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
+    for is_wrong, problem in (
+        (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
+        (bytes_per_token not in (2, 4), f"header says {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
+        (ids_end > vocab_size, f"header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
+        (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
+        (num_tokens == 0, "holds no tokens; make it again from a longer text"),
+    ):
+        if is_wrong:
+            raise DataError(f"{path}: {problem}")
+    return Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex(), ids_end - 1 if ids_end else None)
 
 
 def read_tokens(path: Path) -> np.memmap:
@@ -235,16 +265,8 @@ def verify(path: Path) -> Header:
     return header
 
 
-def _check_document(document: np.ndarray, vocab_size: int, path: Path, *, first: int) -> int:
-    """Largest id + 1 of a document that is to start at token `first` of `path`; 0 of an empty one."""
-    if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
-        kind = f"{document.dtype}{list(document.shape)}"
-        raise DataError(f"{path}: the document at token {first} is of {kind}: must be a 1-D array of integers")
-    return _check_ids(document, vocab_size, path, first=first, remedy="write it for a larger vocabulary")
-
-
 def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str = _MAKE_AGAIN) -> int:
-    """Largest id + 1; 0 without ids. `first` is the place of ids[0] in the file."""
+    """Returns the largest id + 1; 0 without ids. `first` is the place of ids[0] in the file."""
     if len(ids) == 0:
         return 0
     largest = int(ids.max())

@@ -60,7 +60,7 @@ class Encoder:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Ids to text through the tokenizer at `path`; to numbers with spaces between without that file or the library."""
+    """Returns a function from ids to text, or to numbers where the tokenizer's file or the library is missing."""
     try:
         tokenizer = _load(path) if path.exists() else None
     except _MissingLibraryError:

@@ -227,7 +227,7 @@ class DataParallel:
     @cached_property
     def _specs(self) -> dict[str, PartitionSpec]:
         if not self.shards:
-            return {group.name: PartitionSpec() for group in self.packing.groups}
+            return {name: PartitionSpec() for name, _ in self.packing.groups}
         return {name: shard.spec() for name, shard in self.shards.items()}
 
     def _on_device(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:

@@ -45,7 +45,7 @@ class Program(HloModule):
         return {name: op.source for name, op in operations(self, names).items() if op.source}
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts those of matrix products and attention, 2 for each multiplication with its addition; not elementwise work."""
+        """Counts the FLOPs of matrix products and attention, 2 for each multiplication with its addition."""
         return sum(self.own_flops(inner) for inner in self.inside(instruction))
 
     def own_flops(self, instruction: Instruction) -> int:
@@ -96,7 +96,7 @@ class Program(HloModule):
         return max(given, made) * (2 if inner else 1)
 
     def label(self, instruction: Instruction) -> str:
-        """Says what it is, the same for instructions that do the same with the same shapes."""
+        """Returns a text that is the same for instructions that do the same with the same shapes."""
         product = self.product(instruction)
         if product is not None:
             shapes = [self._shape(product, i) for i in range(2)]

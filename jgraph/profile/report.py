@@ -1,6 +1,7 @@
 """`profile.json` and `profile.html` of a run directory's traces, or of a trace of any program."""
 
 import gzip
+import importlib.resources
 import json
 import zlib
 from collections.abc import Mapping
@@ -10,16 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
-from jgraph.profile import actions, attribution, roofline
+from jgraph.profile import actions, attribution
 from jgraph.profile.attribution import Step
-from jgraph.profile.page import page
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
 from jgraph.schedule.action import FORWARD, KINDS
 
 FORMAT = 2
+_ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
+_PLACE = "PROFILE AS JSON"
 
 
 def of_run(directory: Path) -> dict[str, Any]:
@@ -31,8 +34,9 @@ def of_run(directory: Path) -> dict[str, Any]:
         about = json.loads((directory / "run.json").read_text())
         with gzip.open(directory / "program.txt.gz", "rt") as file:
             program = Program.of(file.read())
-        _check_about(about)
-    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as e:
+        if absent := [name for name in _ABOUT if about.get(name) is None]:
+            raise ProfileError(f"run.json has no {absent[0]}")
+    except (OSError, ValueError, AttributeError, EOFError, RecursionError, zlib.error) as e:
         raise ProfileError(f"{directory} has no complete recording ({e}): record one, e.g. with `profile` 10:13") from e
     with_graphs = directory / "captured"
     graphs = attribution.captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
@@ -72,23 +76,6 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
     return _report(about, chosen, known) | {"captured": None, "memory": {"pools": {}}}
 
 
-_ABOUT = {str: ("title", "device", "date", "flags"), int: ("devices", "steps"), dict: ("versions", "memory")}
-
-
-def _check_about(about: Any) -> None:
-    """Raises ProfileError for a run.json that no recorder wrote."""
-    fields = about if isinstance(about, dict) else {}
-    wrong = [name for kind, names in _ABOUT.items() for name in names if not isinstance(fields.get(name), kind)]
-    pipeline = fields.get("pipeline", {"runtime": "", "schedule": "", "devices": []})
-    kinds = {"runtime": str, "schedule": str, "devices": list}
-    if not isinstance(pipeline, dict) or not all(isinstance(pipeline.get(name), kind) for name, kind in kinds.items()):
-        wrong.append("pipeline")
-    elif not all(type(device) is int for device in pipeline["devices"]):
-        wrong.append("pipeline.devices")
-    if wrong or fields["steps"] < 1:
-        raise ProfileError(f"run.json has no {(wrong or ['steps'])[0]} as a recorder writes it")
-
-
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
     """Writes profile.json and profile.html; returns where."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -98,9 +85,17 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
     return data, html
 
 
+def page(profile: dict[str, Any]) -> str:
+    """Returns a profile as one HTML file that asks nothing of any server. Raises ValueError for NaN, which JSON lacks."""
+    # A name with "</script>" in it would end the script that holds the JSON.
+    text = json.dumps(profile, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    template = importlib.resources.files("jgraph.profile").joinpath("page.html").read_text(encoding="utf-8")
+    return template.replace(_PLACE, text, 1)
+
+
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
     first = next(iter(chosen.values()))
-    device = roofline.find(about["device"])
+    device = find_device(about["device"])
     told = ("device", "devices", "versions", "date", "flags")
     return {
         "format": FORMAT,

@@ -8,7 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jgraph.device import Device
 from jgraph.profile.categories import CATEGORIES
 
 _MOST = 5
@@ -49,18 +48,6 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
             )
     for note in profile["about"]["notes"]:
         say(note)
-
-
-def rates(found: Device) -> str:
-    """Returns a line for each rate of a device."""
-    lines = [
-        found.name,
-        f"  copies    {found.copy_bytes_per_second / 1e9:10,.1f} GB/s, read and written together",
-        f"  products  {found.product_flops_per_second / 1e12:10,.1f} TFLOP/s, bfloat16",
-    ]
-    if found.link_bytes_per_second:
-        lines.append(f"  links     {found.link_bytes_per_second / 1e9:10,.1f} GB/s received in an all-gather")
-    return "\n".join(lines)
 
 
 def _categories(named: Mapping[str, Any]) -> Table:

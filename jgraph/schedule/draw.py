@@ -36,14 +36,14 @@ _HATCH = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "/////", "linew
 
 
 def tint(kind: int, chunk: int, chunks: int) -> str:
-    """Colour of an action, `#RRGGBB`: the later the chunk, the lighter."""
+    """Returns the colour of an action, `#RRGGBB`: the later the chunk, the lighter."""
     share = 0.55 * chunk / max(chunks - 1, 1)
     parts = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in parts)
 
 
 def rows_shown(count: int) -> list[int | None]:
-    """Ranks to show: all, or the first and the last with None for those between."""
+    """Returns the ranks to show: all, or the first and the last with None for those between."""
     if count <= _MOST_ROWS:
         return list(range(count))
     half = _MOST_ROWS // 2 - 1
@@ -51,10 +51,10 @@ def rows_shown(count: int) -> list[int | None]:
 
 
 def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
-    """One line a rank and one of times: cells with their microbatch where it fits, dots where the rank is idle.
+    """Returns a line for each rank and one of times: cells with their microbatch where it fits, dots where the rank is idle.
 
-    Where the shortest action would get less than two columns, the picture goes on below, with numbers. Where that takes too
-    many lines, only its first and its last part are shown; of too many ranks all of the time, but none of the numbers.
+    Where the shortest action would get less than two columns, the picture goes on below. Where that takes too many lines, only
+    its first and its last part are shown.
 
     Args:
         run: what to draw.
@@ -64,7 +64,7 @@ def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
     """
     ranks = run.schedule.num_ranks
     label = len(f"rank {ranks - 1} ")
-    scale, bands, coarse = _fit(run, max(width, 40) - label)
+    scale, bands = _fit(run, max(width, 40) - label)
     text = Text(no_wrap=True, end="")
     for windows in bands:
         for r in rows_shown(ranks):
@@ -73,39 +73,34 @@ def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
                 text.append(f"{'...':{label}}{gap}\n", style="dim")
                 continue
             text.append(f"rank {r}".ljust(label))
-            cells = _coarse(run, r, windows[0][1]) if coarse else _exact(run, r, scale)
             for i, window in enumerate(windows):
                 text.append(GAP if i else "", style="dim")
-                _cells(text, cells, window, _chunks(run) if colour else 0)
+                _append_cells(text, _cells(run, r, scale), window, _chunks(run) if colour else 0)
             text.append("\n")
-        note = f"a column is {1 / scale:.3g}; kinds that share it take turns" if coarse else ""
-        text.append(" " * label + _axis(run.makespan, scale, windows, note) + "\n", style="dim")
+        text.append(" " * label + _axis(run.makespan, scale, windows) + "\n", style="dim")
     return text
 
 
-def _fit(run: Simulation, columns: int) -> tuple[float, list[list[tuple[int, int]]], bool]:
-    """Columns per time; which columns of the whole picture are side by side, and those below; and whether these are too few."""
-    ranks = run.schedule.num_ranks
+def _fit(run: Simulation, columns: int) -> tuple[float, list[list[tuple[int, int]]]]:
+    """Returns columns per time, and which columns of the whole picture are side by side, for each band of it."""
     shortest = _shortest(run)
     # Whole columns, so that equal actions look equal.
     cell = int(columns * shortest / run.makespan)
-    if cell < 2 and ranks > _MOST_ROWS:
-        return columns / run.makespan, [[(0, columns)]], True
     if cell < 2:
         cell = len(str(run.schedule.num_microbatches - 1)) + 1
     scale = cell / shortest
     total = int(np.ceil(run.makespan * scale - 1e-6))
     count = -(-total // (columns - columns % cell)) if total > columns else 1
-    if count == 1 or count * (ranks + 1) <= _MOST_LINES:
+    if count == 1 or count * (run.schedule.num_ranks + 1) <= _MOST_LINES:
         step = -(-total // count // cell) * cell
-        return scale, [[(at, min(at + step, total))] for at in range(0, total, step)], False
+        return scale, [[(at, min(at + step, total))] for at in range(0, total, step)]
     half = (columns - len(GAP)) // 2
     half -= half % cell
-    return scale, [[(0, half), (total - half, total)]], False
+    return scale, [[(0, half), (total - half, total)]]
 
 
 def _shortest(run: Simulation) -> float:
-    """Time of the shortest action, > 0."""
+    """Returns the time of the shortest action, > 0."""
     spans = np.concatenate([end - start for start, end in zip(run.starts, run.ends, strict=True)])
     # An action of next to no time may vanish rather than stretch all others; after a far longer one it rounds to none at all.
     return float(max(spans.min(), spans.max() / 16))
@@ -114,36 +109,15 @@ def _shortest(run: Simulation) -> float:
 _Cell = tuple[int, int, int, int, str]
 
 
-def _exact(run: Simulation, r: int, scale: float) -> list[_Cell]:
-    """First column and the one after the last, kind, chunk and microbatch of every action of a rank."""
+def _cells(run: Simulation, r: int, scale: float) -> list[_Cell]:
+    """Returns the first column and the one after the last, kind, chunk and microbatch of every action of a rank."""
     order = run.schedule[r]
     # Whole numbers of Python's, which have no end: a latency can be as long as it likes.
     begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
     return list(zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True))
 
 
-def _coarse(run: Simulation, r: int, columns: int) -> list[_Cell]:
-    """Returns cells as `_exact`, but every column is one of the kinds that it holds: all get their share of a row."""
-    order, starts, ends = run.schedule[r], run.starts[r], run.ends[r]
-    edges = np.linspace(0, run.makespan, columns + 1)
-    kinds = np.unique(np.stack([order.kinds, order.chunks], axis=1), axis=0)
-    shares = []
-    for own in ((order.kinds == kind) & (order.chunks == chunk) for kind, chunk in kinds):
-        done = np.cumsum(ends[own] - starts[own])
-        times = np.stack([starts[own], ends[own]], axis=1).ravel()
-        shares.append(np.diff(np.interp(edges, times, np.append(0, np.repeat(done, 2)[:-1]))) / edges[1])
-    cells, owed = [], np.zeros(len(kinds) + 1)
-    # Idle comes first. Rounded, so that equal shares look equal.
-    for at, share in enumerate(np.round([1 - np.sum(shares, axis=0), *shares], 6).T):
-        owed += share
-        i = int(np.argmax(np.where(share > 0, owed.round(3), -np.inf)))
-        owed[i] -= 1
-        if i:
-            cells.append((at, at + 1, *kinds[i - 1].tolist(), ""))
-    return cells
-
-
-def _cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunks: int) -> None:
+def _append_cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunks: int) -> None:
     """Appends the cells of the window; in colours if `chunks`, the number of tints, is not 0."""
     at = window[0]
     for first, last, kind, chunk, microbatch in cells:
@@ -154,31 +128,23 @@ def _cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunks: int)
         # Of what is cut in two, the larger part has the number.
         number = microbatch if 2 * (right - left) >= last - first + (first < left) else ""
         if chunks:
-            text.append(_coloured(number, right - left), style=Style(color=TEXT, bgcolor=tint(kind, chunk, chunks)))
+            # Two neighbours of one colour need something between their numbers; without a number, a line at the start.
+            cell = number.center(right - left) if len(number) < right - left else "▏".ljust(right - left)
+            text.append(cell, style=Style(color=TEXT, bgcolor=tint(kind, chunk, chunks)))
         else:
-            letter = LETTERS[kind] if chunk == 0 else LETTERS[kind].lower()
-            text.append(_plain(letter if first == left else GOES_ON, number, right - left))
+            letter = GOES_ON if first < left else LETTERS[kind] if chunk == 0 else LETTERS[kind].lower()
+            text.append((letter + number if len(number) < right - left else letter).ljust(right - left))
         at = right
     text.append(IDLE * (window[1] - at), style="dim")
 
 
-def _coloured(microbatch: str, width: int) -> str:
-    # Two neighbours of one colour need something between their numbers; without a number, a line at the start.
-    return microbatch.center(width) if len(microbatch) < width else "▏".ljust(width)
-
-
-def _plain(letter: str, microbatch: str, width: int) -> str:
-    return (letter + microbatch if len(microbatch) < width else letter).ljust(width)
-
-
-def _axis(makespan: float, scale: float, windows: list[tuple[int, int]], note: str) -> str:
+def _axis(makespan: float, scale: float, windows: list[tuple[int, int]]) -> str:
     """Returns the times at both ends of each part, as far as there is room."""
     parts = []
     for first, last in windows:
         start, stop = f"{first / scale:.4g}", f"{min(last / scale, makespan):.4g}"
         room = last - first - len(start) - len(stop)
-        note = note if len(note) <= room else ""
-        parts.append(start + note.center(room) + stop if room > 0 else start[: last - first].ljust(last - first))
+        parts.append(start + " " * room + stop if room > 0 else start[: last - first].ljust(last - first))
     return (" " * len(GAP)).join(parts)
 
 

@@ -48,9 +48,9 @@ def from_csv(text: str) -> Schedule:
                 try:
                     ranks[r].append((tick, *parse_cell(value)))
                 except OrderError as error:
-                    raise OrderError(f"rank {r}, cell {tick}: {error}", position=len(ranks[r]), rank=r) from None
+                    raise OrderError.of_rank(r, f", cell {tick}: {error}", len(ranks[r])) from None
         if not ranks[r]:
-            raise OrderError(f"rank {r} has no action; every rank is one row of the table", rank=r)
+            raise OrderError.of_rank(r, " has no action; every rank is one row of the table")
     if not ranks:
         raise OrderError("the table is empty; it needs one row per rank")
     placement = tuple(tuple(sorted({stage for _, _, stage, _ in row})) for row in ranks)
@@ -60,7 +60,7 @@ def from_csv(text: str) -> Schedule:
         try:
             orders.append(Order.of(Action(KINDS[kind], chunk_of[stage], m) for _, kind, stage, m in row))
         except OrderError as error:
-            raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
+            raise OrderError.of_rank(r, f", {error}", error.position) from None
     ticks = tuple(np.array([tick for tick, *_ in row]) for row in ranks)
     try:
         return Schedule(tuple(orders), placement, ticks)
@@ -106,7 +106,7 @@ def from_json(text: str) -> Schedule:
         except ConfigError as error:
             raise OrderError(str(error), rank=r, field=error.field) from None
         except OrderError as error:
-            raise OrderError(f"rank {r}, {error}", position=error.position, rank=r) from None
+            raise OrderError.of_rank(r, f", {error}", error.position) from None
     rows = {}
     for name in ("placement", "ticks"):
         value = body.get(name, [])

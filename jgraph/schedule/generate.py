@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD, check_whole
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD, check_whole
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule, loop, vee
 
@@ -51,8 +51,7 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
 
 
 def forward_sequence(P: int, M: int, C: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks and microbatches of a rank's forwards when `group` microbatches go through a chunk before the next chunk's
-    turn."""
+    """Returns chunks and microbatches of a rank's forwards if `group` of them go through a chunk before the next one's turn."""
     microbatches = np.arange(M)
     first = microbatches - microbatches % group
     # Sorted by (group, chunk, microbatch) with one stable sort.
@@ -62,7 +61,7 @@ def forward_sequence(P: int, M: int, C: int, group: int) -> tuple[np.ndarray, np
 
 
 def alternate(forwards: np.ndarray, backwards: np.ndarray, warmup: int) -> tuple[np.ndarray, np.ndarray]:
-    """(kinds, chunks): `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Returns kinds and chunks: `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
     n = len(forwards)
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()
     chunks = np.concatenate([forwards[:warmup], steady, backwards[n - warmup :]])
@@ -175,7 +174,7 @@ class _Row:
             self.done[entry] += max(times, 0)
 
     def order(self, M: int) -> Order:
-        """Without the entries of microbatches from M on."""
+        """Returns the order without the entries of microbatches from M on."""
         kinds, chunks = np.array(self.entries, np.int8).T
         keep = np.ones(len(kinds), bool)
         for kind, chunk in set(self.entries):
@@ -241,29 +240,25 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     total = M * C
     trailing = int(max(total - fill_forward.sum(0) - fill_dgrad.sum(0))) - wgrad_ticks
 
-    length = has_forward.astype(np.int64) + has_dgrad + has_wgrad
-    at = np.cumsum(length) - length
-    orders, ticks = [], []
-    for r in range(P):
-        own = [
-            (forward[:, r] < n, FORWARD, at),
-            (dgrad[:, r] < n, DGRAD, at + has_forward),
-            (fill_forward[:, r], WGRAD, at),
-            (fill_dgrad[:, r], WGRAD, at + has_forward),
-            (has_wgrad, WGRAD, at + has_forward + has_dgrad),
-        ]
-        tick = np.concatenate([where[mask] for mask, _, where in own] + [length.sum() + np.arange(trailing)])
-        kinds = np.concatenate([np.full(mask.sum(), kind) for mask, kind, _ in own] + [np.full(trailing, WGRAD)])
-        by_time = np.argsort(tick, kind="stable")
-        tick, kinds = tick[by_time], kinds[by_time]
-        surplus = np.flatnonzero(kinds == WGRAD)[total:]
-        tick, kinds = np.delete(tick, surplus), np.delete(kinds, surplus)
-        chunks = np.empty(len(kinds), np.int32)
-        chunks[kinds == FORWARD] = chunk[microbatch < M]
-        chunks[kinds == DGRAD] = chunks[kinds == WGRAD] = back_chunk[microbatch < M]
-        orders.append(Order(kinds, chunks))
-        ticks.append(tick)
-    return Schedule(tuple(orders), loop(P, C), tuple(ticks), name="aligned")
+    rows, wgrads = [], np.full(P, WGRAD)
+    for t in range(len(rounds)):
+        if has_forward[t]:
+            rows.append(np.where(forward[t] < n, FORWARD, np.where(fill_forward[t], WGRAD, IDLE)))
+        if has_dgrad[t]:
+            rows.append(np.where(dgrad[t] < n, DGRAD, np.where(fill_dgrad[t], WGRAD, IDLE)))
+        if has_wgrad[t]:
+            rows.append(wgrads)
+    kinds = np.stack([*rows, *[wgrads] * trailing])
+    kinds[(kinds == WGRAD) & (np.cumsum(kinds == WGRAD, axis=0) > total)] = IDLE
+    ticks = tuple(np.flatnonzero(kinds[:, r] != IDLE) for r in range(P))
+    orders = []
+    for r, row in enumerate(ticks):
+        own = kinds[row, r]
+        chunks = np.empty(len(own), np.int32)
+        for kind, sequence in ((FORWARD, chunk), (DGRAD, back_chunk), (WGRAD, back_chunk)):
+            chunks[own == kind] = sequence[microbatch < M]
+        orders.append(Order(own, chunks))
+    return Schedule(tuple(orders), loop(P, C), ticks, name="aligned")
 
 
 _GENERATORS: dict[str, tuple[Callable[[int, int, int], Schedule], tuple[int, ...] | None]] = {

@@ -5,7 +5,7 @@ Facts: Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel
 """
 
 from collections.abc import Sequence
-from itertools import count, zip_longest
+from itertools import zip_longest
 
 import numpy as np
 
@@ -54,27 +54,20 @@ def megatron_order(
         ("microbatch_group_size", group, 1),
     ):
         check_whole(name, value, least)
-    layers = (1,) * chunks
-    if num_layers_per_chunk is not None:
-        if not isinstance(num_layers_per_chunk, Sequence) or isinstance(num_layers_per_chunk, str):
-            wrong = f"`num_layers_per_chunk` is {num_layers_per_chunk!r}: must be one number per chunk"
-            raise OrderError(wrong, field="num_layers_per_chunk")
-        layers = tuple(num_layers_per_chunk)
-        for number in layers:
-            check_whole("num_layers_per_chunk", number, 0)
-    if pp_rank >= pp_size:
-        raise OrderError(f"`pp_rank` is {pp_rank}: with pp_size={pp_size} it must be 0 to {pp_size - 1}", field="pp_rank")
-    if pp_size == 1 and chunks > 1:
-        raise OrderError(f"`vpp` is {vpp}: with pp_size=1 a rank has one chunk; leave it out", field="vpp")
-    if len(layers) != chunks:
-        wrong = f"`num_layers_per_chunk` has {len(layers)} values for {chunks} chunks: give one per chunk"
-        raise OrderError(wrong, field="num_layers_per_chunk")
-    if delay_wgrad and not overlap_moe_ep:
-        wrong = "`delay_wgrad` needs overlap_moe_ep=True: Megatron-LM's order splits the backward only there"
-        raise OrderError(wrong, field="delay_wgrad")
-    if overlap_moe_ep and not any(layers):
-        wrong = f"`num_layers_per_chunk` is {layers}: with overlap_moe_ep a rank needs at least one layer"
-        raise OrderError(wrong, field="num_layers_per_chunk")
+    given = (1,) * chunks if num_layers_per_chunk is None else num_layers_per_chunk
+    layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
+    for number in layers:
+        check_whole("num_layers_per_chunk", number, 0)
+    needs = "needs overlap_moe_ep=True: Megatron-LM's order splits the backward only there"
+    for name, is_wrong, problem in (
+        ("pp_rank", pp_rank >= pp_size, f"is {pp_rank}: with pp_size={pp_size} it must be 0 to {pp_size - 1}"),
+        ("vpp", pp_size == 1 and chunks > 1, f"is {vpp}: with pp_size=1 a rank has one chunk; leave it out"),
+        ("num_layers_per_chunk", len(layers) != chunks, f"is {given!r}: must be one number for each of {chunks} chunks"),
+        ("delay_wgrad", delay_wgrad and not overlap_moe_ep, needs),
+        ("num_layers_per_chunk", overlap_moe_ep and not any(layers), f"is {given!r}: overlap_moe_ep needs at least one layer"),
+    ):
+        if is_wrong:
+            raise OrderError(f"`{name}` {problem}", field=name)
 
     if pp_size == 1 and not overlap_moe_ep:
         num_microbatches = 1
@@ -105,17 +98,16 @@ def megatron_order(
 
 
 def _placement(pp_size: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Stages of each rank if every layer is one and all ranks have as many: chunk by chunk round the ranks."""
-    rows: list[list[int]] = [[] for _ in range(pp_size)]
-    stage = count()
-    for number in layers:
-        for row in rows:
-            row += [next(stage) for _ in range(number)]
-    return tuple(map(tuple, rows))
+    """Returns the stages of each rank if every layer is one and all ranks have as many: chunk by chunk round the ranks."""
+    first = np.cumsum([0, *layers])[:-1] * pp_size
+    return tuple(
+        tuple(int(at + rank * number + i) for at, number in zip(first, layers, strict=True) for i in range(number))
+        for rank in range(pp_size)
+    )
 
 
 def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:
-    """Every layer a chunk of its own.
+    """Returns the order in which every layer is a chunk of its own.
 
     After `warmup` forwards and one more, each backward is paired with the forward that follows it, layer by layer; the
     backwards that are left stand alone.

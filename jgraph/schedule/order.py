@@ -92,23 +92,22 @@ class Order(Sequence[Action]):
         actions = list(actions) if isinstance(actions, Iterable) else [actions]
         for i, action in enumerate(actions):
             if not isinstance(action, Action) or action.kind not in KINDS:
-                raise OrderError(
-                    f"entry {i} is {_show(action)}; an order is made of Actions, each one of {', '.join(KINDS)}", position=i
-                )
-        if not actions:
-            raise OrderError("the order is empty; it needs at least one forward and one backward")
-        # As they are: Order looks at what cannot be a chunk, and a cast would make one of it.
-        kinds, chunks = np.array([KINDS.index(a.kind) for a in actions], np.int8), _whole([a.chunk for a in actions])
-        order, said = cls(kinds, chunks), [a.microbatch for a in actions]
+                raise OrderError.at(i, f"{_show(action)}; an order is made of Actions, each one of {', '.join(KINDS)}")
+            # Looked at before the array is made, whose cast would make a chunk of anything.
+            if not _is_whole(action.chunk) or not 0 <= int(action.chunk) < len(actions):
+                raise OrderError.at(i, f"of chunk {_show(action.chunk)}; chunks are whole numbers from 0, without gaps")
+        kinds, chunks = (
+            np.array([KINDS.index(a.kind) for a in actions], np.int8),
+            np.array([a.chunk for a in actions], np.int32),
+        )
+        order, said = cls(kinds, chunks), [action.microbatch for action in actions]
         if said != order.microbatches.tolist():
             newest = cls(kinds, chunks, wgrads="newest")
             order = newest if said == newest.microbatches.tolist() else order
-        for i, (said, counted) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
-            if said.microbatch != counted:
-                raise OrderError(
-                    f"entry {i} is the {said}; microbatches go first in, first out, so this must be microbatch {counted}",
-                    position=i,
-                )
+        for i, (action, counted) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
+            if action.microbatch != counted:
+                remedy = f"microbatches go first in, first out, so this must be microbatch {counted}"
+                raise OrderError.at(i, f"the {action}; {remedy}")
         return order
 
     def __len__(self) -> int:
@@ -131,17 +130,14 @@ class Order(Sequence[Action]):
         numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
         return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
 
+    def _key(self) -> tuple[Any, ...]:
+        return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()
+
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Order)
-            and np.array_equal(self.kinds, other.kinds)
-            and np.array_equal(self.chunks, other.chunks)
-            and self.num_layers_per_chunk == other.num_layers_per_chunk
-            and np.array_equal(self.microbatches, other.microbatches)
-        )
+        return isinstance(other, Order) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()))
+        return hash(self._key())
 
     @property
     def num_chunks(self) -> int:
@@ -189,17 +185,13 @@ def _entries(numbers: Iterable[object]) -> list[object]:
     return entries
 
 
-def _whole(chunks: list[Any]) -> np.ndarray:
-    """Returns the chunks of Actions as an array. Raises OrderError."""
-    for i, chunk in enumerate(chunks):
-        if isinstance(chunk, (bool, np.bool_)) or not isinstance(chunk, numbers.Integral) or not 0 <= int(chunk) < len(chunks):
-            raise OrderError(f"entry {i} is of chunk {_show(chunk)}; chunks are whole numbers from 0, without gaps", position=i)
-    return np.array(chunks, np.int32)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
 
-def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
-    """One signed number -> (kind, 0-based chunk)."""
-    if isinstance(entry, numbers.Integral) and not isinstance(entry, (bool, np.bool_)):
+def _parse_entry(position: int, entry: Any, length: int) -> tuple[int, int]:
+    """Returns kind and 0-based chunk of a signed number."""
+    if _is_whole(entry):
         value = int(entry)
         if value != 0 and abs(value) <= length:
             return (FORWARD if value > 0 else DGRAD), abs(value) - 1
@@ -216,7 +208,7 @@ def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
             remedy = "only a wgrad has a fraction, and it is -c-0.5, e.g. -1.5 for chunk 1"
     else:
         what, remedy = _show(entry), "an entry is a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
-    raise OrderError(f"entry {position} is {what}; {remedy}", position=position)
+    raise OrderError.at(position, f"{what}; {remedy}")
 
 
 def _show(value: object) -> str:
@@ -229,15 +221,14 @@ def _show(value: object) -> str:
 
 
 def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | None:
-    """`value` for each chunk, from one for all or one per chunk."""
+    """Returns a value for each chunk, from one for all or one per chunk; None for None."""
     if value is None:
         return None
-    allowed = (bool, np.bool_) if kind is bool else (numbers.Integral,)
     values: list[Any] = [value] * num_chunks
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
         values = [value.item()] * num_chunks if isinstance(value, np.ndarray) and not value.ndim else list(value)
     for item in values:
-        if not isinstance(item, allowed) or (kind is int and (isinstance(item, bool) or not 1 <= int(item) < 2**31)):
+        if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_whole(item) and 1 <= int(item) < 2**31):
             one = f"{kind.__name__}{' >= 1' * (kind is int)}"
             raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per chunk", field=name)
     if len(values) != num_chunks:
@@ -247,7 +238,7 @@ def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | No
 
 
 def _read_backwards(kinds: np.ndarray, chunks: np.ndarray, delayed: tuple[bool, ...] | None) -> np.ndarray:
-    """A `-c` is the dgrad alone where chunk c's wgrads are delayed, and the whole backward elsewhere."""
+    """Returns the kinds, where `-c` is the dgrad alone if chunk c's wgrads are delayed, and else the whole backward."""
     has_wgrad = np.bincount(chunks[kinds == WGRAD], minlength=chunks.max() + 1) > 0
     wanted = has_wgrad if delayed is None else np.array(delayed)
     wrong = np.flatnonzero(np.where(kinds == DGRAD, (wanted & ~has_wgrad)[chunks], (kinds == WGRAD) & ~wanted[chunks]))
@@ -260,12 +251,12 @@ def _read_backwards(kinds: np.ndarray, chunks: np.ndarray, delayed: tuple[bool, 
         else:
             problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, but delay_wgrad says that they are not delayed"
             remedy = "remove it, or pass delay_wgrad=True"
-        raise OrderError(f"entry {position} is {problem}; {remedy}", position=position)
+        raise OrderError.at(position, f"{problem}; {remedy}")
     return np.where((kinds == DGRAD) & ~wanted[chunks], BACKWARD, kinds)
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
-    """Two equally long rows of whole numbers that say actions."""
+    """Raises OrderError unless these are two equally long rows of whole numbers that say actions."""
     if not kinds.size:
         raise OrderError("the order is empty; it needs at least one forward and one backward")
     whole = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
@@ -277,40 +268,29 @@ def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
     wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0) | (chunks >= len(chunks)))
     if len(wrong):
         position = int(wrong[0])
-        raise OrderError(
-            f"entry {position} has kind {kinds[position]} and chunk {chunks[position]}; kinds are {FORWARD} to {BACKWARD}, "
-            f"chunks count from 0, without gaps",
-            position=position,
-        )
+        allowed = f"kinds are {FORWARD} to {BACKWARD}, chunks count from 0, without gaps"
+        raise OrderError.at(position, f"of kind {kinds[position]} and chunk {chunks[position]}; {allowed}")
 
 
 def _check_chunks(chunks: np.ndarray) -> None:
-    """Chunks count from 1 without gaps."""
+    """Raises OrderError unless chunks count from 1 without gaps."""
     seen = np.bincount(chunks) > 0
     if not seen.all():
         missing = int(np.argmin(seen))
         position = int(np.flatnonzero(chunks > missing)[0])
-        raise OrderError(
-            f"entry {position} is of chunk {chunks[position] + 1}, but no entry is of chunk {missing + 1}; "
-            f"number the chunks from 1, without gaps",
-            position=position,
-        )
+        problem = f"of chunk {chunks[position] + 1}, but no entry is of chunk {missing + 1}"
+        raise OrderError.at(position, f"{problem}; number the chunks from 1, without gaps")
 
 
 def newest_waiting(kinds: np.ndarray) -> np.ndarray:
-    """For every wgrad, in sequence, the position of the newest dgrad that waits then; dgrads and wgrads match as brackets do.
-
-    There must be a dgrad for every wgrad.
-    """
-    waiting = np.cumsum((kinds == DGRAD).astype(np.int64) - (kinds == WGRAD))
-    at = np.flatnonzero((kinds == DGRAD) | (kinds == WGRAD))
-    # Between a dgrad and its wgrad the others come in pairs, so both have the same number waiting inside of them.
-    depth = (waiting + (kinds == WGRAD))[at]
-    by_depth = at[np.lexsort((at, depth))]
-    wgrads = np.flatnonzero(kinds[by_depth] == WGRAD)
-    found = np.full(len(kinds), -1)
-    found[by_depth[wgrads]] = by_depth[wgrads - 1]
-    return found[kinds == WGRAD]
+    """Returns, for every wgrad, the position of the newest dgrad that waits then; there must be one."""
+    waiting, found = [], []
+    for position, kind in enumerate(kinds.tolist()):
+        if kind == DGRAD:
+            waiting.append(position)
+        elif kind == WGRAD:
+            found.append(waiting.pop())
+    return np.array(found, np.int64)
 
 
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:
@@ -333,17 +313,14 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
         c = int(np.argmax(counts))
         fewest = min(counts)
         position = int(positions[c][np.flatnonzero(kinds[positions[c]] == FORWARD)[fewest]])
-        raise OrderError(
-            f"entry {position} is the forward of chunk {c + 1}, microbatch {fewest}, but chunk {counts.index(fewest) + 1} has "
-            f"only {fewest} microbatches; every chunk sees the same ones",
-            position=position,
-        )
+        few = f"chunk {counts.index(fewest) + 1} has only {fewest} microbatches; every chunk sees the same ones"
+        raise OrderError.at(position, f"the forward of chunk {c + 1}, microbatch {fewest}, but {few}")
     _check_between_chunks(kinds, positions)
     return microbatches
 
 
 def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.ndarray, layers: int, wgrads: Wgrads) -> int:
-    """One chunk by itself: forward before dgrad before wgrad, as many of each. Returns how many.
+    """Checks one chunk by itself: forward before dgrad before wgrad, as many of each. Returns how many.
 
     `kinds` are those of the chunk's entries and `at` their positions. Fills in `microbatches`.
     """
@@ -355,7 +332,7 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
 
     def fail(i: int, problem: str):
         name = KINDS[kinds[i]] if kinds[i] != BACKWARD else "dgrad"
-        raise OrderError(f"entry {at[i]} is the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}", position=int(at[i]))
+        raise OrderError.at(int(at[i]), f"the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}")
 
     def later(mask: np.ndarray, count: int) -> str:
         """Returns where the action that must come first is, if it comes at all."""
@@ -370,10 +347,8 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
             fail(i, f"before its forward; {later(kinds == FORWARD, int(k[i]))}")
         if wgrad[i] > dgrad[i]:
             fail(i, f"before its dgrad; {later((kinds == DGRAD) | (kinds == BACKWARD), int(k[i]))}")
-        fail(
-            i,
-            f"with its wgrad, while the wgrad of microbatch {wgrad[i] - 1} is pending; wgrads go first in, first out: split it",
-        )
+        pending = f"while the wgrad of microbatch {wgrad[i] - 1} is pending"
+        fail(i, f"with its wgrad, {pending}; wgrads go first in, first out: split it")
     if wgrads == "newest":
         microbatches[at[kinds == WGRAD]] = k[newest_waiting(kinds)]
     total = int(forward[-1])
@@ -389,7 +364,7 @@ def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.nda
 
 
 def _check_between_chunks(kinds: np.ndarray, positions: list[np.ndarray]) -> None:
-    """A rank's later chunk works on what its earlier one made: forwards go up the chunks, dgrads come down."""
+    """Raises OrderError unless forwards go up the chunks and dgrads come down: one works on the result of the other."""
     forwards = [at[kinds[at] == FORWARD] for at in positions]
     dgrads = [at[(kinds[at] == DGRAD) | (kinds[at] == BACKWARD)] for at in positions]
     faults = []
@@ -403,8 +378,5 @@ def _check_between_chunks(kinds: np.ndarray, positions: list[np.ndarray]) -> Non
                 faults.append((int(second[m]), int(first[m]), name, after, before, m))
     if faults:
         position, other, name, after, before, m = min(faults)
-        raise OrderError(
-            f"entry {position} is the {name} of chunk {after + 1}, microbatch {m}, before that of chunk {before + 1}, which it "
-            f"needs; move it after entry {other}",
-            position=position,
-        )
+        needed = f"before that of chunk {before + 1}, which it needs; move it after entry {other}"
+        raise OrderError.at(position, f"the {name} of chunk {after + 1}, microbatch {m}, {needed}")

@@ -7,6 +7,7 @@ next tick on. A schedule without ticks of its own gets the earliest ones, which 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,12 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(pp: int, chunks: int) -> Placement:
-    """Stages go round the ranks: chunk c of rank r is stage c * pp + r."""
+    """Returns the placement in which stages go round the ranks: chunk c of rank r is stage c * pp + r."""
     return tuple(tuple(c * pp + r for c in range(chunks)) for r in range(pp))
 
 
 def vee(pp: int) -> Placement:
-    """Two chunks a rank, down and up again: rank r has stages r and 2 * pp - 1 - r, so the last stage is on the first rank."""
+    """Returns the placement of two chunks a rank, down and up again: rank r has stages r and 2 * pp - 1 - r."""
     return tuple((r, 2 * pp - 1 - r) for r in range(pp))
 
 
@@ -60,12 +61,8 @@ class Schedule(Sequence[Order]):
         object.__setattr__(self, "placement", placement)
         _check_counts(self)
         object.__setattr__(self, "num_stages", sum(map(len, placement)))
-        if not self.ticks:
-            starts, _ = play(self, np.ones((4, self.num_stages), np.int64), latency=0)
-            object.__setattr__(self, "ticks", starts)
-        else:
-            object.__setattr__(self, "ticks", _own_ticks(self))
-            _check_ticks(self)
+        earliest = np.ones((4, self.num_stages), np.int64)
+        object.__setattr__(self, "ticks", _check_ticks(self) if self.ticks else play(self, earliest, latency=0)[0])
         for row in self.ticks:
             row.flags.writeable = False
 
@@ -166,7 +163,7 @@ class Schedule(Sequence[Order]):
 
 
 def play(schedule: Schedule, costs: np.ndarray, latency: float) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """When every action starts and ends if each starts as soon as its rank is free and what it needs has arrived.
+    """Returns when every action starts and ends if each starts as soon as its rank is free and what it needs has arrived.
 
     Args:
         costs: [4, S], what an action of a kind takes on a stage, > 0.
@@ -214,7 +211,7 @@ def play(schedule: Schedule, costs: np.ndarray, latency: float) -> tuple[tuple[n
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderError:
-    """Names the ranks that wait for each other, following who waits for whom until a rank comes twice."""
+    """Returns an error that names the ranks that wait for each other, following who waits for whom until a rank comes twice."""
     home = np.repeat(schedule.rank_of_stage, schedule.num_microbatches).tolist() * 2
     chain, r = [], next(iter(stuck))
     while r not in chain:
@@ -227,90 +224,70 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
         position, need = stuck[q]
         flat, m = divmod(need, schedule.num_microbatches)
         what = f"forward of stage {flat}" if flat < schedule.num_stages else f"dgrad of stage {flat - schedule.num_stages}"
-        waits.append(
-            f"rank {q} at entry {position} ({schedule[q][position]}) waits for rank {home[need]}'s {what}, microbatch {m}"
-        )
-    return OrderError(
-        f"the schedule deadlocks: {'; '.join(waits[:3])}{' ...' * (len(waits) > 3)}; place what is waited for earlier",
-        position=stuck[r][0],
-        rank=r,
-    )
+        action = schedule[q][position]
+        waits.append(f"rank {q} at entry {position} ({action}) waits for rank {home[need]}'s {what}, microbatch {m}")
+    told = "; ".join(waits[:3]) + " ..." * (len(waits) > 3)
+    return OrderError(f"the schedule deadlocks: {told}; place what is waited for earlier", position=stuck[r][0], rank=r)
 
 
 def _check_counts(schedule: Schedule) -> None:
     orders, placement = schedule.orders, schedule.placement
     if not isinstance(placement, Sequence) or not all(isinstance(row, (Sequence, np.ndarray)) for row in placement):
         raise OrderError("`placement` must be one row of stages per rank", field="placement")
-    if len(placement) != len(orders):
-        wrong = f"`placement` has {len(placement)} ranks for {len(orders)} orders; give one row per order"
-        raise OrderError(wrong, field="placement")
+    _check_rows("placement", placement, orders)
     for r, (order, stages) in enumerate(zip(orders, placement, strict=True)):
         if order.num_chunks != len(stages):
-            raise OrderError(
-                f"rank {r} has an order of {order.num_chunks} chunks, but {len(stages)} stages are placed there; "
-                f"every stage of a rank is one chunk of its order",
-                rank=r,
-            )
+            placed = f"{len(stages)} stages are placed there; every stage of a rank is one chunk of its order"
+            raise OrderError.of_rank(r, f" has an order of {order.num_chunks} chunks, but {placed}")
         if not all(isinstance(stage, (int, np.integer)) for stage in stages):
-            raise OrderError(f"rank {r} has stages {stages}; stages are whole numbers from 0", rank=r)
+            raise OrderError.of_rank(r, f" has stages {stages}; stages are whole numbers from 0")
         if list(stages) != sorted(stages):
-            raise OrderError(f"rank {r} has stages {stages}; list them in ascending order, chunk by chunk", rank=r)
+            raise OrderError.of_rank(r, f" has stages {stages}; list them in ascending order, chunk by chunk")
         if order.num_microbatches != orders[0].num_microbatches:
-            raise OrderError(
-                f"rank {r} has {order.num_microbatches} microbatches, rank 0 has {orders[0].num_microbatches}; "
-                f"every rank sees the same ones",
-                rank=r,
-            )
+            others = f"rank 0 has {orders[0].num_microbatches}; every rank sees the same ones"
+            raise OrderError.of_rank(r, f" has {order.num_microbatches} microbatches, {others}")
     everywhere = sorted(s for stages in placement for s in stages)
     if everywhere != list(range(len(everywhere))):
         raise OrderError(f"the ranks have stages {everywhere}; each of 0 to {len(everywhere) - 1} must be on exactly one")
 
 
-def _own_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Copies, in a type that differences fit into."""
-    rows = []
-    for r, row in enumerate(schedule.ticks):
-        given = np.asarray(row)
-        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.max(initial=0) > 2**62:
-            raise OrderError(
-                f"rank {r} has ticks {given.dtype}{list(given.shape)}; ticks are whole numbers from 0 and go up", rank=r
-            )
-        rows.append(given.astype(np.int64))
-    return tuple(rows)
+def _check_rows(field: str, rows: Sequence[Any], orders: Sequence[Order]) -> None:
+    if len(rows) != len(orders):
+        raise OrderError(f"`{field}` has {len(rows)} rows for {len(orders)} orders; give one row per order", field=field)
 
 
-def _check_ticks(schedule: Schedule) -> None:
-    """Ticks that were given: ascending on a rank, nothing used before the tick after the one that made it, and not many more
-    than there are actions."""
+def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
+    """Returns a copy of ticks that were given, in a type that differences fit into.
+
+    Raises:
+        OrderError: they do not ascend on a rank, something is used before the tick after the one that made it, or there are
+            far more than there are actions.
+    """
     made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
-    if len(schedule.ticks) != schedule.num_ranks:
-        wrong = f"`ticks` has {len(schedule.ticks)} rows for {schedule.num_ranks} orders; give one row per order"
-        raise OrderError(wrong, field="ticks")
-    for r, (order, ticks, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
+    _check_rows("ticks", schedule.ticks, schedule.orders)
+    rows = []
+    for r, (order, row, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
+        given, allowed = np.asarray(row), "ticks are whole numbers from 0 and go up"
+        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.max(initial=0) > 2**62:
+            raise OrderError.of_rank(r, f" has ticks {given.dtype}{list(given.shape)}; {allowed}")
+        ticks = given.astype(np.int64)
         if len(ticks) != len(order):
-            raise OrderError(f"rank {r} has {len(order)} actions, but {len(ticks)} ticks; give one per action", rank=r)
+            raise OrderError.of_rank(r, f" has {len(order)} actions, but {len(ticks)} ticks; give one per action")
         if ticks[0] < 0 or (np.diff(ticks) <= 0).any():
             position = int(np.argmax(np.diff(ticks, prepend=-1) <= 0))
-            raise OrderError(
-                f"rank {r}, entry {position} has tick {ticks[position]}; ticks are whole numbers from 0 and go up",
-                position=position,
-                rank=r,
-            )
+            raise OrderError.of_rank(r, f", entry {position} has tick {ticks[position]}; {allowed}", position)
         made[makes] = ticks
+        rows.append(ticks)
     made[-1] = -1
-    for r, (ticks, needs) in enumerate(zip(schedule.ticks, schedule.needs(), strict=True)):
+    for r, (ticks, needs) in enumerate(zip(rows, schedule.needs(), strict=True)):
         early = np.flatnonzero(made[needs] >= ticks)
         if len(early):
             position = int(early[0])
-            raise OrderError(
-                f"rank {r}, entry {position} ({schedule[r][position]}) is at tick {ticks[position]}, but what it needs is made "
-                f"at tick {made[needs[position]]}; it can start in the tick after that",
-                position=position,
-                rank=r,
-            )
-    total = sum(map(len, schedule.orders))
-    if schedule.num_ticks > (most := _SPARE_TICKS + 10 * total):
-        raise OrderError(
-            f"the schedule has {schedule.num_ticks:,} ticks for {total} actions; it may have {most:,}: leave out "
-            f"those in which no rank does anything"
-        )
+            entry = f", entry {position} ({schedule[r][position]}) is at tick {ticks[position]}"
+            needed = f"what it needs is made at tick {made[needs[position]]}; it can start in the tick after that"
+            raise OrderError.of_rank(r, f"{entry}, but {needed}", position)
+    total, last = sum(map(len, schedule.orders)), max(int(ticks[-1]) for ticks in rows)
+    if last >= (most := _SPARE_TICKS + 10 * total):
+        remedy = f"it may have {most:,}: leave out those in which no rank does anything"
+        raise OrderError(f"the schedule has {last + 1:,} ticks for {total} actions; {remedy}")
+    return tuple(rows)

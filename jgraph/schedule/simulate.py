@@ -29,22 +29,16 @@ class Costs:
     backward: float | Sequence[float] | None = None
 
     def table(self, num_stages: int) -> np.ndarray:
-        """[4, S], by kind and stage. Raises OrderError."""
-        rows = []
-        for kind, value in self._by_kind():
-            is_sum = value is None and kind == "backward"
-            row = rows[DGRAD] + rows[WGRAD] if is_sum else _times(kind, value, num_stages)
-            rows.append(np.broadcast_to(row, num_stages))
-        return np.stack(rows)
+        """Returns the costs by kind and stage, [4, S]. Raises OrderError."""
+        rows = [_times(kind, getattr(self, kind), num_stages) for kind in KINDS[:3]]
+        rows.append(rows[DGRAD] + rows[WGRAD] if self.backward is None else _times("backward", self.backward, num_stages))
+        return np.stack([np.broadcast_to(row, num_stages) for row in rows])
 
     def per_chunk(self, chunks: int) -> "Costs":
         """Returns the costs of a chunk, where these are those of all layers of a rank. Raises OrderError."""
         check_whole("chunks", chunks)
-        parts = {kind: None if value is None else (_times(kind, value) / chunks).tolist() for kind, value in self._by_kind()}
-        return Costs(parts["forward"], parts["dgrad"], parts["wgrad"], parts["backward"])  # pyright: ignore[reportArgumentType]
-
-    def _by_kind(self):
-        return zip(KINDS, (self.forward, self.dgrad, self.wgrad, self.backward), strict=True)
+        given = {kind: getattr(self, kind) for kind in KINDS}
+        return Costs(**{kind: (_times(kind, value) / chunks).tolist() for kind, value in given.items() if value is not None})
 
 
 def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarray:
@@ -79,7 +73,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """From the start of the step to the end of its last action."""
+        """Time from the start of the step to the end of its last action."""
         return float(max(end[-1] for end in self.ends))
 
     @property
@@ -128,10 +122,10 @@ def simulate(
     latency: float = 0.0,
     execution: Execution = "dataflow",
 ) -> Simulation:
-    """Plays a schedule.
+    """Returns when every action of a schedule runs.
 
     Args:
-        schedule: what runs in which sequence; its ticks matter only where the execution goes by ticks.
+        schedule: its ticks matter only where the execution goes by ticks.
         costs: per action of a stage; None for 1 each, 2 for a backward that is not split.
         latency: of a transfer to another rank, in the unit of the costs; the sender goes on at once.
         execution: `dataflow`: an action starts when its rank is free and what it needs is there. `neighbours`: tick by tick, a
@@ -155,7 +149,7 @@ def simulate(
 
 
 def _together(schedule: Schedule, execution: Execution) -> np.ndarray:
-    """[P, P]: whether a rank waits for another at the end of a tick."""
+    """Returns whether a rank waits for another at the end of a tick, [P, P]."""
     if execution == "lockstep":
         return np.ones((schedule.num_ranks,) * 2, bool)
     pairs = np.eye(schedule.num_ranks, dtype=bool)

@@ -7,11 +7,11 @@ All ranks run the same writes, also a rank that makes nothing that is to be kept
 that time, or, if there is none, to one slot more.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from jgraph.schedule.slots import POOLS, live_ranges, number
 
 Source = Literal["previous", "next", "same"]
 Writing = Literal["makers", "all"]
-Make = TypeVar("Make", bound=Callable[..., Any])
 
 _MAKERS = {
     "forward_dgrad": (FORWARD,),
@@ -93,20 +92,8 @@ class Phase:
     rounds: int
 
 
-def _once(make: Make) -> Make:
-    """Keeps the tables of a schedule on it: a schedule never changes, so they are made once."""
-
-    @wraps(make)
-    def kept(schedule: Schedule, **options: Any) -> Any:
-        made, name = schedule.__dict__.setdefault("_tables", {}), (make.__name__, *options.values())
-        if name not in made:
-            made[name] = make(schedule, **options)
-        return made[name]
-
-    return kept  # pyright: ignore[reportReturnType]
-
-
-@_once
+# A schedule never changes: what a program asks for several times is made once.
+@lru_cache(maxsize=8)
 def tick_table(schedule: Schedule) -> TickTable:
     """Returns who does what in each tick."""
     shape = (schedule.num_ticks, schedule.num_ranks)
@@ -117,7 +104,7 @@ def tick_table(schedule: Schedule) -> TickTable:
     return TickTable(kind, stage, chunk, microbatch)
 
 
-@_once
+@lru_cache(maxsize=8)
 def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     """Returns the tables of a schedule.
 

@@ -4,17 +4,16 @@ jax drops a donation whose shape, dtype or layout does not fit, often without a 
 they come, so the buffer of a leaf that stopped fitting goes to the next that fits. The compiled program says what happened.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 
 from jgraph.errors import DonationError
 from jgraph.xla.hlo import HloModule
-
-PyTree: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Donation:
     Attributes:
         leaf, array, nbytes: its path, e.g. `state['w']`, its dtype and shape, e.g. `float32[8,8]`, and its size.
         output: path of the output that lies in its buffer; empty if none does, and the donation was for nothing.
-        counterpart: path of the output in its place, where what was donated comes back in a tree of the same structure.
+        counterpart: path of the output in its place; empty where none has its path.
         reason: why no output lies in its buffer.
     """
 
@@ -79,11 +78,9 @@ def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
     crossed = [i for i in range(len(names)) if aliases.get(i, i) != i]
     problems: list[str] = []
     if copied:
-        problems.append(
-            f"{len(copied)} of {len(names)} leaves of the state are not updated in place: "
-            f"{', '.join(names[i] for i in copied)}; "
-            "check that shape, dtype and layout are the same in and out and that jax.jit has donate_argnums=0"
-        )
+        problem = f"{len(copied)} of {len(names)} leaves of the state are not updated in place"
+        remedy = "check that shape, dtype and layout are the same in and out and that jax.jit has donate_argnums=0"
+        problems.append(f"{problem}: {', '.join(names[i] for i in copied)}; {remedy}")
     if crossed:
         owners = {i: names[k] if (k := aliases[i]) < len(names) else f"argument leaf {k}" for i in crossed}
         pairs = ", ".join(f"{names[i]} takes the buffer of {owner}" for i, owner in owners.items())
@@ -96,28 +93,50 @@ def check_identity(compiled: jax.stages.Compiled, state: object) -> None:
 
 def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names: Sequence[str]) -> tuple[Donation, ...]:
     """Returns every donated leaf of a program, in order, on any platform; `names` are those of all leaves of the arguments."""
-    infos = jax.tree.leaves(lowered.args_info)
+    leaves = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
+    outputs = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
+    infos, results = [info for _, info in leaves], [result for _, result in outputs]
     # An argument that the program does not use is left out of it, and has no sharding.
     used = jax.tree.leaves(jax.tree.map(lambda _, sharding: sharding is not None, lowered.args_info, compiled.input_shardings))
-    outputs = [
-        ("result" + jax.tree_util.keystr(path), o) for path, o in jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
-    ]
     positions = [i for i, is_used in enumerate(used) if is_used]
     taken = {positions[argument]: output for output, argument in alias_map(compiled).items()}
-    places = _counterparts(lowered.args_info, lowered.out_info)
+    named = ["result" + jax.tree_util.keystr(path) for path, _ in outputs]
+    places = _counterparts(leaves, outputs)
     found: list[Donation] = []
     for i, (name, info) in enumerate(zip(names, infos, strict=True)):
         if not info.donated:
             continue
-        array = _array(info)
-        counterpart = outputs[places[i]] if i in places else ("", None)
-        reason = "" if i in taken else _why_dropped(i, infos, used, [o for _, o in outputs], taken)
-        if reason and used[i] and counterpart[1] is not None and _array(counterpart[1]) != array:
-            reason = f"{counterpart[0]} in its place is {_array(counterpart[1])}"
-        output = outputs[taken[i]][0] if i in taken else ""
-        nbytes = prod(info.shape) * info.dtype.itemsize
-        found.append(Donation(name, array, nbytes, output, counterpart[0], reason))
+        place = places.get(i)
+        reason = "" if i in taken else _why_dropped(i, infos, used, results, taken)
+        if reason and used[i] and place is not None and _array(results[place]) != _array(info):
+            reason = f"{named[place]} in its place is {_array(results[place])}"
+        output, counterpart = named[taken[i]] if i in taken else "", "" if place is None else named[place]
+        found.append(Donation(name, _array(info), prod(info.shape) * info.dtype.itemsize, output, counterpart, reason))
     return tuple(found)
+
+
+def _counterparts(leaves: Sequence[tuple[Any, Any]], outputs: Sequence[tuple[Any, Any]]) -> dict[int, int]:
+    """Maps donated leaves to the outputs in their place: of the same path in the result, or in one of the results, as in their
+    argument.
+
+    Arguments that share a path are paired with as many outputs in order; one by itself, rather with one of its shape and dtype.
+    """
+    places: dict[Any, list[int]] = defaultdict(list)
+    for k, (path, _) in enumerate(outputs):
+        for place in dict.fromkeys((path, path[1:])):
+            places[place].append(k)
+    donated: dict[Any, list[int]] = defaultdict(list)
+    for i, (path, info) in enumerate(leaves):
+        if info.donated and len(path) > 2:  # positional or keyword, which argument, and then its own path
+            donated[path[2:]].append(i)
+    found: dict[int, int] = {}
+    for path, same in donated.items():
+        if len(same) == 1:
+            array = _array(leaves[same[0]][1])
+            places[path].sort(key=lambda k: _array(outputs[k][1]) != array)
+        if len(same) <= len(places[path]):
+            found |= zip(same, places[path], strict=False)
+    return found
 
 
 def _why_dropped(i: int, infos: Sequence[Any], used: Sequence[bool], outputs: Sequence[Any], taken: dict[int, int]) -> str:
@@ -134,59 +153,3 @@ def _why_dropped(i: int, infos: Sequence[Any], used: Sequence[bool], outputs: Se
 
 def _array(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-class _Part(NamedTuple):
-    """A part of a tree: the number of its first leaf, how far down it is, its structure and what its leaves are."""
-
-    first: int
-    depth: int
-    structure: Any
-    arrays: tuple[str, ...]
-
-    @property
-    def form(self) -> Any:
-        """What a part in its place has to share."""
-        return (self.structure, self.arrays) if jax.tree_util.treedef_is_leaf(self.structure) else self.structure
-
-    @property
-    def leaves(self) -> range:
-        return range(self.first, self.first + len(self.arrays))
-
-
-def _counterparts(args_info: PyTree, out_info: PyTree) -> dict[int, int]:
-    """Maps a leaf of the arguments to the leaf of the outputs in its place, for every donated argument that comes back.
-
-    It does if a part of the outputs has its structure; those least far down count. As many parts as arguments are paired in
-    order; else each argument takes the first part whose shapes and dtypes fit, or the first. A single array has no structure,
-    so its shape and dtype are taken for one.
-    """
-    positional, keyword = args_info
-    groups: dict[Any, list[_Part]] = {}
-    start = 0
-    for argument in (*positional, *(keyword[name] for name in sorted(keyword))):
-        part = next(_parts(argument, start))
-        start += len(part.arrays)
-        if any(info.donated for info in jax.tree.leaves(argument)):
-            groups.setdefault(part.form, []).append(part)
-    parts = list(_parts(out_info))
-    places: dict[int, int] = {}
-    for form, arguments in groups.items():
-        free = [p for p in parts if p.form == form and set(p.leaves).isdisjoint(places.values())]
-        free = [p for p in free if p.depth == min(q.depth for q in free)]
-        in_order = len(free) == len(arguments)
-        for argument in arguments:
-            if fits := sorted(free, key=lambda p: not in_order and p.arrays != argument.arrays):
-                places |= zip(argument.leaves, fits[0].leaves, strict=True)
-                free.remove(fits[0])
-    return places
-
-
-def _parts(tree: PyTree, first: int = 0, depth: int = 0) -> Iterator[_Part]:
-    """Every part of a tree, the whole first."""
-    leaves, structure = jax.tree.flatten(tree)
-    yield _Part(first, depth, structure, tuple(map(_array, leaves)))
-    for child in jax.tree.leaves(tree, is_leaf=lambda node: node is not tree):
-        if child is not tree:
-            yield from _parts(child, first, depth + 1)
-            first += len(jax.tree.leaves(child))

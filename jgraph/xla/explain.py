@@ -28,7 +28,7 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory by XLA's own account; `aliased` are those of the outputs that lie in donated buffers."""
+    """Bytes of device memory by XLA's own account; `aliased` counts the outputs that lie in donated buffers."""
 
     arguments: int
     outputs: int
@@ -37,14 +37,14 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Returns that of a program; None where XLA does not tell."""
+        """Returns the memory of a program; None where XLA does not tell."""
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
 
     @property
     def total(self) -> int:
-        """Returns all of it at once, each buffer counted once."""
+        """All of it at once, each buffer counted once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a compiled program does to command buffers and memory; `str` of it is the report.
+    """Capture, donations and memory of a compiled program; `str` of it is the report.
 
     Attributes:
         name: of the function.
@@ -136,7 +136,8 @@ def explain(
         raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
     options = compiler_options or {}
     device = targets.devices(gpu=target)[0] if target else jax.devices()[0]
-    with _donations_unwarned(), targets.needs_no_gpu() if target else contextlib.nullcontext():
+    with warnings.catch_warnings(), targets.needs_no_gpu() if target else contextlib.nullcontext():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*(targets.placed(args, gpu=target) if target else args))
         lowered = traced.lower()
     if target:
@@ -188,26 +189,13 @@ def _donation_lines(found: Sequence[Donation]) -> Iterator[str]:
     wrong = [donation for donation in found if donation.dropped or donation.crosswise]
     right = [donation for donation in found if not (donation.dropped or donation.crosswise)]
     dropped = sum(donation.dropped for donation in found)
-    yield (
-        f"donated: {_leaves(len(found))} of {_bytes(sum(d.nbytes for d in found))}: {len(right)} reused, "
-        f"{dropped} dropped, {len(wrong) - dropped} crosswise"
-    )
+    leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {_bytes(sum(d.nbytes for d in found))}"
+    yield f"donated: {leaves}: {len(right)} reused, {dropped} dropped, {len(wrong) - dropped} crosswise"
     yield from (f"  {donation}" for donation in (*wrong, *right[:_SHOWN]))
     if len(right) > _SHOWN:
         yield f"  and {len(right) - _SHOWN} more"
 
 
-def _leaves(count: int) -> str:
-    return "1 leaf" if count == 1 else f"{count} leaves"
-
-
 def _bytes(number: int) -> str:
     power = max(k for k in range(4) if k == 0 or number >= 1024**k)
     return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-@contextlib.contextmanager
-def _donations_unwarned() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        yield

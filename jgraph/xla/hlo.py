@@ -176,28 +176,21 @@ class HloModule:
         return re.findall(_ENTRY, found[1]) if found else []
 
     def calls(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
-        """(file, line) of the call that made an operation and of its callers, innermost first; of an older XLA only the call.
-
-        An older XLA writes the line beside the operation, a newer one a number in the tables at the top of the text.
-        """
-        if line := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.text):
-            yield line[1], line[2]
+        """Yields (file, line) of the call that made an operation and of its callers, innermost first."""
         files, locations, frames = (self._tables.get(name, {}) for name in ("FileNames", "FileLocations", "StackFrames"))
-        # Without a caller stands 0 or, where all numbers of callers are one higher, 1.
-        shift = _numbers(frames.get(1, "")).get("parent_frame_id", 0)
         found = re.search(r"stack_frame_id=(\d+)", instruction.text)
-        frame, seen = int(found[1]) if found else 0, set[int]()
-        while frame in frames and frame not in seen:
-            seen.add(frame)
+        frame = int(found[1]) if found else 0
+        while frame in frames:
             numbers = _numbers(frames[frame])
             location = _numbers(locations.get(numbers.get("file_location_id", 0), ""))
             if file := files.get(location.get("file_name_id", 0)):
                 yield file.strip('"'), str(location.get("line", 0))
-            frame = numbers.get("parent_frame_id", 0) - shift
+            # The number of a caller is written one too high; a caller always comes before whom it calls.
+            frame = min(numbers.get("parent_frame_id", 0), frame) - 1
 
     @cached_property
     def _tables(self) -> dict[str, dict[int, str]]:
-        """The tables at the top, rows by number."""
+        """The tables at the top of the text, rows by number."""
         tables: dict[str, dict[int, str]] = {}
         rows: dict[int, str] = {}
         for line in self.text.splitlines():
@@ -229,7 +222,7 @@ def _instruction(name: str, line: str, start: int) -> Instruction:
 
 
 def _closing(line: str, start: int) -> int:
-    """After the parenthesis that closes the one at `start`."""
+    """Returns the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for position in range(start, len(line)):
         depth += {"(": 1, ")": -1}.get(line[position], 0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgraph.profile.page import page
+from jgraph.profile.report import page
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.draw import COLOURS, tint
 from tests.profile.synthetic import profile

@@ -8,7 +8,7 @@ import pytest
 
 from jgraph.cli.profile import main
 from jgraph.errors import ConfigError, ProfileError
-from jgraph.profile import report, roofline
+from jgraph.profile import report
 from jgraph.training.config import TrainConfig
 from tests import tiny
 from tests.profile.checks import check
@@ -168,24 +168,12 @@ def test_a_recording_whose_json_is_none_is_refused(copied, text):
         report.of_run(directory)
 
 
-@pytest.mark.parametrize("steps", [0, -1])
-def test_a_recording_of_no_steps_is_refused(copied, steps):
-    directory = copied("one")
-    about = json.loads((directory / "run.json").read_text())
-    (directory / "run.json").write_text(json.dumps(about | {"steps": steps}))
-    with pytest.raises(ProfileError, match=r"run\.json has no steps"):
-        report.of_run(directory)
-
-
-@pytest.mark.parametrize(
-    "change", [{"schedule": None}, {"runtime": 3}, {"devices": 4}, {"devices": ["x"]}, {"devices": [0, 1, 2, 99]}, None]
-)
-def test_a_recorded_pipeline_that_cannot_be_is_refused(copied, change):
+def test_a_recorded_pipeline_of_a_device_that_was_not_traced_is_refused(copied):
     directory = copied("pipeline")
     about = json.loads((directory / "run.json").read_text())
-    about["pipeline"] = about["pipeline"] | change if change else []
+    about["pipeline"] |= {"devices": [0, 1, 2, 99]}
     (directory / "run.json").write_text(json.dumps(about))
-    with pytest.raises(ProfileError, match=r"run\.json"):
+    with pytest.raises(ProfileError, match=r"run\.json says that device 99"):
         report.of_run(directory)
 
 
@@ -221,22 +209,6 @@ def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_p
     program.write_text(damage(text))
     with pytest.raises(ProfileError, match="program"):
         report.of_trace(recorded("one") / "uncaptured", program=program, steps=2)
-
-
-def test_rates_are_measured_kept_and_found_before_the_projects(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("_BURST_SECONDS", "_REST_SECONDS"):
-        monkeypatch.setattr(roofline, name, 0.001)
-    found = roofline.measure(copy_bytes=2**20, size=64, link_bytes=2**16)
-    assert min(found.copy_bytes_per_second, found.product_flops_per_second, found.link_bytes_per_second or 0) > 0
-    assert roofline.find(found.name) is None
-    roofline.save(found)
-    assert roofline.find(found.name) == found
-    assert roofline.find("NVIDIA H200") is not None
-    for damaged in ("[{]", "[" * 100_000, "[1]", "null"):
-        roofline.own_file(found.name).write_text(damaged)
-        with pytest.raises(ProfileError, match="is damaged"):
-            roofline.find(found.name)
 
 
 @pytest.mark.parametrize(

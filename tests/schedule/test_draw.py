@@ -112,25 +112,14 @@ def test_of_a_schedule_that_takes_too_many_lines_the_beginning_and_the_end_are_s
     assert re.search(r"B63 *$", last)
 
 
-def test_of_64_ranks_the_first_and_the_last_are_shown_over_all_of_the_time():
+def test_of_64_ranks_the_first_and_the_last_are_shown():
     run = run_of("gpipe", 64, 128)
     text = plain(run)
     assert len(text.splitlines()) < 20
     assert "ranks 7 to 56 are not shown" in text
     (top,), (bottom,) = rows(text, 0), rows(text, 63)
-    assert re.fullmatch("F+·+B+", top)
-    assert re.fullmatch("·+F+B+·+", bottom)
-
-
-def test_kinds_too_fine_for_the_columns_get_their_share_of_a_row():
-    run = run_of("zb-v", 24, 64, 2)
-    (row,) = rows(plain(run), 3)
-    order = run.schedule[3]
-    for kind, chunk in ((kind, chunk) for kind in range(3) for chunk in range(2)):
-        own = (order.kinds == kind) & (order.chunks == chunk)
-        share = (run.ends[3] - run.starts[3])[own].sum() / run.makespan * len(row)
-        letter = LETTERS[kind].lower() if chunk else LETTERS[kind]
-        assert row.count(letter) == pytest.approx(share, abs=2)
+    assert re.fullmatch(r"F0.*B127 *", top)
+    assert re.fullmatch(r"·+ … ·+", bottom)
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])

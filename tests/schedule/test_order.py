@@ -444,7 +444,7 @@ def test_layers_count_for_chunks_that_do_not_delay():
 
 @pytest.mark.parametrize(("kinds", "chunks"), [([0, 7], [0, 0]), ([0, -1], [0, 0]), ([0, 3], [0, -1]), ([0, 3], [0])])
 def test_arrays_that_are_no_actions_are_refused(kinds, chunks):
-    with pytest.raises(OrderError, match=r"entry \d has kind|one of each per entry"):
+    with pytest.raises(OrderError, match=r"entry \d is of kind|one of each per entry"):
         Order(np.array(kinds), np.array(chunks))
 
 

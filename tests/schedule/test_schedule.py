@@ -119,7 +119,7 @@ def test_each_action_has_the_earliest_tick():
     ("orders", "placement", "match"),
     [
         ((), (), "at least one rank"),
-        (([1, -1], [1, -1]), ((0,),), "1 ranks for 2 orders"),
+        (([1, -1], [1, -1]), ((0,),), "1 rows for 2 orders"),
         (([1, -1], [1, -1]), ((0,), (0,)), "each of 0 to 1 must be on exactly one"),
         (([1, -1], [1, -1]), ((0,), (2,)), "each of 0 to 1"),
         (([1, 2, -2, -1],), ((1, 0),), "ascending"),
