@@ -1,8 +1,101 @@
-"""`python -m jgraph.train`: see `jgraph.cli.train`."""
+"""Train a GPT on one device or several, or go on with a run that was interrupted.
 
+    python -m jgraph.train
+    python -m jgraph.train --preset gpt-124m --data tokens/ --run-dir runs/first
+    srun --ntasks-per-node 8 python -m jgraph.train --preset gpt-1b3 --dp 16
+
+The presets are {presets}; every flag overrides a field of the one chosen, and the defaults below are those of {preset}.
+Everything is written to the run directory: config.json, metrics.jsonl (one JSON object a logged step) and checkpoints/.
+The same command again goes on from the last checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import signal
 import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from jgraph.cli.train import main
+import tyro
+
+from jgraph import cli
+from jgraph.cli import FlagConsole, fields_of
+from jgraph.training.config import TrainConfig
+from jgraph.training.model import settings_of
+from jgraph.training.presets import PRESETS, preset
+
+_PROG = "jgraph.train"
+_FIELDS = fields_of(TrainConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Returns:
+        Exit code, as `jgraph.cli.run`; 130 after Ctrl-C and 143 after SIGTERM, when all is saved; 130 after a second Ctrl-C, at
+        once.
+    """
+    return cli.run(_PROG, _run, argv, _FIELDS)
+
+
+def _run(args: list[str]) -> int:
+    config = parse(args)
+    if config is None:
+        return 0
+    # After the flags were checked: jax takes its time.
+    from absl import logging
+
+    from jgraph.training.trainer import train
+
+    # Orbax logs tracebacks of errors that it also raises, and those are told in one line.
+    logging.set_verbosity(logging.FATAL)
+    summary = train(config, console=FlagConsole(_FIELDS))
+    # As of a process that the signal ended, so that a shell does not go on as after a finished run.
+    return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
+
+
+def parse(args: Sequence[str]) -> TrainConfig | None:
+    """Returns the configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
+    args = list(args)
+    base = preset(_last(args, "--preset", "cpu-tiny"))
+    module = _last(args, "--model.module", base.module)
+    # A preset's own model is not imported: that would take jax, and a wrong flag should be told at once.
+    settings = type(base.model) if module == base.module else settings_of(module)
+    about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
+    found = cli.parse(_flags_of(settings), _PROG, about, args, default=_defaults(base, module, settings))
+    return found and TrainConfig(**_shallow(found))
+
+
+def _flags_of(settings: type | None) -> type:
+    """Returns TrainConfig with a model's own settings, whose fields become flags too."""
+    module = Annotated[str, tyro.conf.arg(name="model.module")]
+    model = settings or tyro.conf.Suppress[None]
+    fields = [("module", module, dataclasses.field()), ("model", model, dataclasses.field())]
+    return dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
+
+
+def _defaults(base: TrainConfig, module: str, settings: type | None) -> Any:
+    model: Any = base.model if settings and isinstance(base.model, settings) else tyro.MISSING if settings else None
+    if model is tyro.MISSING:
+        with contextlib.suppress(TypeError):  # it has settings without a default, which must be given
+            model = settings()  # pyright: ignore[reportOptionalCall]
+    return _flags_of(settings)(**_shallow(base) | {"module": module, "model": model})
+
+
+def _shallow(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+
+
+def _last(args: list[str], flag: str, value: str) -> str:
+    """Returns the last value of a flag. One without a value is left to tyro, as everything else that is wrong."""
+    for word, following in itertools.zip_longest(args, args[1:], fillvalue=""):
+        if word == flag and following:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.removeprefix(f"{flag}=")
+    return value
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tyro
 
-from jgraph.cli.train import main, parse
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
+from jgraph.train import main, parse
 from jgraph.training.presets import PRESETS
 from jgraph.training.setup import TrainSetup
 from tests import tiny
@@ -225,7 +225,7 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module
 
 
 def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
-    code = "import sys\nfrom jgraph.cli.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
+    code = "import sys\nfrom jgraph.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full}", "--resume, --no-resume"):
