@@ -11,10 +11,10 @@ from flax import linen, nnx
 from jgraph.errors import CallableError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, schedule_of
 from jgraph.graphed.callable import Graphed
-from jgraph.graphed.entry import Entry, compile_entries
+from jgraph.graphed.entry import compile_entries
 from jgraph.graphed.group import GraphedCallables
-from jgraph.graphed.match import Entries, OnMismatch, check_concrete, differences, signature
-from jgraph.graphed.pool import Pool, Pools
+from jgraph.graphed.match import check_concrete, differences, signature
+from jgraph.graphed.pools import Pools
 from jgraph.graphed.shaped import Shaped, shape_callable
 from jgraph.graphed.turn import Turn
 from jgraph.schedule.action import Kind
@@ -40,7 +40,6 @@ def make_graphed_callables(
     param_grads: ParamGrads = "owned",
     devices: Sequence[Any] | None = None,
     training: bool = True,
-    on_mismatch: OnMismatch = "error",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "GraphedCallables":
     """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
@@ -71,7 +70,6 @@ def make_graphed_callables(
             parameters. `aliased`: all are float32 sums in main_grad, at one address, as those of delayed parameters always are.
         devices: of each rank of the order; by default one, that of the params.
         training: False builds forwards only.
-        on_mismatch: what to do about other shapes in a call: `error`, or `recompile` at most eight times, each logged.
         compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
 
     Returns:
@@ -83,7 +81,6 @@ def make_graphed_callables(
             callable that has nothing to delay.
     """
     check_choice("param_grads", param_grads, get_args(ParamGrads))
-    check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
@@ -116,38 +113,30 @@ def make_graphed_callables(
             raise CallableError(f"callable {i}: {problem}")
     options = dict(compiler_options or {})
 
+    # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose command
+    # buffers then find everything where it was at the last call.
     traced: dict[Any, Shaped] = {}
-
-    def shape(i: int, weights: Tree, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Shaped:
-        # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose
-        # command buffers then find everything where it was at the last call.
-        name = (id(fns[i]), signature(weights, args, kwargs))
+    shaped = []
+    for i, (fn, (weights, args, kwargs)) in enumerate(zip(fns, samples, strict=True)):
+        name = (id(fn), signature(weights, args, kwargs))
         if name not in traced:
-            traced[name] = shape_callable(_function(fns[i], i), i, weights, args, kwargs, placed[i])
-        return replace(traced[name], index=i, device=placed[i])
-
-    def compiled(*callables: Shaped) -> list[Entry]:
-        kinds: list[tuple[Kind, ...]] = []
-        for one in callables:
-            backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if delayed[one.index] else ("backward",)
-            kinds.append(("forward", *backward) if training else ("forward",))
-        late = [one.late if delayed[one.index] else () for one in callables]
-        aliased = [(*one.early, *one.late) for one in callables] if param_grads == "aliased" else late
-        return compile_entries(callables, kinds, aliased, options)
-
-    def again(i: int, *sample: Any) -> Entry:
-        return compiled(shape(i, *sample))[0]
-
-    shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
+            traced[name] = shape_callable(_function(fn, i), i, weights, args, kwargs, placed[i])
+        shaped.append(replace(traced[name], index=i, device=placed[i]))
     if schedule is not None:
         check_wgrads(schedule, shaped)
         _check_chain(shaped)
-    entries = compiled(*shaped)
-    pools = Pools({name: Pool(name) for name in POOLS} if reuse_buffers else {})
+    kinds: list[tuple[Kind, ...]] = []
+    for one, is_delayed in zip(shaped, delayed, strict=True):
+        backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if is_delayed else ("backward",)
+        kinds.append(("forward", *backward) if training else ("forward",))
+    late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
+    aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
+    entries = compile_entries(shaped, kinds, aliased, options)
+    pools = Pools(POOLS if reuse_buffers else ())
     together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
     graphed = tuple(
         Graphed(
-            Entries(partial(again, i), entry, samples[i], on_mismatch),
+            entry,
             pools=pools,
             turn=together if reuse_buffers else Turn(f"callable {i}"),
             most_waiting=most[i],

@@ -4,7 +4,8 @@ A jax.Array whose buffer was donated raises a bare "Array has been deleted". Who
 donate gets a handle instead, which knows its owner.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,19 +15,49 @@ import numpy as np
 from jgraph.errors import OwnershipError
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
-    """Ends for all handles on one owner's buffers at once.
+    """Says to all handles on some buffers at once whether they may still be read.
+
+    A place in a pool is free again after its last consumer; or, where no callable consumes it, when nobody holds a handle on
+    it any more.
 
     Attributes:
         owner: whose buffers they are, e.g. `main_grad of callable 0`.
+        give_back: frees a pool's place; None of accumulators, which have none and are updated where they are.
+        arrays: in the place.
         ended: what took the buffers back; empty while they may be read.
         kept: whether the caller has taken them over, so that jgraph must not reuse them.
+        consumers: callables that have still to read them.
     """
 
     owner: str
+    give_back: Callable[[], None] | None = None
+    arrays: list[jax.Array] = field(default_factory=list)
     ended: str = ""
     kept: bool = False
+    consumers: int = 0
+    _is_free: bool = False
+
+    def __del__(self):
+        self._free()
+
+    def release(self, by: str) -> None:
+        """Counts a consumer as done. After the last, ends the lease and frees the buffers that the caller does not keep."""
+        self.consumers -= 1
+        if self.consumers > 0 or self._is_free:
+            return
+        self._free()
+        if not self.kept:
+            self.ended = f"released after {by}, its last consumer"
+            for array in self.arrays:
+                array.delete()
+        self.arrays.clear()
+
+    def _free(self) -> None:
+        if self.give_back is not None and not self._is_free:
+            self._is_free = True
+            self.give_back()
 
 
 class Borrowed:
@@ -36,10 +67,10 @@ class Borrowed:
     Functions of `jax.lax` take `value`.
     """
 
-    __slots__ = ("_array", "_lease", "_path", "slot")
+    __slots__ = ("_array", "_lease", "_path")
 
-    def __init__(self, array: jax.Array, lease: Lease, path: str = "", slot: Any = None):
-        self._array, self._lease, self._path, self.slot = array, lease, path, slot
+    def __init__(self, array: jax.Array, lease: Lease, path: str = ""):
+        self._array, self._lease, self._path = array, lease, path
 
     @property
     def value(self) -> jax.Array:
@@ -50,7 +81,7 @@ class Borrowed:
         """
         lease = self._lease
         if lease.ended:
-            what = f"{lease.owner}, {self._path!r}," if self._path else f"{lease.owner}"
+            what = f"{lease.owner}, {self._path!r}," if self._path else lease.owner
             raise OwnershipError(
                 f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers",
                 owner=lease.owner,
@@ -68,7 +99,7 @@ class Borrowed:
             OwnershipError: it was taken back, or it is an accumulator, which stays where it is.
         """
         array = self.value
-        if self.slot is None:
+        if self._lease.give_back is None:
             raise OwnershipError(f"{self._lease.owner} is updated in place and cannot be kept; take .copy()")
         self._lease.kept = True
         return array
@@ -94,8 +125,8 @@ class Borrowed:
         return np.array(self.value, dtype)
 
     def __repr__(self) -> str:
-        state = f"{self._lease.ended}" if self._lease.ended else "live"
-        return f"Borrowed({self._lease.owner}{self._path and ', ' + self._path}: {self.dtype}{list(self.shape)}, {state})"
+        where = f"{self._lease.owner}{self._path and ', ' + self._path}"
+        return f"Borrowed({where}: {self.dtype}{list(self.shape)}, {self._lease.ended or 'live'})"
 
 
 def _operator(name: str) -> Any:
@@ -123,7 +154,7 @@ def arrays_of(tree: Any) -> Any:
         OwnershipError: a handle is stale, or is on an accumulator, which the program may update while it reads it.
     """
     for handle in handles_in(tree):
-        if handle.slot is None:
+        if handle._lease.give_back is None:
             raise OwnershipError(
                 f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
                 owner=handle._lease.owner,

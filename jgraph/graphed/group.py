@@ -13,7 +13,7 @@ from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
 from jgraph.graphed.fill import check_extra, filled, per_microbatch, put, tuples
 from jgraph.graphed.plan import ExecutionPlan, make_plan, play
-from jgraph.graphed.pool import Pools
+from jgraph.graphed.pools import Pools
 from jgraph.graphed.shaped import shape_of
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport
@@ -43,7 +43,7 @@ class GraphedCallables(Sequence[Graphed]):
     """Graphed callables in the order of the data. Made by `make_graphed_callables`.
 
     Attributes:
-        pools: of single calls with `reuse_buffers`, by name; empty without.
+        pools: counts of the buffers of single calls, with `reuse_buffers`; none without.
     """
 
     def __init__(

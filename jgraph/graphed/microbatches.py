@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jgraph.errors import CallableError
-from jgraph.graphed.entry import Entry
-from jgraph.graphed.pool import Slot
+from jgraph.graphed.borrowed import Lease
 from jgraph.graphed.turn import Turn
 
 
@@ -16,31 +15,29 @@ class Microbatch:
 
     Attributes:
         number: of its forward, from 0.
-        entry: the executables that ran its forward.
         params, residuals, stash: leaves; residuals are those of both pools until dgrad, of wgrad's alone after it.
         early: by place of the parameter, the gradients that dgrad gave.
         held: by the part that is the last to read them, the places in pools.
     """
 
     number: int
-    entry: Entry
     params: list[Any]
     residuals: list[Any]
     stash: list[Any] = field(default_factory=list)
     early: dict[int, Any] = field(default_factory=dict)
-    held: dict[str, list[Slot]] = field(default_factory=dict)
+    held: dict[str, list[Lease]] = field(default_factory=dict)
 
-    def hold(self, until: str, slots: Sequence[Slot]) -> None:
+    def hold(self, until: str, leases: Sequence[Lease]) -> None:
         """Notes that this microbatch reads these places until a part has run."""
-        for slot in slots:
-            slot.consumers += 1
-        self.held.setdefault(until, []).extend(slots)
+        for lease in leases:
+            lease.consumers += 1
+        self.held.setdefault(until, []).extend(leases)
 
-    def release(self, *parts: str, by: str = "") -> None:
+    def release(self, *parts: str, by: str) -> None:
         """Gives up the places that are held until these parts."""
         for part in parts:
-            for slot in self.held.pop(part, ()):
-                slot.release(f"the {by or part} of callable {self.entry.shaped.index}")
+            for lease in self.held.pop(part, ()):
+                lease.release(by)
 
 
 class Waiting:
@@ -59,9 +56,9 @@ class Waiting:
         """Numbers of the microbatches, those after a dgrad first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
-    def add(self, entry: Entry, params: list[Any], residuals: list[Any]) -> Microbatch:
+    def add(self, params: list[Any], residuals: list[Any]) -> Microbatch:
         """Numbers the microbatch whose forward just ran."""
-        microbatch = self.after["forward"][self._count] = Microbatch(self._count, entry, params, residuals)
+        microbatch = self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
         self._turn.waiting += 1
         return microbatch
@@ -98,7 +95,7 @@ class Waiting:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
             self.end(microbatch)
-            microbatch.release(*list(microbatch.held), by="drop")
+            microbatch.release(*list(microbatch.held), by=f"the drop of {self._name}")
 
     def check_none(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""

@@ -84,7 +84,6 @@ def give(**kwargs):
         (give(devices=["cpu:0"]), r"`devices` is .*: must be a list of jax devices"),
         (give(order=[[1, -1], [1, -1]], delay_wgrad=1), r"`delay_wgrad` is 1"),
         (give(param_grads="cloned"), r"`param_grads` is 'cloned': must be one of owned, aliased"),
-        (give(on_mismatch="ignore"), r"`on_mismatch` is 'ignore': must be one of error, recompile"),
         (give(callables=(), params=(), sample_args=()), "`callables` is empty"),
         (give(callables=(chain.stage, 3)), "callable 1 is int: must be a function or a Flax module"),
         (give(reuse_buffers=True), "`reuse_buffers` needs an order"),
