@@ -199,6 +199,11 @@ def test_an_error_in_a_model_s_code_is_told_with_its_place(refused):
     assert_names(refused("--model.module", "tests.unimportable:GPT"), "ZeroDivisionError: no such luck", "unimportable.py:3")
 
 
+@pytest.mark.parametrize("pipeline", [(), ("--schedule", "1f1b")])
+def test_a_chunk_of_the_loss_that_does_not_divide_the_tokens_is_refused_by_its_flag(refused, pipeline):
+    assert_names(refused("--model.loss-chunk", "7", *pipeline), "--model.loss-chunk is 7: must be a divisor of the ")
+
+
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
 def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch, platform):
     monkeypatch.setenv("JAX_PLATFORMS", platform)
