@@ -13,8 +13,8 @@ from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, sc
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.entry import compile_entries
 from jgraph.graphed.group import GraphedCallables
+from jgraph.graphed.lent import LentBuffers
 from jgraph.graphed.match import check_concrete, differences, signature
-from jgraph.graphed.pools import Pools
 from jgraph.graphed.shaped import Shaped, shape_callable
 from jgraph.graphed.turn import Turn
 from jgraph.schedule.action import Kind
@@ -88,10 +88,11 @@ def make_graphed_callables(
         raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
     # What a caller changes later in a list of theirs changes nothing here.
     delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
-    every = each("params", params, len(fns))
+    given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
+    every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
     samples = []
-    for i, args in enumerate(each("sample_args", sample_args, len(fns))):
-        kwargs = each("sample_kwargs", sample_kwargs, len(fns))[i] or {}
+    for i, (args, kwargs) in enumerate(zip(sample_args, sample_kwargs, strict=True)):
+        kwargs = {} if kwargs is None else kwargs
         if not isinstance(args, (tuple, list)) or not args:
             wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
             raise CallableError(wrong, field="sample_args")
@@ -132,12 +133,12 @@ def make_graphed_callables(
     late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
     aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
     entries = compile_entries(shaped, kinds, aliased, options)
-    pools = Pools(POOLS if reuse_buffers else ())
+    lent = LentBuffers(POOLS if reuse_buffers else ())
     together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
     graphed = tuple(
         Graphed(
             entry,
-            pools=pools,
+            lent=lent,
             turn=together if reuse_buffers else Turn(f"callable {i}"),
             most_waiting=most[i],
             delayed=delayed[i],
@@ -151,7 +152,7 @@ def make_graphed_callables(
         schedule,
         parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
         homes=partial(homes, devices=devices, params=every),
-        pools=pools,
+        lent=lent,
         options=options,
     )
 
@@ -173,7 +174,7 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
 
 
 def _function(fn: Any, i: int) -> Callable[..., Tree]:
-    """`fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
+    """Returns `fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
     if isinstance(fn, linen.Module):
         return fn.apply
     if not isinstance(fn, nnx.Module):

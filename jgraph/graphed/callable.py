@@ -10,10 +10,10 @@ import numpy as np
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.graphed.borrowed import Lease, arrays_of, handles_in
 from jgraph.graphed.entry import Entry
+from jgraph.graphed.lent import LentBuffers
 from jgraph.graphed.main_grad import MainGrad
 from jgraph.graphed.match import call_differences, check_concrete, differences, mismatch
 from jgraph.graphed.microbatches import Microbatch, Waiting
-from jgraph.graphed.pools import Pools
 from jgraph.graphed.turn import Turn
 
 Tree = Any
@@ -32,8 +32,8 @@ class Graphed:
         entry: the executables that were built.
     """
 
-    def __init__(self, entry: Entry, *, pools: Pools, turn: Turn, most_waiting: int, delayed: bool, mode: Callable[[], str]):
-        self._pools, self._delayed, self._mode = pools, delayed, mode
+    def __init__(self, entry: Entry, lent: LentBuffers, turn: Turn, most_waiting: int, delayed: bool, mode: Callable[[], str]):
+        self._lent, self._delayed, self._mode = lent, delayed, mode
         self.entry, self.index, self.turn = entry, entry.shaped.index, turn
         self._waiting, self._is_reset = Waiting(self.index, most_waiting, turn), False
         self.gradients = MainGrad(self.entry)
@@ -64,20 +64,20 @@ class Graphed:
         if len(self.entry.parts) == 1:
             return self.evaluate(params, x, *extra, **kwargs)
         with self.turn:
-            taken = self._pools.leases_in((x, extra, kwargs))
+            taken = self._lent.leases_in((x, extra, kwargs))
             shaped = self.entry.shaped
             weights, inputs, outs = self._forward(params, x, extra, kwargs)
             y = outs[: len(shaped.y)]
             new = iter(outs[len(y) :])
             residuals = [next(new) if source is None else inputs[source] for source in shaped.residuals_from]
             microbatch = self._waiting.add(weights, residuals)
-            if self._pools:
+            if self._lent:
                 microbatch.hold(shaped.last_use_of_x, taken)
                 self._hold(microbatch, "forward_dgrad", "dgrad", residuals[: shaped.num_dgrad], shaped.residuals_from)
                 kept = residuals[shaped.num_dgrad :], shaped.residuals_from[shaped.num_dgrad :]
                 self._hold(microbatch, "forward_wgrad", "wgrad", *kept)
                 self._release(microbatch, "forward")
-            return shaped.y.unflatten(self._pools.lend("activation", y))
+            return shaped.y.unflatten(self._lent.lend("activation", y))
 
     def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
         """Runs forward and keeps nothing, so that no backward belongs to it; for any thread at any time.
@@ -119,7 +119,7 @@ class Graphed:
             outs = self._run_backward(pending, "backward", leaves, dy)
             self._waiting.end(pending)
             gradients = self._gradients(pending, "backward", outs)
-            if self._pools:
+            if self._lent:
                 pending.hold("dgrad", taken)
                 self._release(pending, "dgrad", "wgrad", by="backward")
             return gradients, self._dx(outs)
@@ -198,7 +198,7 @@ class Graphed:
         """Returns the leaves of params and of (x, extra), and the outputs of the executable."""
         if problem := self._mode():
             raise CallableError(f"callable {self.index}: {problem}")
-        if self._pools:
+        if self._lent:
             x, extra, kwargs = arrays_of((x, extra, kwargs))
         weights, params_tree = jax.tree.flatten(params)
         inputs, inputs_tree = jax.tree.flatten((x, (extra, kwargs)))
@@ -228,7 +228,7 @@ class Graphed:
         pending.early = dict(zip(self.entry.parts["dgrad"].new, new, strict=True))
         pending.residuals = pending.residuals[shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
-        if self._pools:
+        if self._lent:
             pending.hold(shaped.last_use_of_dy, taken)
             self._hold(pending, "stash", "wgrad", pending.stash, shaped.stash_from)
             self._release(pending, "dgrad")
@@ -247,7 +247,7 @@ class Graphed:
 
     def _dx(self, outs: Sequence[Any]) -> Tree:
         shaped = self.entry.shaped
-        return shaped.x.unflatten(self._pools.lend("gradient", outs[: shaped.num_dx])) if shaped.takes_gradient else None
+        return shaped.x.unflatten(self._lent.lend("gradient", outs[: shaped.num_dx])) if shaped.takes_gradient else None
 
     def _run(self, kind: str, arrays: Sequence[Any], number: int = -1) -> list[Any]:
         part = self.entry.parts[kind]
@@ -291,7 +291,7 @@ class Graphed:
 
     def _dy(self, dy: Tree) -> tuple[list[Any], list[Lease]]:
         """Returns the leaves of dy, and the leases on their places."""
-        shaped, taken = self.entry.shaped, self._pools.leases_in(dy)
+        shaped, taken = self.entry.shaped, self._lent.leases_in(dy)
         if handles_in(dy):
             dy = arrays_of(dy)
         leaves, tree = jax.tree.flatten(dy)
@@ -310,4 +310,4 @@ class Graphed:
         """Takes a place, until a part has run, for those arrays that were made and not handed on: only jgraph sees them."""
         own = [array for array, source in zip(arrays, sources, strict=False) if source is None]
         if own:
-            microbatch.hold(until, [self._pools.take(pool, own)])
+            microbatch.hold(until, [self._lent.take(pool, own)])

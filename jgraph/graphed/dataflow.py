@@ -247,7 +247,7 @@ def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
 
 
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
-    """Units that are one executable, by their first tick.
+    """Returns the units of each executable, by their first tick.
 
     Consecutive actions of a rank are joined where no transfer stands between them: what they need from other ranks was made
     before the first of them starts, and nobody waits for what they make until the last has ended, both by the schedule's ticks.

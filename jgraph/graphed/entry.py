@@ -72,7 +72,7 @@ def compile_entries(
 def _tasks(
     shaped: Shaped, kinds: Sequence[Kind], aliased: Collection[int], avals: dict[int, jax.ShapeDtypeStruct]
 ) -> tuple[tuple[int, ...], dict[Kind, Task]]:
-    """Registers of a callable's params, new in `avals`, and its parts as tasks."""
+    """Returns the registers of a callable's params, new in `avals`, and its parts as tasks."""
 
     def registers(side_avals: Sequence[Any]) -> tuple[int, ...]:
         new = tuple(range(len(avals), len(avals) + len(side_avals)))

@@ -12,8 +12,8 @@ from jgraph.graphed.arguments import check_wgrads, each
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
 from jgraph.graphed.fill import check_extra, filled, per_microbatch, put, tuples
+from jgraph.graphed.lent import LentBuffers
 from jgraph.graphed.plan import ExecutionPlan, make_plan, play
-from jgraph.graphed.pools import Pools
 from jgraph.graphed.shaped import shape_of
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport
@@ -43,7 +43,7 @@ class GraphedCallables(Sequence[Graphed]):
     """Graphed callables in the order of the data. Made by `make_graphed_callables`.
 
     Attributes:
-        pools: counts of the buffers of single calls, with `reuse_buffers`; none without.
+        lent: counts of the buffers of single calls, with `reuse_buffers`; none without.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class GraphedCallables(Sequence[Graphed]):
         *,
         parse: Callable[[Any], tuple[Schedule | None, Any]],
         homes: Callable[[Schedule], list[Any]],
-        pools: Pools,
+        lent: LentBuffers,
         options: Mapping[str, Any],
     ):
         self._graphed, self._params, self._schedule = graphed, params, schedule
         self._parse, self._homes, self._options = parse, homes, dict(options)
-        self.pools = pools
+        self.lent = lent
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
 
@@ -78,13 +78,13 @@ class GraphedCallables(Sequence[Graphed]):
         return self._schedule
 
     def reports(self) -> list[tuple[str, CaptureReport | None]]:
-        """Name of each executable, and what of it is captured; None where there are no command buffers."""
+        """Returns the name of each executable and its capture report; None where there are no command buffers."""
         executables = [part.executable for graphed in self._graphed for part in graphed.entry.parts.values()]
         executables += [instruction.executable for plan in self._plans.values() for instruction in plan.instructions]
         return [(executable.io.name, executable.report) for executable in executables]
 
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Params of all callables, each on the device of its callable."""
+        """Returns the params of all callables, each on the device of its callable."""
         given = each("params", params, len(self))
         return tuple(
             jax.tree.map(lambda leaf, g=g: put(g.entry.shaped.device, leaf), tree)
@@ -182,7 +182,7 @@ class GraphedCallables(Sequence[Graphed]):
             return self._play(plan, filled(plan.flow, shaped, **given, key=key, step=step))
 
     def _turns(self) -> ExitStack:
-        """Every callable's turn, for this thread."""
+        """Takes every callable's turn, for this thread."""
         with ExitStack() as stack:
             for turn in {id(graphed.turn): graphed.turn for graphed in self._graphed}.values():
                 stack.enter_context(turn)
@@ -213,7 +213,7 @@ class GraphedCallables(Sequence[Graphed]):
                 shaped,
                 schedule,
                 aliased=[graphed.gradients.places for graphed in self._graphed],
-                reuse=bool(self.pools),
+                reuse=bool(self.lent),
                 join=join,
                 outputs=outputs,
                 keyed=keyed,

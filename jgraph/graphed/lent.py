@@ -7,7 +7,7 @@ from typing import Any
 from jgraph.graphed.borrowed import Borrowed, Lease, handles_in
 
 
-class Pools:
+class LentBuffers:
     """Lends buffers to callables and callers, by the names of `jgraph.schedule.POOLS`; without names, lends nothing.
 
     Attributes:

@@ -124,18 +124,18 @@ class Shaped:
         return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Leaves of (y, residuals)."""
+        """Returns the leaves of (y, residuals)."""
         return jax.tree.leaves(self.split.forward(*self.arguments(params, inputs)))
 
     def dgrad(self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]):
-        """Leaves of dx; gradients by place; leaves of the stash."""
+        """Returns the leaves of dx, gradients by place, and the leaves of the stash."""
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
         gradients = self.params.tree.flatten_up_to(early)
         return jax.tree.leaves(dx), {i: gradients[i] for i in self.early}, jax.tree.leaves(stash)
 
     def wgrad(self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: dict[int, Any] | None):
-        """Gradients by place, of the parameters' dtypes; or, given float32 sums by place, the sums with them added."""
+        """Returns gradients by place, of the parameters' dtypes; or, given float32 sums by place, the sums with them added."""
         if not self.late:
             return {}
         weights, kept = self.params.unflatten(params), self.residuals.unflatten(residuals)
@@ -150,7 +150,7 @@ class Shaped:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype alone: not where it is, nor whether its dtype is a weak one."""
+    """Returns shape and dtype alone: not where it is, nor whether its dtype is a weak one."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -55,10 +55,18 @@ def test_a_golden_row_that_is_sound_here_builds(name):
 @pytest.mark.parametrize(
     ("order", "delay", "text"),
     [
-        ([1, -1], True, r"entry 1 is -1, but no wgrad of chunk 1 comes.*add one -1.5"),
+        ([1, -1], True, r"entry 1 is -1, with no wgrad of chunk 1, but delay_wgrad says.*add a -1.5"),
         ([1, -1, -1.5], False, r"entry 2 is -1.5, a wgrad of chunk 1, but delay_wgrad says.*delay_wgrad=True"),
-        (generate("zb-h1", pp=2, microbatches=2), False, r"has wgrads of chunk 1, but delay_wgrad says that they are not"),
-        (generate("1f1b", pp=2, microbatches=2), True, r"delayed, but the order has none; add one -1.5 for each -1"),
+        (
+            generate("zb-h1", pp=2, microbatches=2),
+            False,
+            r"is -1.5, a wgrad of chunk 1, but delay_wgrad says that they are not",
+        ),
+        (
+            generate("1f1b", pp=2, microbatches=2),
+            True,
+            r"says that it is delayed; add a -1.5 for each, or pass delay_wgrad=False",
+        ),
     ],
 )
 def test_delayed_wgrads_and_the_order_must_agree(order, delay, text):

@@ -356,8 +356,8 @@ def test_places_that_no_callable_consumes_are_free_when_nobody_holds_them():
         y = graphed[1](params[1], graphed[0](params[0], X))
         _, dx = graphed[1].backward(jnp.ones_like(y.value))
         _, dx = graphed[0].backward(dx)
-    assert graphed.pools.peak["activation"] <= 3
-    assert graphed.pools.peak["gradient"] <= 3
+    assert graphed.lent.peak["activation"] <= 3
+    assert graphed.lent.peak["gradient"] <= 3
 
 
 def test_the_residuals_of_a_run_are_donated_to_their_last_consumer():

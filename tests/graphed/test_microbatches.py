@@ -158,7 +158,7 @@ def test_dropped_microbatches_free_their_buffers():
         graphed[1].dgrad(DY)
         graphed.drop()
         assert array.is_deleted()
-    assert graphed.pools.peak["forward_dgrad"] <= 2
+    assert graphed.lent.peak["forward_dgrad"] <= 2
     assert graphed[0].pending == graphed[1].pending == ()
 
 
