@@ -9,9 +9,9 @@ Everything is written to the run directory: config.json, metrics.jsonl (one JSON
 The same command again goes on from the last checkpoint.
 """
 
+import argparse
 import contextlib
 import dataclasses
-import itertools
 import signal
 import sys
 from collections.abc import Sequence
@@ -57,9 +57,13 @@ def _run(args: list[str]) -> int:
 
 def parse(args: Sequence[str]) -> TrainConfig | None:
     """Returns the configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
-    args = list(args)
-    base = preset(_last(args, "--preset", "cpu-tiny"))
-    module = _last(args, "--model.module", base.module)
+    # Which flags there are depends on these two. One without a value is left to tyro, as everything else that is wrong.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?", default="cpu-tiny", const="cpu-tiny")
+    first.add_argument("--model.module", nargs="?", dest="module")
+    chosen = first.parse_known_args(args)[0]
+    base = preset(chosen.preset)
+    module = chosen.module or base.module
     # A preset's own model is not imported: that would take jax, and a wrong flag should be told at once.
     settings = type(base.model) if module == base.module else settings_of(module)
     about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
@@ -85,16 +89,6 @@ def _defaults(base: TrainConfig, module: str, settings: type | None) -> Any:
 
 def _shallow(config: TrainConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
-
-
-def _last(args: list[str], flag: str, value: str) -> str:
-    """Returns the last value of a flag. One without a value is left to tyro, as everything else that is wrong."""
-    for word, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-        if word == flag and following:
-            value = following
-        elif word.startswith(f"{flag}="):
-            value = word.removeprefix(f"{flag}=")
-    return value
 
 
 if __name__ == "__main__":

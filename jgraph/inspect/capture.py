@@ -71,21 +71,18 @@ def show_capture(options: CaptureOptions, console: Console) -> None:
 def _explain(options: CaptureOptions) -> "Explanation":
     config = _training_config(options)
     # Only now: jax takes its time.
+    import jax
+
+    from jgraph.dispatch import check_devices
     from jgraph.xla import compiler_options
     from jgraph.xla.explain import explain
 
+    platform = "gpu"
     if options.target is None:
-        import jax
-
-        from jgraph.dispatch import check_devices
-
         check_devices()
         platform = jax.default_backend()
-    else:
-        platform = "gpu"
-    xla_options = (*(config.xla_options if config else ()), *options.xla_options)
-    chosen = compiler_options(options.graph, xla_options, platform=platform)
     if config is None:
+        chosen = compiler_options(options.graph, options.xla_options, platform=platform)
         fn, args, donated = _example(options.name)
         report = explain(fn, *args, donate_argnums=donated, target=options.target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{options.name}, {report.name}")
@@ -93,7 +90,7 @@ def _explain(options: CaptureOptions) -> "Explanation":
 
     setup = TrainSetup.of(config)
     shapes = (setup.step.state, setup.tokens())
-    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=chosen)
+    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=setup.options(platform))
     name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
     notes = report.notes
     if options.target is not None and getattr(config.model, "attention", "") == "xla":
@@ -130,7 +127,8 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
     if options.target is not None and getattr(base.model, "attention", "") == "auto":
         # cuDNN's attention cannot be compiled without a GPU, also where there is one of another kind.
         base = dataclasses.replace(base, model=dataclasses.replace(base.model, attention="xla"))
-    return dataclasses.replace(base, **sizes)
+    xla_options = (*base.xla_options, *options.xla_options)
+    return dataclasses.replace(base, **sizes, graph=options.graph, xla_options=xla_options)
 
 
 def _example(name: str) -> tuple[Any, Sequence[Any], Any]:

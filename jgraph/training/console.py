@@ -74,7 +74,7 @@ class Reporter:
         return False
 
     def line(self, text: str) -> None:
-        """A line of its own, above the progress line. What the console cannot show, a sample's U+FFFD say, becomes a `?`."""
+        """Writes a line above the progress line. What the console cannot show, a sample's U+FFFD say, becomes a `?`."""
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -91,23 +91,23 @@ class Reporter:
             self._live.update(self._live.task_ids[0], completed=entry["step"] + 1, numbers=numbers)
 
     def config(self) -> None:
-        """The resolved configuration, compactly."""
-        fields = dataclasses.asdict(self._config)
-        del fields["distributed"]  # differs from process to process; the trainer says how many there are
-        for title in ("model", "optimizer"):
-            fields[title] = _pairs(fields[title] or {})
-        nested = {title: fields.pop(title) for title in ("model", "optimizer")}
-        for title, text in {"run": _pairs(fields), **nested}.items():
-            self.line(f"{title}: {text}")
+        """Writes the resolved configuration, compactly."""
+        run = dataclasses.asdict(self._config)
+        del run["distributed"]  # differs from process to process; the trainer says how many there are
+        nested = {title: run.pop(title) or {} for title in ("model", "optimizer")}
+        for title, fields in {"run": run, **nested}.items():
+            words = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
+            self.line(f"{title}: {' '.join(words)}")
 
     def summary(self, summary: Summary) -> None:
-        """Closing words."""
+        """Writes how the run ended."""
+        rate, zlib = summary.tokens_per_second, summary.zlib_nats_per_token
         rows = {
             "outcome": f"{summary.outcome} at step {summary.steps}/{self._config.steps}",
-            "loss": _loss("train", summary.train_loss),
-            "held out": _held_out(summary),
-            "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s"
-            + (f", {summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else ""),
+            "loss": f"train {_number(summary.train_loss, '.4f')} nats/token",
+            "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
+            + ("" if zlib is None else f"; zlib -9 needs {zlib:.4f} on the same text"),
+            "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s" + (f", {rate:,.0f} tokens/s" if rate else ""),
         }
         if summary.skipped:
             rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"
@@ -135,18 +135,3 @@ def _numbers(entry: dict[str, Any]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "?" if value is None else format(value, form)
-
-
-def _loss(name: str, value: float | None) -> str:
-    return f"{name} {_number(value, '.4f')} nats/token"
-
-
-def _held_out(summary: Summary) -> str:
-    text = f"{_number(summary.heldout_loss, '.4f')} nats/token"
-    if summary.zlib_nats_per_token is not None:
-        text += f"; zlib -9 needs {summary.zlib_nats_per_token:.4f} on the same text"
-    return text
-
-
-def _pairs(fields: dict[str, Any]) -> str:
-    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())

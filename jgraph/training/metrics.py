@@ -12,7 +12,7 @@ from typing import Any
 
 
 def peak_memory_bytes(device: Any) -> int:
-    """Most bytes ever in use on a `jax.Device`; where the device does not count (a CPU), the process's largest resident set."""
+    """Returns the most bytes ever in use on a `jax.Device`; on one that does not count (a CPU), the process's largest set."""
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -48,7 +48,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Entries in the order of the file; none where it is missing. What is not an entry, such as half a line, is left out."""
+    """Returns the entries of the file, none where it is missing. What is not an entry, such as half a line, is left out."""
     return [entry for _, entry in _entries(path)]
 
 
@@ -66,12 +66,12 @@ class StepClock:
         self._started: float | None = None
 
     def start(self) -> None:
-        """Before steps are handed to the device; does nothing while running."""
+        """Starts, before steps are handed to the device; does nothing while running."""
         if self._started is None:
             self._started = time.perf_counter()
 
     def stop(self, steps: int) -> None:
-        """After the device has finished `steps` steps since `start`."""
+        """Stops, after the device has finished `steps` steps since `start`."""
         if self._started is not None:
             elapsed, self._started = time.perf_counter() - self._started, None
             self.seconds += elapsed
@@ -79,7 +79,7 @@ class StepClock:
         self._lap_steps += steps
 
     def lap(self) -> float:
-        """Mean seconds of a step since the last lap; not a number before the first step."""
+        """Returns the mean seconds of a step since the last lap; not a number before the first step."""
         mean = self._lap_seconds / self._lap_steps if self._lap_steps else math.nan
         self._lap_seconds, self._lap_steps = 0.0, 0
         return mean
@@ -96,11 +96,9 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _has_numbers(entry: dict[str, Any]) -> bool:
-    """Whether what a run reads of an entry is a number where it is there; the time of steps is never null."""
-    numbers = [entry.get(name, 0) for name in ("loss", "eval_loss")]
-    return all(value is None or isinstance(value, int | float) for value in numbers) and isinstance(
-        entry.get("seconds", 0), int | float
-    )
+    """Returns whether losses and seconds are numbers where they are there; a loss may be null."""
+    losses = all(isinstance(entry.get(name, 0), int | float | None) for name in ("loss", "eval_loss"))
+    return losses and isinstance(entry.get("seconds", 0), int | float)
 
 
 def _line(entry: dict[str, Any]) -> str:
