@@ -50,12 +50,14 @@ class TaskGroup:
 
     Attributes:
         tasks: in their order.
+        avals: by register, of these at least.
         wanted: registers that are read outside.
         dying: registers that nothing reads afterwards.
         stored: (register to write, register in whose buffer): both of one shape; what was in the buffer is not read.
     """
 
     tasks: Sequence[Task]
+    avals: Any
     wanted: Collection[int]
     dying: Collection[int] = ()
     stored: Sequence[tuple[int, int]] = ()
@@ -128,7 +130,6 @@ class Executable:
 def compile_groups(
     groups: Sequence[TaskGroup],
     callables: Sequence[Shaped],
-    avals: Mapping[int, jax.ShapeDtypeStruct],
     options: Mapping[str, Any],
     *,
     loss_fn: Callable[..., Any] | None = None,
@@ -139,7 +140,6 @@ def compile_groups(
     Args:
         groups: for each executable.
         callables: those of the tasks.
-        avals: of all registers.
         options: for XLA.
         loss_fn: of `loss` tasks: a function of y and of the leaves of its other arguments.
         copies: whether equal groups are one executable, or `each` has its own; the latter on a GPU only.
@@ -148,9 +148,11 @@ def compile_groups(
         DonationError: a sum is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
-    every = [interface(group, avals) for group in groups]
+    every = [interface(group) for group in groups]
     # Equal tasks on equal shapes; the copies of a GPU are told apart by their number.
-    shapes = [tuple((avals[r].shape, avals[r].dtype) for r in io.inputs) for io in every]
+    shapes = [
+        tuple((group.avals[r].shape, group.avals[r].dtype) for r in io.inputs) for group, io in zip(groups, every, strict=True)
+    ]
     names = [(io.numbered(), shape, n * (copies == "each")) for n, (io, shape) in enumerate(zip(every, shapes, strict=True))]
     lowered = {name: _lower(*name, of_index, loss_fn) for name in dict.fromkeys(name[:2] for name in names)}
     distinct = list(dict.fromkeys(names))
@@ -185,8 +187,9 @@ def _lower(
     return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
 
 
-def interface(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> Interface:
-    """Returns what an executable of these tasks reads and writes."""
+def interface(group: TaskGroup) -> Interface:
+    """Returns the registers that an executable of these tasks reads and writes."""
+    avals = group.avals
     sums: dict[int, None] = {}
     made: dict[int, None] = {}
     taken: dict[int, None] = {}

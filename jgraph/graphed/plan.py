@@ -130,12 +130,12 @@ def _compile(
             dying = {r for task in tasks for r in task.ins if last[r] == n and r not in kept and r not in sent}
             busy: set[int] = set()
             stored = [(a, flow.send_buffer(a, segments[n][0].rank, busy)) for a, _, _ in sends[n]]
-        groups.append(TaskGroup(tasks, wanted, dying, stored))
+        groups.append(TaskGroup(tasks, flow.avals, wanted, dying, stored))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/develop/measurements.md).
     captures = any(shaped.device.platform != "cpu" for shaped in flow.callables)
     copies = "each" if captures and len(groups) <= _MOST_EXECUTABLES else "shared"
-    executables = compile_groups(groups, flow.callables, flow.avals, options, loss_fn=loss_fn, copies=copies)
+    executables = compile_groups(groups, flow.callables, options, loss_fn=loss_fn, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():
         if r not in kept and r not in flow.send_buffers and (made_in[r] < n or r in sent):

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -50,28 +50,23 @@ class Reporter:
     """Writes to a console: one live line on a terminal, one plain line each time elsewhere. A context manager."""
 
     def __init__(self, console: Console, config: TrainConfig):
-        self._console = console
-        self._config = config
-        self._live: Progress | None = None
+        self._console, self._config = console, config
+        self._live = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._live.add_task("", total=config.steps, numbers="compiling")
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=10),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(compact=True),
-                console=self._console,
-            )
-            self._live.add_task("", total=self._config.steps, numbers="compiling")
-            self._live.start()
+        self._live.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> Literal[False]:
-        if self._live:
-            self._live.stop()
-            self._live = None
-        return False
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
 
     def line(self, text: str) -> None:
         """Writes a line above the progress line. What the console cannot show, a sample's U+FFFD say, becomes a `?`."""
@@ -84,11 +79,10 @@ class Reporter:
     def progress(self, entry: dict[str, Any]) -> None:
         """Shows an entry of metrics.jsonl."""
         # An evaluation is a line that stays, on a terminal too.
-        if not self._live or "eval_loss" in entry:
+        if self._live.disable or "eval_loss" in entry:
             self.line(f"step {entry['step'] + 1}/{self._config.steps}  {_numbers(entry)}")
-        if self._live:
-            numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
-            self._live.update(self._live.task_ids[0], completed=entry["step"] + 1, numbers=numbers)
+        numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
+        self._live.update(self._task, completed=entry["step"] + 1, numbers=numbers)
 
     def config(self) -> None:
         """Writes the resolved configuration, compactly."""
