@@ -10,13 +10,13 @@ from flax import linen, nnx
 
 from jgraph.errors import CallableError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, schedule_of
+from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.entry import compile_entries
 from jgraph.graphed.group import GraphedCallables
-from jgraph.graphed.lent import LentBuffers
 from jgraph.graphed.match import check_concrete, differences, signature
+from jgraph.graphed.microbatches import Turn
 from jgraph.graphed.shaped import Shaped, shape_callable
-from jgraph.graphed.turn import Turn
 from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
 
@@ -118,10 +118,10 @@ def make_graphed_callables(
     # buffers then find everything where it was at the last call.
     traced: dict[Any, Shaped] = {}
     shaped = []
-    for i, (fn, (weights, args, kwargs)) in enumerate(zip(fns, samples, strict=True)):
-        name = (id(fn), signature(weights, args, kwargs))
+    for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
+        name = (id(fn), signature(sample))
         if name not in traced:
-            traced[name] = shape_callable(_function(fn, i), i, weights, args, kwargs, placed[i])
+            traced[name] = shape_callable(_function(fn, i), i, *sample, device=placed[i])
         shaped.append(replace(traced[name], index=i, device=placed[i]))
     if schedule is not None:
         check_wgrads(schedule, shaped)

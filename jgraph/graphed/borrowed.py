@@ -4,8 +4,9 @@ A jax.Array whose buffer was donated raises a bare "Array has been deleted". Who
 donate gets a handle instead, which knows its owner.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -164,3 +165,40 @@ def arrays_of(tree: Any) -> Any:
 
 # Inside a jit and after tree.map the plain array is in the handle's place.
 jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
+
+
+class LentBuffers:
+    """Lends buffers to callables and callers, by the names of `jgraph.schedule.POOLS`; without names, lends nothing.
+
+    Attributes:
+        live: how many buffers of each pool are in use.
+        peak: how many ever were at once.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.live = dict.fromkeys(names, 0)
+        self.peak = dict(self.live)
+
+    def __bool__(self) -> bool:
+        return bool(self.live)
+
+    def take(self, pool: str, arrays: Sequence[Any]) -> Lease:
+        """Returns the lease on a place of a pool, which these arrays now have."""
+        self.live[pool] += 1
+        self.peak[pool] = max(self.peak[pool], self.live[pool])
+        return Lease(f"a buffer of pool {pool}", partial(self._give_back, pool), list(arrays))
+
+    def lend(self, pool: str, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns handles on arrays, which take a place; the arrays themselves where nothing is reused."""
+        if not self:
+            return arrays
+        lease = self.take(pool, arrays)
+        return [Borrowed(array, lease) for array in arrays]
+
+    def leases_in(self, tree: Any) -> list[Lease]:
+        """Returns the leases on places that the handles in a tree have, each once."""
+        handles = handles_in(tree) if self else ()
+        return list({handle._lease: None for handle in handles if handle._lease.give_back is not None})
+
+    def _give_back(self, pool: str) -> None:
+        self.live[pool] -= 1

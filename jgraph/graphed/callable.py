@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError, OwnershipError
-from jgraph.graphed.borrowed import Lease, arrays_of, handles_in
+from jgraph.graphed.borrowed import Lease, LentBuffers, arrays_of, handles_in
 from jgraph.graphed.entry import Entry
-from jgraph.graphed.lent import LentBuffers
 from jgraph.graphed.main_grad import MainGrad
 from jgraph.graphed.match import call_differences, check_concrete, differences, mismatch
-from jgraph.graphed.microbatches import Microbatch, Waiting
-from jgraph.graphed.turn import Turn
+from jgraph.graphed.microbatches import Microbatch, Turn, Waiting
 
 Tree = Any
 
@@ -76,7 +74,7 @@ class Graphed:
                 self._hold(microbatch, "forward_dgrad", "dgrad", residuals[: shaped.num_dgrad], shaped.residuals_from)
                 kept = residuals[shaped.num_dgrad :], shaped.residuals_from[shaped.num_dgrad :]
                 self._hold(microbatch, "forward_wgrad", "wgrad", *kept)
-                self._release(microbatch, "forward")
+                microbatch.release("forward", by=f"the forward of callable {self.index}")
             return shaped.y.unflatten(self._lent.lend("activation", y))
 
     def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
@@ -117,12 +115,8 @@ class Graphed:
                 return self._wgrad(pending), dx
             leaves, taken = self._dy(dy)
             outs = self._run_backward(pending, "backward", leaves, dy)
-            self._waiting.end(pending)
-            gradients = self._gradients(pending, "backward", outs)
-            if self._lent:
-                pending.hold("dgrad", taken)
-                self._release(pending, "dgrad", "wgrad", by="backward")
-            return gradients, self._dx(outs)
+            pending.hold("dgrad", taken)
+            return self._finish(pending, "backward", outs), self._dx(outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
         """Returns dx of a microbatch, whose wgrad then waits. Only where wgrads are delayed; otherwise as `backward`."""
@@ -231,19 +225,21 @@ class Graphed:
         if self._lent:
             pending.hold(shaped.last_use_of_dy, taken)
             self._hold(pending, "stash", "wgrad", pending.stash, shaped.stash_from)
-            self._release(pending, "dgrad")
+            pending.release("dgrad", by=f"the dgrad of callable {self.index}")
         return self._dx(outs)
 
     def _wgrad(self, pending: Microbatch) -> Tree:
         # Where nothing is delayed there is nothing to run: dgrad gave every gradient.
         outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.entry.parts else []
-        self._waiting.end(pending)
-        gradients = self._gradients(pending, "wgrad", outs)
-        self._release(pending, "wgrad")
-        return gradients
+        return self._finish(pending, "wgrad", outs)
 
-    def _release(self, microbatch: Microbatch, *parts: str, by: str = "") -> None:
-        microbatch.release(*parts, by=f"the {by or parts[0]} of callable {self.index}")
+    def _finish(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
+        """Forgets a microbatch; returns gradients as params: new arrays, handles on main_grad, and None for integers."""
+        self._waiting.end(pending)
+        new = self.entry.parts[kind].new if kind in self.entry.parts else ()
+        gradients = self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
+        pending.release(by=f"the {kind} of callable {self.index}")
+        return gradients
 
     def _dx(self, outs: Sequence[Any]) -> Tree:
         shaped = self.entry.shaped
@@ -298,11 +294,6 @@ class Graphed:
         if tree != shaped.y.tree:
             raise mismatch(shaped, differences(shaped.y, dy, "dy", shaped.device))
         return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves], taken
-
-    def _gradients(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
-        """Returns gradients as params: new arrays, handles on main_grad, and None for integers."""
-        new = self.entry.parts[kind].new if kind in self.entry.parts else ()
-        return self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
 
     def _hold(
         self, microbatch: Microbatch, pool: str, until: str, arrays: Sequence[Any], sources: Sequence[int | None]

@@ -9,10 +9,11 @@ import jax
 
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each
+from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
 from jgraph.graphed.fill import check_extra, filled, per_microbatch, put, tuples
-from jgraph.graphed.lent import LentBuffers
+from jgraph.graphed.match import signature
 from jgraph.graphed.plan import ExecutionPlan, make_plan, play
 from jgraph.graphed.shaped import shape_of
 from jgraph.schedule.schedule import Schedule
@@ -177,7 +178,8 @@ class GraphedCallables(Sequence[Graphed]):
                 raise CallableError(wrong, field="params")
             shaped = [graphed.entry.shaped for graphed in self._graphed]
             check_extra(shaped, extra, key)
-            plan = self._plan(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
+            keyed = "given" if key is None else "folded"
+            plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join, keyed=keyed)
             given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
             return self._play(plan, filled(plan.flow, shaped, **given, key=key, step=step))
 
@@ -188,20 +190,10 @@ class GraphedCallables(Sequence[Graphed]):
                 stack.enter_context(turn)
             return stack.pop_all()
 
-    def _plan(
-        self,
-        schedule: Schedule,
-        loss_fn: Callable[..., jax.Array],
-        loss_args: tuple[Tree, ...],
-        outputs: Outputs,
-        join: Join,
-        keyed: Any,
-    ) -> ExecutionPlan:
-        shapes = jax.tree.map(shape_of, tuple(loss_args))
-        leaves, tree = jax.tree.flatten(shapes)
+    def _plan(self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[Tree, ...], **how: Any) -> ExecutionPlan:
+        """Returns the plan for a schedule, a loss and choices as `make_plan` takes them; compiled, if it is new."""
         ticks = tuple(row.tobytes() for row in schedule.ticks)
-        avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        name = (schedule.orders, schedule.placement, ticks, loss_fn, tree, avals, outputs, join, keyed)
+        name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), *how.values())
         if name not in self._plans:
             shaped = [graphed.entry.shaped for graphed in self._graphed]
             if self._homes(schedule) != [one.device for one in shaped]:
@@ -214,12 +206,10 @@ class GraphedCallables(Sequence[Graphed]):
                 schedule,
                 aliased=[graphed.gradients.places for graphed in self._graphed],
                 reuse=bool(self.lent),
-                join=join,
-                outputs=outputs,
-                keyed=keyed,
                 loss_fn=loss_fn,
-                loss_args=shapes,
+                loss_args=jax.tree.map(shape_of, loss_args),
                 options=self._options,
+                **how,
             )
         return self._plans[name]
 

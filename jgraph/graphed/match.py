@@ -74,7 +74,7 @@ def _show(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def signature(params: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the structures, shapes and dtypes of a sample."""
-    leaves, tree = jax.tree.flatten((params, args, kwargs))
+def signature(sample: Any) -> Any:
+    """Returns the structure, shapes and dtypes of a tree."""
+    leaves, tree = jax.tree.flatten(sample)
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))

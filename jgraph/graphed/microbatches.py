@@ -1,12 +1,15 @@
-"""Microbatches of a callable between their forward and their last backward part, and the places that they hold in pools."""
+"""Microbatches of a callable between their forward and their last backward part, and the thread whose they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock, get_ident
 from typing import Any, Literal
 
 from jgraph.errors import CallableError
 from jgraph.graphed.borrowed import Lease
-from jgraph.graphed.turn import Turn
+
+_ADVICE = "build callables for each thread, or call evaluate, which keeps nothing"
 
 
 @dataclass(eq=False, slots=True)
@@ -34,10 +37,51 @@ class Microbatch:
         self.held.setdefault(until, []).extend(leases)
 
     def release(self, *parts: str, by: str) -> None:
-        """Gives up the places that are held until these parts."""
-        for part in parts:
+        """Gives up the places that are held until these parts; all of them, if none is named."""
+        for part in parts or list(self.held):
             for lease in self.held.pop(part, ()):
                 lease.release(by)
+
+
+class Turn:
+    """Lets one thread at a time in, and no other while microbatches of the last one wait. Enter it with `with`.
+
+    Attributes:
+        waiting: microbatches between their forward and their last backward part.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._lock, self._thread = name, RLock(), 0
+        self.waiting = 0
+
+    def __enter__(self) -> None:
+        self._acquire()
+        me = get_ident()
+        if me != self._thread:
+            if self.waiting:
+                self._lock.release()
+                raise CallableError(
+                    f"{self._name} is called from another thread than the one whose {self.waiting} microbatches wait for their "
+                    f"backward; finish or drop() those, or {_ADVICE}"
+                )
+            self._thread = me
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Lets in a thread that only ends what waits, whichever thread's it is."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _acquire(self) -> None:
+        # Waiting for the other thread would only make the order of microbatches a matter of luck.
+        if not self._lock.acquire(False):
+            raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
 
 class Waiting:
@@ -95,7 +139,7 @@ class Waiting:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
             self.end(microbatch)
-            microbatch.release(*list(microbatch.held), by=f"the drop of {self._name}")
+            microbatch.release(by=f"the drop of {self._name}")
 
     def check_none(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""

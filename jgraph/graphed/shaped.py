@@ -157,7 +157,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def shape_callable(
-    fn: Callable[..., Tree], index: int, params: Tree, args: Sequence[Tree], kwargs: dict[str, Any], device: Any
+    fn: Callable[..., Tree], index: int, params: Tree, args: Sequence[Tree], kwargs: dict[str, Any], *, device: Any
 ) -> Shaped:
     """Traces a callable's parts; computes nothing.
 

@@ -102,8 +102,7 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
     """Returns the run whose step is meant; None if the name is not that of a model or preset."""
     module, _, name = options.name.rpartition(":")
     called = name.replace("_", "-")
-    sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    sizes = {field: value for field, value in sizes.items() if value is not None}
+    sizes = {field: value for field in ("batch_size", "seq_len") if (value := getattr(options, field)) is not None}
     if called in PRESETS and (not module or not hasattr(_import(module), name)):
         base = preset(called)
         if module and base.module.partition(":")[0] != module:

@@ -121,7 +121,10 @@ def _train(
     if config.profile:
         setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
-    batches = _batches(setup, corpus, check_files)
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+    process_index, process_count = setup.step.batch_part(config.batch_size)
+    part = {"process_index": process_index, "process_count": process_count}
+    batches = Batches(corpus.train, **sizes, **part, check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
@@ -235,20 +238,6 @@ def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profili
         stop - first,
         # Every process runs the steps; the first one's trace is reported.
         run_dir.path / "profile" if is_process_zero() else Path(tempfile.mkdtemp(prefix="jgraph-profile-")),
-    )
-
-
-def _batches(setup: TrainSetup, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
-    config = setup.config
-    process_index, process_count = setup.step.batch_part(config.batch_size)
-    return Batches(
-        corpus.train,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        process_index=process_index,
-        process_count=process_count,
-        check=check_files,
     )
 
 
