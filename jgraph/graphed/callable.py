@@ -249,7 +249,8 @@ class Graphed:
         part = self.entry.parts[kind]
         places = part.updates
         sums = self.gradients.open() if places else {}
-        new, outs = part.executable.compiled([sums[i] for i in places], [], [arrays[i] for i in part.reads])
+        executable = part.executable
+        new, outs = executable.compiled([sums[i] for i in places], [], [arrays[i] for i in executable.io.read])
         if places:
             self.gradients.update(dict(zip(places, new, strict=True)), f"the {kind} of microbatch {number}")
         return outs

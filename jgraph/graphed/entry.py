@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jgraph.graphed.compile import Executable, How, Task, TaskGroup, compile_groups
+from jgraph.graphed.compile import Executable, How, Interface, Task, compile_tasks, interface
 from jgraph.graphed.shaped import Shaped, Side
 from jgraph.schedule.action import Kind
 
@@ -18,14 +18,13 @@ class Part:
 
     Attributes:
         executable: gives what the part computes; new gradients come last, and what it only hands on is not given.
-        reads: which arrays the executable reads: places in (params, x, extra) of `forward`, in (params, residuals, dy) of
-            `dgrad` and `backward`, in (params, residuals that wgrad needs, stash) of `wgrad`.
+            What it reads are places in (params, x, extra) of `forward`, in (params, residuals, dy) of `dgrad` and `backward`,
+            in (params, residuals that wgrad needs, stash) of `wgrad`.
         updates: places of the gradients added into main_grad: argument 0 and output 0.
         new: places of the gradients that are arrays of their own.
     """
 
     executable: Executable
-    reads: tuple[int, ...]
     updates: tuple[int, ...]
     new: tuple[int, ...]
 
@@ -55,17 +54,17 @@ def compile_entries(
         options: for XLA.
     """
     names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
-    groups = [_group(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
+    interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
     parts: list[dict[str, Part]] = [{} for _ in callables]
-    for (n, kind), executable in zip(names, compile_groups(groups, callables, options), strict=True):
+    for (n, kind), executable in zip(names, compile_tasks(interfaces, callables, options), strict=True):
         grads = executable.io.tasks[0].grads
         updates, new = (tuple(place for place, _, how in grads if how == that) for that in ("add", "new"))
-        parts[n][kind] = Part(executable, executable.io.read, updates, new)
+        parts[n][kind] = Part(executable, updates, new)
     return [Entry(shaped, made) for shaped, made in zip(callables, parts, strict=True)]
 
 
-def _group(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> TaskGroup:
-    """Returns a part as a task: the first registers are its arguments, in the order of `Part.reads`; all it makes is wanted."""
+def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
+    """Returns a part as a task. Its first registers are its arguments, as `Part` counts them; all that it makes is wanted."""
     avals = list(shaped.params.avals)
 
     def new(*more: Any) -> tuple[int, ...]:
@@ -97,5 +96,4 @@ def _group(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bo
         aval, is_sum = shaped.params.avals[place], place in aliased
         (register,) = new(jax.ShapeDtypeStruct(aval.shape, "float32" if is_sum else aval.dtype))
         grads.append((place, register, "add" if is_sum else "new"))
-    task = Task(kind, shaped.index, ins, tuple(outs), params, tuple(grads))
-    return TaskGroup([task], avals, range(len(avals)))
+    return interface([Task(kind, shaped.index, ins, tuple(outs), params, tuple(grads))], avals, range(len(avals)))
