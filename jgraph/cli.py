@@ -121,7 +121,7 @@ _RULE = r"[─-]{3,}"
 
 
 def parse(kind: Any, prog: str, about: str | None, args: Sequence[str], **settings: Any) -> Any:
-    """Returns what the arguments say, through tyro; None after --help, which is printed.
+    """Parses arguments through tyro; returns the instance that they make, or None after --help, which is printed.
 
     Args:
         kind: a dataclass or a function; or those of the subcommands, by name.
@@ -151,7 +151,7 @@ def parse(kind: Any, prog: str, about: str | None, args: Sequence[str], **settin
 
 
 def _unboxed(text: str) -> str:
-    """Returns tyro's box in one line: its first paragraph, and what it suggests or says about the flag.
+    """Returns tyro's box in one line: its first paragraph, and its advice about the flag.
 
     tyro's parse errors have no public structure. What the box holds is prose between rules, so this needs to know only how
     boxes are drawn, in Unicode or ASCII: a title, rules between paragraphs, of which the last points to --help.

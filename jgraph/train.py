@@ -10,7 +10,6 @@ The same command again goes on from the last checkpoint.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import signal
 import sys
@@ -66,25 +65,20 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
     module = chosen.module or base.module
     # A preset's own model is not imported: that would take jax, and a wrong flag should be told at once.
     settings = type(base.model) if module == base.module else settings_of(module)
+    model: Any = base.model if settings and isinstance(base.model, settings) else None
+    if settings and model is None:
+        try:
+            model = settings()
+        except TypeError:  # it has settings without a default, which must be given
+            model = tyro.MISSING
+    # With the model's own settings, whose fields become flags too.
+    named = Annotated[str, tyro.conf.arg(name="model.module")]
+    fields = [("module", named, dataclasses.field()), ("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
+    flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
+    default = flags(**_shallow(base) | {"module": module, "model": model})
     about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
-    found = cli.parse(_flags_of(settings), _PROG, about, args, default=_defaults(base, module, settings))
+    found = cli.parse(flags, _PROG, about, args, default=default)
     return found and TrainConfig(**_shallow(found))
-
-
-def _flags_of(settings: type | None) -> type:
-    """Returns TrainConfig with a model's own settings, whose fields become flags too."""
-    module = Annotated[str, tyro.conf.arg(name="model.module")]
-    model = settings or tyro.conf.Suppress[None]
-    fields = [("module", module, dataclasses.field()), ("model", model, dataclasses.field())]
-    return dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
-
-
-def _defaults(base: TrainConfig, module: str, settings: type | None) -> Any:
-    model: Any = base.model if settings and isinstance(base.model, settings) else tyro.MISSING if settings else None
-    if model is tyro.MISSING:
-        with contextlib.suppress(TypeError):  # it has settings without a default, which must be given
-            model = settings()  # pyright: ignore[reportOptionalCall]
-    return _flags_of(settings)(**_shallow(base) | {"module": module, "model": model})
 
 
 def _shallow(config: TrainConfig) -> dict[str, Any]:

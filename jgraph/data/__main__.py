@@ -54,7 +54,7 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
 
 
 def show(data: tyro.conf.Positional[str], /) -> None:
-    """Print what is in a corpus.
+    """Print the sizes of a corpus.
 
     Args:
         data: python-docs, python-source, synthetic, a text file, or a directory of token files.

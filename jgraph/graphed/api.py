@@ -87,7 +87,8 @@ def make_graphed_callables(
     if not fns:
         raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
     # What a caller changes later in a list of theirs changes nothing here.
-    delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
+    lists = (delay_wgrad, num_layers_per_chunk, devices)
+    delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
     given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
     every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
     samples = []
@@ -155,10 +156,6 @@ def make_graphed_callables(
         lent=lent,
         options=options,
     )
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) else value
 
 
 def _check_chain(shaped: Sequence[Shaped]) -> None:

@@ -45,7 +45,7 @@ class Graphed:
         return f"Graphed({self.index}: {', '.join(self.entry.parts)}; {x} -> {y}{waiting})"
 
     def __call__(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
-        """Runs forward and keeps what the backward needs.
+        """Runs forward and keeps the arrays that the backward needs.
 
         Args:
             params, x, extra, kwargs: as the samples; never donated.
@@ -165,7 +165,7 @@ class Graphed:
             self.gradients.zero()
 
     def reset(self) -> None:
-        """Frees its buffers and executables. Any later use raises CallableError; what the caller owns stays."""
+        """Frees its buffers and executables. Any later use raises CallableError; the caller's arrays stay."""
         with self.turn.taken_over():
             if not self._is_reset:
                 self._waiting.drop(None)
@@ -207,7 +207,7 @@ class Graphed:
                 cause = e
         elif handles_in((params, x, extra, kwargs)):
             return self._forward(*arrays_of((params, x, extra, kwargs)))
-        self._check_concrete(weights, arrays)
+        check_concrete(f"callable {self.index}", (weights, arrays))
         texts = call_differences(shaped, params, (x, *extra), kwargs)
         if cause and not texts:
             raise cause
@@ -264,7 +264,7 @@ class Graphed:
             raise
         except (TypeError, ValueError, RuntimeError) as e:
             shaped = self.entry.shaped
-            self._check_concrete(read)
+            check_concrete(f"callable {self.index}", read)
             if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
                 raise OwnershipError(
                     f"callable {self.index}: {kind} updates main_grad, {shaped.params.paths[shared[0]]!r}, in place, and reads "
@@ -282,9 +282,6 @@ class Graphed:
             if not texts:
                 raise
             raise mismatch(shaped, texts) from e
-
-    def _check_concrete(self, *leaves: Sequence[Any]) -> None:
-        check_concrete(f"callable {self.index}", leaves)
 
     def _dy(self, dy: Tree) -> tuple[list[Any], list[Lease]]:
         """Returns the leaves of dy, and the leases on their places."""

@@ -112,7 +112,7 @@ def compile_tasks(
     loss_fn: Callable[..., Any] | None = None,
     copies: Literal["shared", "each"] = "shared",
 ) -> list[Executable]:
-    """Compiles, several at a time.
+    """Compiles executables, several at a time.
 
     Args:
         interfaces: of each executable.
@@ -216,7 +216,7 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
 
 
 def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[..., Any] | None) -> None:
-    """Computes a task and writes what it gives into `env`."""
+    """Computes a task and writes its results into `env`."""
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
     outs: list[Any]
     if task.kind == "key":

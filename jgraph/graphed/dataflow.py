@@ -214,7 +214,7 @@ class Flow:
 
 
 def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
-    """Returns the actions of all ranks by tick, layer by layer, with the ticks that say what may be joined."""
+    """Returns the actions of all ranks by tick, layer by layer, with the ticks by which they may be joined."""
     ends = np.cumsum(schedule.num_layers).tolist()
     rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     # The ticks of forwards and dgrads, and none before the first stage and after the last.

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -35,11 +34,6 @@ class Entry:
 
     shaped: Shaped
     parts: Mapping[str, Part]
-
-    @cached_property
-    def aliased(self) -> frozenset[int]:
-        """Places of the gradients that lie in main_grad."""
-        return frozenset(place for part in self.parts.values() for place in part.updates)
 
 
 def compile_entries(

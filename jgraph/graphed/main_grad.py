@@ -17,6 +17,7 @@ class MainGrad:
     """The float32 accumulator of a callable's aliased gradients, and the lease on what it holds now.
 
     Attributes:
+        places: of the parameters whose gradients are aliased.
         arrays: by place of the parameter; empty until the first gradient.
         updates: how often it was updated.
     """
@@ -24,9 +25,8 @@ class MainGrad:
     def __init__(self, entry: Entry):
         self._callable = f"callable {entry.shaped.index}"
         self._name = f"main_grad of {self._callable}"
-        self._params = entry.shaped.params
-        self._device = entry.shaped.device
-        self.places = sorted(entry.aliased)
+        self._params, self._device = entry.shaped.params, entry.shaped.device
+        self.places = sorted({place for part in entry.parts.values() for place in part.updates})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)
@@ -72,7 +72,7 @@ class MainGrad:
             self.arrays = dict(zip(sums, zeros, strict=True))
 
     def update(self, arrays: dict[int, jax.Array], by: str) -> None:
-        """Takes over what a program made of the arrays; ends every handle on what they held before."""
+        """Takes over the arrays that a program gave back; ends every handle on their numbers of before."""
         self.updates += 1
         self.end(f"updated in place by {by} (update {self.updates})")
         self.arrays.update(arrays)

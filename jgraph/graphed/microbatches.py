@@ -56,22 +56,20 @@ class Turn:
 
     def __enter__(self) -> None:
         self._acquire()
-        me = get_ident()
-        if me != self._thread:
-            if self.waiting:
-                self._lock.release()
-                raise CallableError(
-                    f"{self._name} is called from another thread than the one whose {self.waiting} microbatches wait for their "
-                    f"backward; finish or drop() those, or {_ADVICE}"
-                )
-            self._thread = me
+        if self.waiting and self._thread != get_ident():
+            self._lock.release()
+            raise CallableError(
+                f"{self._name} is called from another thread than the one whose {self.waiting} microbatches wait for their "
+                f"backward; finish or drop() those, or {_ADVICE}"
+            )
+        self._thread = get_ident()
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Lets in a thread that only ends what waits, whichever thread's it is."""
+        """Lets in any thread, to end the microbatches that wait."""
         self._acquire()
         try:
             yield

@@ -62,7 +62,7 @@ def make_plan(
     loss_args: Any,
     options: Mapping[str, Any],
 ) -> ExecutionPlan:
-    """Plans and compiles.
+    """Returns a schedule as instructions, compiled.
 
     Args:
         callables: in the order of the data.

@@ -207,7 +207,7 @@ def shape_callable(
 
 
 def _flows(shaped: Shaped) -> dict[str, Any]:
-    """Reads off the traces what each part reads and what it hands on."""
+    """Returns the fields of `Shaped` that are read off the traces: parameters read, arrays handed on."""
     weights, count = list(shaped.params.avals), len(shaped.params)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
     residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)

@@ -60,7 +60,7 @@ class Loop:
         self.device = jax.local_devices()[0]
 
     def run(self, done: int, state: TrainState, stop: StopRequest) -> tuple[int, TrainState]:
-        """Runs from `done` steps to the end or to a signal, and saves what is reached."""
+        """Runs from `done` steps to the end or to a signal, and saves the state there."""
         config = self.config
         self.skipped = int(state.skipped)
         while done < config.steps and not self._stops(done, stop):

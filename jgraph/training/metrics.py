@@ -40,7 +40,8 @@ class MetricsLog:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Appends an entry, which has a "step". Numbers that are not finite become null: JSON has no others."""
-        self._file.write(_line(entry))
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -60,9 +61,7 @@ class StepClock:
     """
 
     def __init__(self, seconds: float = 0.0):
-        self.seconds = seconds
-        self._lap_seconds = 0.0
-        self._lap_steps = 0
+        self.seconds, self._lap_seconds, self._lap_steps = seconds, 0.0, 0
         self._started: float | None = None
 
     def start(self) -> None:
@@ -99,8 +98,3 @@ def _has_numbers(entry: dict[str, Any]) -> bool:
     """Returns whether losses and seconds are numbers where they are there; a loss may be null."""
     losses = all(isinstance(entry.get(name, 0), int | float | None) for name in ("loss", "eval_loss"))
     return losses and isinstance(entry.get("seconds", 0), int | float)
-
-
-def _line(entry: dict[str, Any]) -> str:
-    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"

@@ -92,7 +92,7 @@ def _trace(directory: Path):
 
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
-    """Returns what a report says of the run."""
+    """Returns the facts of the run for its report."""
     config, devices = setup.config, jax.local_devices()[: setup.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.batch_size} x {config.seq_len} tokens a step"

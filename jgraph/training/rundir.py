@@ -91,7 +91,7 @@ class RunDir:
         holder = _holder(file)
         who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
         file.close()
-        return _error(f"`run_dir` is {self.path}: {who} is writing there; {advice}, or name another `run_dir`")
+        return self._error(f"{who} is writing there; {advice}, or name another `run_dir`")
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
         """Raises ConfigError if a run of this configuration, on the text of this fingerprint, may not write there.
@@ -100,18 +100,14 @@ class RunDir:
         run.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise _error(f"`run_dir` is {self.path}: a file; name a directory")
+            raise self._error("a file; name a directory")
         if not self.config.exists():
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
-                raise _error(
-                    f"`run_dir` is {self.path}: not empty, and not a run directory (no config.json); name a new or empty one"
-                )
+                raise self._error("not empty, and not a run directory (no config.json); name a new or empty one")
             return
         if config.resume and not self._is_free() and (differences := self._differences(config, fingerprint)):
-            raise _error(
-                f"`run_dir` is {self.path}: holds a run of another configuration: {'; '.join(differences)}; "
-                "use another `run_dir`, or `resume` off to start over and replace that run"
-            )
+            advice = "use another `run_dir`, or `resume` off to start over and replace that run"
+            raise self._error(f"holds a run of another configuration: {'; '.join(differences)}; {advice}")
 
     def reset(self) -> None:
         """Removes checkpoints and metrics, so that the run starts over. The config stays until `write` replaces it."""
@@ -131,6 +127,9 @@ class RunDir:
         scratch.write_text(text + "\n")
         os.replace(scratch, self.config)
 
+    def _error(self, wrong: str) -> ConfigError:
+        return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
+
     def _is_free(self) -> bool:
         """Returns whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
         return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self._read_fields().keys()
@@ -142,7 +141,7 @@ class RunDir:
                 raise ValueError("it is not an object")
             flatten(fields)  # which ends as json does where it is nested too deeply
         except (ValueError, RecursionError) as e:
-            raise _error(f"`run_dir` is {self.path}: its config.json is damaged ({e}); name another `run_dir`") from e
+            raise self._error(f"its config.json is damaged ({e}); name another `run_dir`") from e
         model = fields.get("model")
         if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
             module = model.pop("module")
@@ -150,7 +149,7 @@ class RunDir:
         return fields
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
-        """Returns what the run that is there says otherwise."""
+        """Returns the differences from the run that is there, one text each."""
         # Through JSON, so that a tuple there and a list here are the same.
         here, there = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), flatten(self._read_fields())
         names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
@@ -195,7 +194,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _error(message: str) -> ConfigError:
-    return ConfigError(message, field="run_dir")

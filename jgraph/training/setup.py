@@ -234,13 +234,13 @@ class TrainSetup:
 
             return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
-        held = {"parameters": own(state.params), "optimizer": own(state.opt_state)}
+        held, predicted = {"parameters": own(state.params), "optimizer": own(state.opt_state)}, None
         if self.pipeline is not None:
             pools = {name.replace("forward_", "residuals to "): size for name, size in self._pipeline_bytes().items()}
+            predicted = sum((*held.values(), *pools.values()))
         else:
-            itemsize = jnp.dtype(self.config.main_params_dtype).itemsize
-            pools = {"main_grad": held["parameters"] // itemsize * jnp.dtype(self.config.main_grads_dtype).itemsize}
-        predicted = sum((*held.values(), *pools.values())) if self.pipeline else None
+            itemsize, of_sum = (jnp.dtype(t).itemsize for t in (self.config.main_params_dtype, self.config.main_grads_dtype))
+            pools = {"main_grad": held["parameters"] // itemsize * of_sum}
         if (memory := compiled.memory) is not None:
             pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
         pools = {name: size for name, size in (held | pools).items() if size}
@@ -262,8 +262,9 @@ class TrainSetup:
         return f"{text}; a step takes {predicted / 2**30:.2f} GiB predicted, {compiled.memory.temporaries / 2**30:.2f} compiled"
 
     def _pipeline_bytes(self) -> dict[str, int]:
-        assert isinstance(self.step.bound, BoundPipeline)
-        return self.step.bound.pipeline.bytes_per_rank(self.step.bound.shapes, _tokens_by_microbatch(self.config))
+        bound = self.step.bound
+        assert isinstance(bound, BoundPipeline)
+        return bound.pipeline.bytes_per_rank(bound.shapes, _tokens_by_microbatch(self.config))
 
 
 def _model(config: TrainConfig) -> FunctionalModel:
