@@ -4,49 +4,41 @@ python -m jgraph.aot install           # 125 MB, once for each jax version
 python -m jgraph.aot show --gpu b200
 """
 
+import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from jgraph.cli import Directory, parse, run
-
-_PROG = "jgraph.aot"
+from jgraph.cli import Directory, run, run_command
 
 
-@dataclass(frozen=True, kw_only=True)
-class Install:
-    """Download the compiler, unless it is there."""
+def install(*, directory: Directory = None) -> None:
+    """Download the compiler, unless it is there.
 
-    directory: Directory = None
-    """Where to; a cache under ~/.cache/jgraph by default."""
+    Args:
+        directory: Where to; a cache under ~/.cache/jgraph by default.
+    """
+    from jgraph.xla import aot  # only now: jax takes its time
+
+    print(aot.install(directory))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Show:
-    """Say where the compiler is and which GPU it compiles for."""
+def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory = None) -> None:
+    """Say where the compiler is and which GPU it compiles for.
 
-    gpu: Literal["h200", "h100", "b200"] = "h200"
-    """The GPU."""
-    directory: Directory = None
-    """Where the compiler was installed; by default the environment and then the cache are searched."""
+    Args:
+        gpu: The GPU.
+        directory: Where the compiler was installed; by default the environment and then the cache are searched.
+    """
+    from jgraph.xla import aot
+
+    device = aot.devices(gpu=gpu, directory=directory)[0]
+    print(f"{device.device_kind}, compile only; jaxlib {aot.version()}; {aot.find_library(directory)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv)
-
-
-def _run(args: list[str]) -> None:
-    asked = parse({"install": Install, "show": Show}, _PROG, __doc__, args)
-    # Only now: jax takes its time.
-    from jgraph.xla import aot
-
-    if isinstance(asked, Install):
-        print(aot.install(asked.directory))
-    elif isinstance(asked, Show):
-        device = aot.devices(gpu=asked.gpu, directory=asked.directory)[0]
-        print(f"{device.device_kind}, compile only; jaxlib {aot.version()}; {aot.find_library(asked.directory)}")
+    return run("jgraph.aot", functools.partial(run_command, (install, show), "jgraph.aot", __doc__ or ""), argv)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -107,6 +108,16 @@ def run(
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def run_command(acts: Iterable[Callable[..., None]], prog: str, about: str, args: Sequence[str]) -> None:
+    """Runs the function that the first argument names, with the arguments after it."""
+
+    def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+        return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
+
+    if call := parse({act.__name__: later(act) for act in acts}, prog, about, args):
+        call()
 
 
 def write_file(field: str, path: Path, write: Callable[[Path], Any]) -> None:

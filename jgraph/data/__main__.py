@@ -7,12 +7,12 @@ $ python -m jgraph.data show tokens/
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
 
-from jgraph.cli import fields_of, parse, run
+from jgraph.cli import fields_of, run, run_command
 from jgraph.data import tokenfile
 from jgraph.data.corpus import load
 from jgraph.data.directory import side_files
@@ -77,18 +77,8 @@ def show(data: tyro.conf.Positional[str], /) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run("jgraph.data", _run, argv, fields_of(make))
-
-
-def _run(args: list[str]) -> None:
-    commands = {act.__name__: _later(act) for act in (make, verify, show)}
-    if command := parse(commands, "jgraph.data", f"{__doc__}\n{tokenfile.__doc__}", args):
-        command()
-
-
-def _later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """Returns a function of the same arguments, which gives a call that is still to be made."""
-    return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
+    act = functools.partial(run_command, (make, verify, show), "jgraph.data", f"{__doc__}\n{tokenfile.__doc__}")
+    return run("jgraph.data", act, argv, fields_of(make))
 
 
 if __name__ == "__main__":

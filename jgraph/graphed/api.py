@@ -109,10 +109,9 @@ def make_graphed_callables(
         wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
         raise CallableError(wrong, field="training")
     placed = homes(schedule, devices, every)
-    modes = [_mode_check(fn, training) for fn in fns]
-    for i, check in enumerate(modes):
-        if problem := check():
-            raise CallableError(f"callable {i}: {problem}")
+    checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
+    for check in checks:
+        check()
     options = dict(compiler_options or {})
 
     # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose command
@@ -143,7 +142,7 @@ def make_graphed_callables(
             turn=together if reuse_buffers else Turn(f"callable {i}"),
             most_waiting=most[i],
             delayed=delayed[i],
-            mode=modes[i],
+            check_mode=checks[i],
         )
         for i, entry in enumerate(entries)
     )
@@ -188,22 +187,20 @@ def _function(fn: Any, i: int) -> Callable[..., Tree]:
     return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
 
 
-def _mode_check(fn: Any, training: bool) -> Callable[[], str]:
-    """Returns a function that says how the mode of a module differs now; it returns "" if it is as it was built."""
-    if not isinstance(fn, nnx.Module):
-        return lambda: ""
+def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None]:
+    """Returns a function that raises CallableError where the mode of a module is another than it is built with."""
     found = [
         ("/".join(map(str, path)) or "the module", module, name)
-        for path, module in nnx.iter_modules(fn)
+        for path, module in (nnx.iter_modules(fn) if isinstance(fn, nnx.Module) else ())
         for name in _MODES
         if isinstance(getattr(module, name, None), bool)
     ]
-    wanted = ("train", "eval")[not training]
 
-    def check() -> str:
+    def check() -> None:
         for path, module, name in found:
             if getattr(module, name) is training:
-                return f"{path} has {name}={training}, but it is built with training={training}; call .{wanted}() on it"
-        return ""
+                advice = f"call .{('train', 'eval')[not training]}() on it"
+                wrong = f"{path} has {name}={training}, but it is built with training={training}"
+                raise CallableError(f"callable {i}: {wrong}; {advice}")
 
     return check

@@ -30,8 +30,10 @@ class Graphed:
         entry: the executables that were built.
     """
 
-    def __init__(self, entry: Entry, lent: LentBuffers, turn: Turn, most_waiting: int, delayed: bool, mode: Callable[[], str]):
-        self._lent, self._delayed, self._mode = lent, delayed, mode
+    def __init__(
+        self, entry: Entry, lent: LentBuffers, turn: Turn, most_waiting: int, delayed: bool, check_mode: Callable[[], None]
+    ):
+        self._lent, self._delayed, self._check_mode = lent, delayed, check_mode
         self.entry, self.index, self.turn = entry, entry.shaped.index, turn
         self._waiting, self._is_reset = Waiting(self.index, most_waiting, turn), False
         self.gradients = MainGrad(self.entry)
@@ -190,8 +192,7 @@ class Graphed:
         self, params: Tree, x: Tree, extra: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the leaves of params and of (x, extra), and the outputs of the executable."""
-        if problem := self._mode():
-            raise CallableError(f"callable {self.index}: {problem}")
+        self._check_mode()
         if self._lent:
             x, extra, kwargs = arrays_of((x, extra, kwargs))
         weights, params_tree = jax.tree.flatten(params)
