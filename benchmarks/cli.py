@@ -26,7 +26,7 @@ from benchmarks.compare import ResultsError, compared, distinct, read
 from benchmarks.readme import write_readme
 from benchmarks.rows import fastest, named, ratio
 from benchmarks.runner import benchmark_of, found, soaks
-from jgraph.cli.parse import one_line
+from jgraph.cli import parse
 from jgraph.errors import JgraphError
 
 Command = Callable[[], int | None]
@@ -63,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lambda: write_readme(check)
 
     commands = {"list": list_, "run": run, "compare": compare, "show": show_, "readme": readme}
-    parse = tyro.extras.subcommand_cli_from_dict
     try:
-        command = one_line(lambda: parse(commands, prog="python -m benchmarks", description=__doc__, args=own))
+        command = parse(commands, "benchmarks", __doc__, own)
         return (command() if command else 0) or 0
     except (JgraphError, OSError) as e:
         print(f"benchmarks: error: {' '.join(str(e).split())}", file=sys.stderr)
