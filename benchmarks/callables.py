@@ -46,7 +46,6 @@ class Flags(Options):
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon; the first one is in every round."""
     peers: tuple[str, ...] = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
     """Schedules of torch.distributed.pipelining; none where the flag stands alone."""
-    name: str = "callables"
 
 
 def works(options: Flags) -> Iterator[Work]:
@@ -139,6 +138,3 @@ def replays_section() -> Section:
 
 
 BENCHMARK = Benchmark("Graphed callables", __doc__, Flags, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

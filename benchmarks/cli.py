@@ -9,8 +9,8 @@
 A results file has rows of the schema in `benchmarks/rows.py`.
 """
 
+import importlib
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -72,11 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def start(name: str, flags: list[str]) -> None:
+def start(name: str, flags: list[str]) -> int:
     if name not in (scripts := found()):
         raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
-    sys.argv = [name, *flags]
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    return importlib.import_module(f"benchmarks.{name}").BENCHMARK.main(name, flags)
 
 
 def show(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:

@@ -50,7 +50,6 @@ class Options(Several, Traced):
     parameters) beside XLA's; may be repeated."""
     one_gpu: Literal["yes", "no"] = "yes"
     """Whether to time on one GPU too what fits there."""
-    name: str = "fsdp"
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -153,6 +152,3 @@ def section(work: str, result: Row) -> Section:
 
 
 BENCHMARK = Benchmark("Sharded training", __doc__, Options, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

@@ -42,7 +42,6 @@ class Options(Several):
     """What of a layer is made again in its backward."""
     actions: Literal["yes", "no"] = "yes"
     """Whether actions are timed alone too."""
-    name: str = "pipeline"
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -138,6 +137,3 @@ def section(work: str, result: Row) -> Section:
 
 
 BENCHMARK = Benchmark("Pipelines", __doc__, Options, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

@@ -48,18 +48,21 @@ class Options:
     """Seconds after which a process is ended that says nothing."""
     sizes: Literal["full", "tiny"] = "full"
     """tiny is for a machine without a GPU."""
-    table: bool = False
-    """Print the results that there are; nothing is run."""
     revision: str = ""
     """Git revision for the JSON, where there is no .git."""
     out: str = ""
     """Folder for the results; benchmarks/results if it is left out."""
-    name: str
-    """Results go to NAME.json and .md there."""
+    name: str = ""
+    """Results go to NAME.json and .md there; the benchmark's own name if it is left out."""
 
     @property
     def clock(self) -> Clock:
         return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
+
+    @property
+    def file(self) -> Path:
+        """The results."""
+        return Path(self.out or RESULTS) / f"{self.name}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,6 @@ class Benchmark:
         options: its flags; they have defaults.
         works: those that the options ask for.
         section: how a work of that name is drawn, from its result.
-        after: what else is done with the results.
     """
 
     title: str
@@ -127,18 +129,17 @@ class Benchmark:
     options: type[Options]
     works: Callable[[Any], Iterable[Work]]
     section: Callable[[str, Row], Section]
-    after: Callable[[Any, "Results"], None] = lambda options, results: None
 
-    def main(self) -> int:
-        """Returns the exit status."""
-        options: Any = tyro.cli(self.options, description=self.about)
-        if not options.table and getattr(options, "soak", 0):
+    def main(self, name: str, flags: Sequence[str]) -> int:
+        """Runs the benchmark, whose results have this name if no flag says another; returns the exit status."""
+        options: Any = tyro.cli(self.options, prog=f"python -m benchmarks run {name}", description=self.about, args=flags)
+        options = replace(options, name=options.name or name)
+        if getattr(options, "soak", 0):
             return self._soak(options)
         results = Results(options, self.draw)
-        for work in () if options.table else self.works(options):
+        for work in self.works(options):
             run(work, options, results)
         print(results)
-        self.after(options, results)
         return 0
 
     def draw(self, works: Row) -> str:
@@ -188,10 +189,9 @@ def run(work: Work, options: Options, results: "Results") -> None:
 
 
 def found() -> dict[str, str]:
-    """The first line of the docstring of every module that is a script, by name. Read, not imported: most import jax."""
+    """Returns every module with a `BENCHMARK`, and the first line of its docstring. Read, not imported: most import jax."""
     files = sorted(file for folder in benchmarks.__path__ for file in Path(folder).glob("*.py"))
-    sources = {file.stem: file.read_text() for file in files if file.stem != "__main__"}
-    scripts = {name: source for name, source in sources.items() if '\nif __name__ == "__main__":' in source}
+    scripts = {file.stem: source for file in files if "\nBENCHMARK = " in (source := file.read_text())}
     return {name: (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0] for name, source in scripts.items()}
 
 
@@ -206,9 +206,7 @@ class Results:
 
     def __init__(self, options: Options, draw: Callable[[Row], str]):
         self.options, self.draw = options, draw
-        self.folder = Path(options.out) if options.out else RESULTS
-        file = self.folder / f"{options.name}.json"
-        self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
+        self.works: dict[str, Any] = json.loads(options.file.read_text())["works"] if options.file.exists() else {}
 
     def begin(self, work: str, **about: Any) -> None:
         told = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
@@ -221,9 +219,10 @@ class Results:
         result = self.works[work]
         result["rows"] = rows
         result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{self.options.name}.json").write_text(json.dumps({"works": self.works}, indent=2) + "\n")
-        (self.folder / f"{self.options.name}.md").write_text(str(self))
+        file = self.options.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"works": self.works}, indent=2) + "\n")
+        file.with_suffix(".md").write_text(str(self))
 
     def __str__(self) -> str:
         return self.draw(self.works)

@@ -29,7 +29,6 @@ class Options(Traced):
     """Configurations to time."""
     variants: tuple[str, ...] = VARIANTS
     """Of each; the first one is what all others are compared with."""
-    name: str = "single_gpu"
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -73,6 +72,3 @@ def section(name: str, result: Row) -> Section:
 
 
 BENCHMARK = Benchmark("One training step on one GPU", __doc__, Options, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

@@ -7,7 +7,6 @@ residuals pass through memory. All variants add the weight gradients into a floa
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,14 +29,7 @@ SIZES: dict[str, dict[str, Row]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags(Options):
-    """What to run."""
-
-    name: str = "split_backward"
-
-
-def works(options: Flags) -> Iterator[Work]:
+def works(options: Options) -> Iterator[Work]:
     for name, size in SIZES[options.sizes].items():
         yield Work(name, {"ranks": 1, "size": size}, rows=partial(rows, size, options.clock))
 
@@ -121,7 +113,4 @@ def section(name: str, result: Row) -> Section:
     return Section(name, columns | {"ms / jax.vjp, same number of programs": to_vjp})
 
 
-BENCHMARK = Benchmark("Split backward, one GPT block", __doc__, Flags, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())
+BENCHMARK = Benchmark("Split backward, one GPT block", __doc__, Options, works, section)
