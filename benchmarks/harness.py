@@ -12,42 +12,32 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds a step: the median of the repeats and the repeats themselves; and what the card did meanwhile."""
-
-    ms: float
-    repeats_ms: list[float]
-    steps: int
-    power_watts: float | None
-    sm_clock_mhz: float | None
-
-
 def time_steps(
-    run: Callable[[], object], wait: Callable[[], object], *, steps: int, seconds: float, repeats: int, warmup_seconds: float
-) -> Timing:
+    run: Callable[[], object], wait: Callable[[], object], *, seconds: float, repeats: int, warmup_seconds: float
+) -> dict[str, Any]:
     """Times a step that is handed to the device asynchronously.
 
     Args:
         run: hands over one step.
         wait: returns when everything handed over is done.
-        steps: fewest in a repeat; the clock is read before and after, never between.
-        seconds: a repeat has as many steps more as it takes to last this long: its start and end must not count.
-        repeats: at least 5, of which the median is taken.
-        warmup_seconds: run before the first repeat.
+        seconds: a repeat has as many steps as it takes to last this long: its start and end must not count. The clock is read
+            before and after, never between.
+        repeats: how many repeats the median is taken of.
+        warmup_seconds: how long steps run before the first repeat.
+
+    Returns:
+        Milliseconds a step, and the card's power and clock meanwhile, as a row has them.
     """
     start, done = time.perf_counter(), 0
     while time.perf_counter() < start + warmup_seconds:
-        for _ in range(steps):
-            run()
+        run()
         wait()
-        done += steps
-    steps = max(steps, math.ceil(seconds * done / (time.perf_counter() - start)))
+        done += 1
+    steps = max(1, math.ceil(seconds * done / (time.perf_counter() - start)))
     repeats_ms = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -62,7 +52,7 @@ def time_steps(
                 run()
             wait()
     watts, mhz = reading.result() or (None, None)
-    return Timing(statistics.median(repeats_ms), repeats_ms, steps, watts, mhz)
+    return {"ms": statistics.median(repeats_ms), "power_watts": watts, "sm_clock_mhz": mhz}
 
 
 def read_card() -> tuple[float, float] | None:

@@ -85,7 +85,7 @@ def main() -> None:
     answer(replays=replays)
 
     def measure(clock: Clock) -> dict[str, Any]:
-        ms = clock.back_to_back(iteration, wait).ms
+        ms = clock.back_to_back(iteration, wait)["ms"]
         return {"ms": ms, "host_us": clock.handover_seconds(iteration, wait) / replays * 1e6}
 
     take_turns(measure)

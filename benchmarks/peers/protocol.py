@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.harness import Timing, time_steps
+from benchmarks.harness import time_steps
 
 Run = Callable[[], object]
 
@@ -28,15 +28,15 @@ class Clock:
     warmup_seconds: float
     """Before the first of them: whatever had the turn before, or nothing, the card's clock settles."""
 
-    def back_to_back(self, run: Run, wait: Run) -> Timing:
+    def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
         """Steps handed over one after the other; the device is waited for once a repeat."""
-        return time_steps(run, wait, steps=1, **asdict(self))
+        return time_steps(run, wait, **asdict(self))
 
-    def one_by_one(self, run: Run, wait: Run) -> Timing:
+    def one_by_one(self, run: Run, wait: Run) -> dict[str, Any]:
         """Steps of which each is waited for, so that the filling and draining of a pipeline count."""
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
-    def in_flight(self, run: Run, wait: Run, platform: str) -> Timing:
+    def in_flight(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
         """Back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
         return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
 
@@ -84,11 +84,6 @@ def take_turns(measure: Callable[[Clock], dict[str, Any]]) -> None:
     """Answers each turn with what is measured in it; its keys become medians of the row, and lists as `repeats_KEY`."""
     for clock in turns():
         answer(turn=measure(clock))
-
-
-def told(timing: Timing) -> dict[str, Any]:
-    """Of a turn."""
-    return {"ms": timing.ms, "power_watts": timing.power_watts, "sm_clock_mhz": timing.sm_clock_mhz}
 
 
 def answer(**row: Any) -> None:

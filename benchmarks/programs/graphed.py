@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jgraph
 from benchmarks.harness import resident_bytes
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.peers.protocol import Clock, answer, serve, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
 from benchmarks.programs.step import stepping
 from benchmarks.rows import Row
@@ -112,7 +112,7 @@ def time_blocks(asked: Row) -> None:
     run, wait, _ = stepping(iteration)  # as torch's gradients, which are None before the next iteration
 
     def measure(clock: Clock) -> Row:
-        return told(clock.back_to_back(run, wait)) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
+        return clock.back_to_back(run, wait) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
 
     take_turns(measure)
 
@@ -163,7 +163,7 @@ def time_pipeline(asked: Row) -> None:
     answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0].losses)))
 
     def measure(clock: Clock) -> Row:
-        return told(clock.one_by_one(run, wait)) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
+        return clock.one_by_one(run, wait) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
 
     take_turns(measure)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import harness
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.peers.protocol import Clock, answer, serve, take_turns
 from benchmarks.programs.models import Model
 from benchmarks.programs.step import compiled_bytes, launched, stepping
 from benchmarks.rows import Row
@@ -78,7 +78,7 @@ class Program:
     def milliseconds(self, call: Callable[[], Any]) -> float:
         """Returns what a call takes of a program of `CALLS` calls."""
         run, wait, _ = stepping(call)
-        return self.clock.in_flight(run, wait, jax.default_backend()).ms / CALLS
+        return self.clock.in_flight(run, wait, jax.default_backend())["ms"] / CALLS
 
 
 def time_schedule(asked: Row) -> None:
@@ -99,9 +99,9 @@ def time_schedule(asked: Row) -> None:
     wait()
     # The last device: the first one held the whole model, before it was spread.
     answer(loss=float(latest[0][0]), peak_bytes=peak_memory_bytes(pipe.mesh.devices.flat[-1]))
-    take_turns(lambda clock: told(clock.one_by_one(run, wait)))
+    take_turns(lambda clock: clock.one_by_one(run, wait))
     stream = clock.in_flight(run, wait, device.platform)
-    answer(stream_ms=stream.ms, host_ms=clock.handover_seconds(run, wait) * 1e3)
+    answer(stream_ms=stream["ms"], host_ms=clock.handover_seconds(run, wait) * 1e3)
     answer(**launched(run, wait))
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.peers.protocol import Clock, answer, serve, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -109,7 +109,7 @@ def time_step(asked: Row) -> None:
     answer(**step.result(), peak_bytes=step.peak_bytes())
 
     def measure(clock: Clock) -> Row:
-        return told(clock.in_flight(step.run, step.wait, step.devices[0].platform))
+        return clock.in_flight(step.run, step.wait, step.devices[0].platform)
 
     take_turns(measure)
     answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
