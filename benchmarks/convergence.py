@@ -39,7 +39,7 @@ def works(options: Flags) -> Iterator[Work]:
     if options.runs:
         runs = [run.partition("=") for run in options.runs]
         preset = json.loads((Path(runs[0][2]) / "config.json").read_text()).get("preset", "")
-        yield Work(preset, {}, rows=lambda: (curve(name, Path(run)) for name, _, run in runs))
+        yield Work(preset, {}, rows=[curve(name, Path(run)) for name, _, run in runs])
     if options.draw:  # what was just yielded is stored by now
         for result in read(options.file).values():
             picture(result["rows"], Path(options.draw) / "convergence.svg")

@@ -15,7 +15,7 @@ import tyro
 
 from benchmarks.harness import count_gpus
 from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Several, Traced, Work, missing
+from benchmarks.runner import Benchmark, Several, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from jgraph.training.config import TrainConfig
@@ -80,7 +80,7 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
         "benchmarks.peers.fsdp",
         {"config": asdict(config), "compile": how == "compile", "reshard": reshard == "reshard"},
         ranks=config.fsdp,
-        missing=missing(config.fsdp, options),
+        gpus=0 if options.sizes == "tiny" else config.fsdp,
     )
 
 

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def read_card() -> tuple[float, float] | None:
         return None
 
 
+@cache
 def count_gpus() -> int:
-    """By nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
+    """Counts them by nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
     try:
         done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -83,9 +85,15 @@ def resident_bytes() -> int:
 
 
 def soak(
-    run: Callable[[], object], wait: Callable[[], object], devices: list[Any], *, steps: int, hang_seconds: float
+    run: Callable[[], object],
+    wait: Callable[[], object],
+    devices: list[Any],
+    facts: Callable[[], dict[str, Any]],
+    *,
+    steps: int,
+    hang_seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Steps, each waited for: the bytes in use before them, and ten times on the way what they are and how long steps took.
+    """Runs steps, each waited for; tells the bytes in use before them, and ten times on the way that and how long steps took.
 
     A step that hangs ends the process, and where it was is written to stderr. Of jax, only what `devices` can tell is used.
     """
@@ -104,4 +112,4 @@ def soak(
         times.append((time.perf_counter() - start) * 1e3)
         faulthandler.cancel_dump_traceback_later()
         if step * 10 // steps > (step - 1) * 10 // steps:
-            yield {"done": step, "ms": statistics.median(times), "slowest_ms": max(times), **memory()}
+            yield {"done": step, "ms": statistics.median(times), "slowest_ms": max(times), **memory(), **facts()}

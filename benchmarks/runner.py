@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
 import benchmarks
-from benchmarks.harness import count_gpus
 from benchmarks.peers.protocol import Clock
 from benchmarks.rows import Row, unknown
 from benchmarks.tables import Section, comparison, markdown, number
@@ -97,8 +97,7 @@ class Work:
     Attributes:
         about: of the result: `ranks`, and `config` or `size`.
         groups: who takes turns with each other; the first of each is ours.
-        rows: makes rows here, where no process is needed.
-        in_turns: False for processes that answer once and are not timed against each other.
+        rows: those of processes that are not timed against each other, or of no process.
         building: most processes of a group that build at once; 0 for all.
         more: what a row gets from what else is known.
     """
@@ -106,8 +105,7 @@ class Work:
     name: str
     about: Row
     groups: Sequence[Sequence[Entrant]] = ()
-    rows: Callable[[], Iterable[Row]] = tuple
-    in_turns: bool = True
+    rows: Iterable[Row] = ()
     building: int = 1
     more: Callable[[Row], Row] = lambda row: {}
 
@@ -156,8 +154,8 @@ class Benchmark:
             told = [f"{options.name} {work.name}", ours.named.get("schedule"), variant, f"graph {graph}"]
             name = ", ".join(filter(None, told))
             results.begin(name, graph=graph, **work.about)
-            asked = ours.request | {"task": "soak", "steps": options.soak, "hang_seconds": options.hang_seconds}
-            row = ask(Entrant(ours.named | {"steps": options.soak}, ours.module, asked), timeout=options.timeout)
+            asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
+            row = ask(ours, timeout=options.timeout, soak=asked) | {"steps": options.soak}
             results.put(name, [row])
             status |= "failed" in row
         print(results)
@@ -171,20 +169,20 @@ def run(work: Work, options: Options, results: "Results") -> None:
     def save(rows: list[Row]) -> None:
         results.put(work.name, [row | work.more(row) for row in (*done, *rows)])
 
-    for row in work.rows():
+    for row in work.rows:
         done.append(row)
         save([])
+    numbers = count()
     for group in work.groups:
-        number = 1 + max((round for row in done for round in row.get("rounds", ())), default=-1)
         done += race(
             group,
             options.clock,
             save,
-            rounds=options.rounds if work.in_turns else 0,
+            rounds=options.rounds,
             together=options.together,
             building=work.building,
             timeout=options.timeout,
-            number=number,
+            numbers=numbers,
         )
 
 
@@ -241,12 +239,6 @@ def _git_revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def missing(ranks: int, options: Options) -> str:
-    """Why PyTorch's processes cannot run here; without GPUs they can on the CPU, at tiny sizes."""
-    few = options.sizes == "full" and count_gpus() < ranks
-    return f"skipped: {count_gpus()} of {ranks} GPUs are here" if few else ""
 
 
 def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:

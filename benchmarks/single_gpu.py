@@ -7,7 +7,6 @@ python -m benchmarks run single_gpu --presets gpt-1b3 --together 2     # no more
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
@@ -45,7 +44,7 @@ def entrant(variant: str, config: TrainConfig, options: Options) -> Entrant:
     row = {"system": system, "variant": how}
     if system == "torch":
         asked = {"variant": variant, "config": asdict(config)}
-        return Entrant(row, "benchmarks.peers.single_gpu", asked, missing="" if count_gpus() else "skipped: no GPU here")
+        return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
     config = replace(config, graph="off" if how == "graph=off" else "auto")
     return Entrant(
         row, "benchmarks.programs.step", {"task": "time", "config": asdict(config), "categories": options.categories}

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 from benchmarks.rows import gpt_of
-from benchmarks.runner import Options, missing
+from benchmarks.runner import Options
 from benchmarks.turns import Entrant
 from jgraph.schedule import Schedule, generate
 from jgraph.training.presets import preset
@@ -97,5 +97,5 @@ def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
         "benchmarks.peers.pipelining",
         {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},
         ranks=ranks,
-        missing=missing(ranks, options),
+        gpus=0 if options.sizes == "tiny" else ranks,
     )

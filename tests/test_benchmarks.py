@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 from dataclasses import asdict
+from itertools import count
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def compete(tmp_path, saved):
         def save(rows: list[dict]) -> None:
             saved.append(copy.deepcopy(rows))
 
-        race(entrants, clock, save, rounds=rounds, together=together, building=building, timeout=60)
+        race(entrants, clock, save, rounds=rounds, together=together, building=building, timeout=60, numbers=count())
         return saved[-1], log.read_text().splitlines()
 
     return compete
@@ -102,8 +103,8 @@ def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_
     assert len(ours["repeats_ms"]) == 2
     assert ours["temp_bytes"] > 0
     assert {"forward", "dgrad", "wgrad", "idle"} <= set(ours["categories"])
-    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: no GPU here"}
-    assert "| torch eager | skipped: no GPU here |" in capsys.readouterr().out
+    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: 0 of 1 GPUs are here"}
+    assert "| torch eager | skipped: 0 of 1 GPUs are here |" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.harness import time_steps
 
 Run = Callable[[], object]
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +74,22 @@ def begin() -> None:
         sys.stdin.readline()
 
 
-def turns() -> Iterator[Clock]:
-    """Says that all is built and warm, and gives back how to time each turn, until there are no more."""
+def take_turns(measure: Callable[[Clock], Answer], soak: Callable[..., Iterator[Answer]] | None = None) -> None:
+    """Says that all is built and warm, and answers each turn until there are no more.
+
+    Args:
+        measure: times a turn; its keys become medians of the row, and lists as `repeats_KEY`.
+        soak: runs as many steps as its arguments say, and tells how they went, where a soak is asked for.
+    """
     answer(ready=True)
     for line in sys.stdin:
-        yield Clock(**json.loads(line))
-
-
-def take_turns(measure: Callable[[Clock], dict[str, Any]]) -> None:
-    """Answers each turn with what is measured in it; its keys become medians of the row, and lists as `repeats_KEY`."""
-    for clock in turns():
-        answer(turn=measure(clock))
+        asked = json.loads(line)
+        if soak and "hang_seconds" in asked:
+            for told in soak(**asked):
+                answer(**told)
+            answer(turn={})
+        else:
+            answer(turn=measure(Clock(**asked)))
 
 
 def answer(**row: Any) -> None:

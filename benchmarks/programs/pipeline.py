@@ -1,4 +1,4 @@
-"""A process that is asked about a schedule as one program: its time, its actions' times, or a soak.
+"""A process that is asked about a schedule as one program: its time, a soak, or its actions' times.
 
 Every answer is a JSON line and holds more of the row, so that what was measured before a crash is kept.
 """
@@ -6,6 +6,7 @@ Every answer is a JSON line and holds more of the row, so that what was measured
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import harness
+from benchmarks.harness import soak
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns
 from benchmarks.programs.models import Model
 from benchmarks.programs.step import compiled_bytes, launched, stepping
@@ -98,8 +99,12 @@ def time_schedule(asked: Row) -> None:
     run()
     wait()
     # The last device: the first one held the whole model, before it was spread.
-    answer(loss=float(latest[0][0]), peak_bytes=peak_memory_bytes(pipe.mesh.devices.flat[-1]))
-    take_turns(lambda clock: clock.one_by_one(run, wait))
+    first, devices = float(latest[0][0]), list(pipe.mesh.devices.flat)
+    answer(loss=first, peak_bytes=peak_memory_bytes(devices[-1]))
+    take_turns(
+        lambda clock: clock.one_by_one(run, wait),
+        partial(soak, run, wait, devices, lambda: {"same_loss": float(latest[0][0]) == first}),
+    )
     stream = clock.in_flight(run, wait, device.platform)
     answer(stream_ms=stream["ms"], host_ms=clock.handover_seconds(run, wait) * 1e3)
     answer(**launched(run, wait))
@@ -158,19 +163,5 @@ def time_actions(asked: Row) -> None:
     answer(wgrad_ms=program.milliseconds(add))
 
 
-def soak(asked: Row) -> None:
-    """Steps, each waited for; ten answers on the way. A step that hangs ends the process, and where is written down."""
-    program = Program.of(asked)
-    compiled = program.compile(program.pipe.loss_and_grads, program.params, program.inputs)
-    run, wait, latest = stepping(lambda: compiled(program.params, program.inputs))
-    for _ in range(3):
-        run()
-        wait()
-    first, devices = float(latest[0][0]), list(program.pipe.mesh.devices.flat)
-    answer(device=f"{len(devices)} x {devices[0].device_kind}")
-    for row in harness.soak(run, wait, devices, steps=asked["steps"], hang_seconds=asked["hang_seconds"]):
-        answer(**row, same_loss=float(latest[0][0]) == first)
-
-
 if __name__ == "__main__":
-    serve({"time": time_schedule, "actions": time_actions, "soak": soak})
+    serve({"time": time_schedule, "actions": time_actions})

@@ -1,17 +1,18 @@
-"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, or a soak."""
+"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, a soak."""
 
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import harness
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns
+from benchmarks.harness import soak
+from benchmarks.peers.protocol import Clock, answer, request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -111,7 +112,7 @@ def time_step(asked: Row) -> None:
     def measure(clock: Clock) -> Row:
         return clock.in_flight(step.run, step.wait, step.devices[0].platform)
 
-    take_turns(measure)
+    take_turns(measure, partial(soak, step.run, step.wait, step.devices, step.result))
     answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
     if asked["categories"]:
         del step  # the other one has a state of its own
@@ -136,15 +137,5 @@ def categories(config: TrainConfig) -> Row:
     return {name: ms / len(ranks) for name, ms in (found | {"idle": sum(rank["idle_ms"] for rank in ranks)}).items()}
 
 
-def soak_step(asked: Row) -> None:
-    step = Step.of(TrainConfig.from_dict(asked["config"]))
-    for _ in range(3):
-        step.run()
-        step.wait()
-    limits = {name: asked[name] for name in ("steps", "hang_seconds")}
-    for row in harness.soak(step.run, step.wait, step.devices, **limits):
-        answer(**row, **step.result())
-
-
 if __name__ == "__main__":
-    serve({"time": time_step, "soak": soak_step})
+    time_step(request())
