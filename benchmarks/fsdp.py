@@ -18,15 +18,13 @@ from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio, 
 from benchmarks.runner import Benchmark, Several, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
+from benchmarks.works import training, training_step
 from jgraph.training.config import TrainConfig
-from jgraph.training.presets import preset
-from jgraph_models.gpt import GPTConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
 
 SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}  # of a GPU in a step
 ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
-_TINY = GPTConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
 
 NOTES = (
     "torch's is the fastest that keeps parameters, or gathers them again, as the row does. FLOPs of a step: 6 x tokens x "
@@ -67,10 +65,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def ours(system: str, config: TrainConfig, variant: str, options: Options) -> Entrant:
-    row = {"system": system, "variant": variant, "ranks": config.fsdp * config.dp}
-    return Entrant(
-        row, "benchmarks.programs.step", {"task": "time", "config": asdict(config), "categories": options.categories}
-    )
+    return training_step({"system": system, "variant": variant, "ranks": config.fsdp * config.dp}, config, options)
 
 
 def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
@@ -85,9 +80,7 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
-    config = preset(work)
-    if options.sizes == "tiny":
-        config = replace(config, model=_TINY, seq_len=32)
+    config = training(work, options)
     return replace(
         config,
         batch_size=ranks * SEQUENCES[work],
@@ -121,7 +114,7 @@ def section(work: str, result: Row) -> Section:
     flops = step_flops(config) / ranks  # a GPU's, the same with one
 
     def scaling(row: Row) -> str:
-        """Tokens/s over those of as many single GPUs; a GPU has as many in both, so a ratio of times."""
+        """Returns tokens/s over those of as many single GPUs; a GPU has as many in both, so a ratio of times."""
         return f"{alone['ms'] / row['ms']:.1%}" if alone and row["system"] == "jgraph" else ""
 
     def peak(row: Row) -> str:
@@ -138,9 +131,7 @@ def section(work: str, result: Row) -> Section:
             "fastest, slowest": spread,
             "tokens/s": lambda row: f"{share * row['ranks'] * config['seq_len'] / row['ms'] * 1e3:,.0f}",
             "torch / this": lambda row: ratio(peers[parameters(row)], row) if row["ranks"] == ranks else "",
-            f"of {ranks} x one GPU": lambda row: (
-                f"{alone['ms'] / row['ms']:.1%}" if alone and row["system"] == "jgraph" else ""
-            ),
+            f"of {ranks} x one GPU": scaling,
             "MFU": mfu(flops),
             **COLUMNS,
             "peak GB": peak,

@@ -24,7 +24,6 @@ from benchmarks.peers.protocol import Clock
 from benchmarks.rows import Row, unknown
 from benchmarks.tables import Section, comparison, markdown, number
 from benchmarks.turns import Entrant, ask, race
-from jgraph.training.config import TrainConfig
 
 RESULTS = Path(__file__).parent / "results"
 SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
@@ -239,12 +238,6 @@ def _git_revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
-    """Ours: the step of `python -m jgraph.train`."""
-    asked = {"task": "time", "config": asdict(config), "categories": options.categories}
-    return Entrant(named, "benchmarks.programs.step", asked)
 
 
 def soaks(works: Row) -> Iterator[list[str]]:

@@ -11,13 +11,11 @@ from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
+from benchmarks.works import training, training_step
 from jgraph.training.config import TrainConfig
-from jgraph.training.presets import preset
-from jgraph_models.gpt import GPTConfig
 
 # The first is in every comparison.
 VARIANTS = ("jgraph", "jgraph graph=off", "torch eager", "torch CUDA graph", "torch compile", "torch compile + CUDA graph")
-_TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +30,7 @@ class Options(Traced):
 
 def works(options: Options) -> Iterator[Work]:
     for name in options.presets:
-        config = preset(name)
-        if options.sizes == "tiny":
-            config = replace(config, model=_TINY, seq_len=32, xla_options=())
+        config = training(name, options)
         entrants = [entrant(variant, config, options) for variant in options.variants]
         yield Work(name, {"ranks": 1, "config": asdict(config)}, [entrants])
 
@@ -45,10 +41,7 @@ def entrant(variant: str, config: TrainConfig, options: Options) -> Entrant:
     if system == "torch":
         asked = {"variant": variant, "config": asdict(config)}
         return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
-    config = replace(config, graph="off" if how == "graph=off" else "auto")
-    return Entrant(
-        row, "benchmarks.programs.step", {"task": "time", "config": asdict(config), "categories": options.categories}
-    )
+    return training_step(row, replace(config, graph="off" if how == "graph=off" else "auto"), options)
 
 
 def section(name: str, result: Row) -> Section:

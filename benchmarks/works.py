@@ -1,12 +1,13 @@
-"""Sizes of what pipelines train, by which schedule, and PyTorch's pipelines, which two benchmarks ask."""
+"""Works that several benchmarks share: sizes of what is trained, and the processes that train it."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
-from benchmarks.rows import gpt_of
-from benchmarks.runner import Options
+from benchmarks.rows import Row, gpt_of
+from benchmarks.runner import Options, Traced
 from benchmarks.turns import Entrant
 from jgraph.schedule import Schedule, generate
+from jgraph.training.config import TrainConfig
 from jgraph.training.presets import preset
 from jgraph_models.gpt import GPTConfig
 
@@ -64,7 +65,7 @@ def sizes_of(name: str, ranks: int) -> dict[str, Size]:
     }
 
 
-_TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 # Layers of an MLP are those of a rank.
 SIZES: dict[str, dict[str, Size]] = {
@@ -77,10 +78,21 @@ SIZES: dict[str, dict[str, Size]] = {
     "tiny": {
         "mlp-large": MLPSize(64, 128, 32, layers=4, microbatches=8),
         "mlp-launch-bound": MLPSize(32, 64, 16, layers=4, microbatches=8),
-        "gpt-1b3": GPTSize(_TINY, batch=1, length=16, microbatches=8),
-        "gpt-7b": GPTSize(_TINY, batch=1, length=16, microbatches=8),
+        "gpt-1b3": GPTSize(TINY, batch=1, length=16, microbatches=8),
+        "gpt-7b": GPTSize(TINY, batch=1, length=16, microbatches=8),
     },
 }
+
+
+def training(name: str, options: Options) -> TrainConfig:
+    """Returns a preset; of tiny sizes, one that a CPU trains."""
+    config = preset(name)
+    return config if options.sizes == "full" else replace(config, model=TINY, seq_len=32, xla_options=())
+
+
+def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
+    """Returns ours: the step of `python -m jgraph.train`."""
+    return Entrant(named, "benchmarks.programs.step", {"config": asdict(config), "categories": options.categories})
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
