@@ -10,22 +10,18 @@ A results file has rows of the schema in `benchmarks/rows.py`.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks import runner
 from benchmarks.compare import ResultsError, compared, distinct, read
 from benchmarks.readme import write_readme
 from benchmarks.rows import fastest, named, ratio
 from benchmarks.runner import benchmark_of, found, soaks
+from benchmarks.tables import markdown
 from jgraph.cli.parse import one_line
 from jgraph.errors import JgraphError
 
@@ -78,15 +74,13 @@ def start(name: str, flags: list[str]) -> int:
     return importlib.import_module(f"benchmarks.{name}").BENCHMARK.main(name, flags)
 
 
-def show(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    table = Table(box=box.MARKDOWN, show_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("A ms", "B ms", "B/A") else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    # A pipe has no width, and what reads it wants a row in a line.
-    if table.row_count:
-        Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000).print(table)
+def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table whose columns stand under each other; nothing where it has no rows."""
+    lines = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    heads, *cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    if cells:
+        print("\n".join(markdown(heads, cells)))
 
 
 def listed() -> Iterator[list[str]]:

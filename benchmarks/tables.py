@@ -97,29 +97,34 @@ HEADS = ["work", "devices", "PyTorch", "jgraph", "PyTorch / jgraph", "of"]
 
 
 def comparison(works: Row) -> list[str]:
-    """A row for each work with peers; parameters that are kept are not compared with those that are gathered again."""
+    """Draws a row for each work with peers; parameters that are kept are not compared with those that are gathered again."""
     rows = []
     for work, result in works.items():
-        alike = {how: [row for row in result["rows"] if parameters(row) == how] for how in PARAMETERS}
-        alike = {how: own for how, own in alike.items() if own and any(row["system"] == "torch" for row in result["rows"])}
-        for kind, own in alike.items():
-            rows += [versus(f"{work}, parameters {kind}" if len(alike) > 1 else work, result, [own], [])]
+        groups = alike(result["rows"]) if fastest(result["rows"], "torch") else {}
+        for kind, own in groups.items():
+            rows += [versus(f"{work}, parameters {kind}" if len(groups) > 1 else work, result, [own])]
     return markdown(HEADS, rows) if rows else []
 
 
-def versus(title: str, result: Row, runs: list[list[Row]], others: list[list[Row]]) -> list[str]:
-    """Cells of a work, by `HEADS`.
+def alike(rows: list[Row]) -> dict[str, list[Row]]:
+    """Returns ours and PyTorch's by what becomes of parameters: like is compared with like."""
+    groups = {
+        kind: [row for row in rows if row["system"] in ("jgraph", "torch") and parameters(row) == kind] for kind in PARAMETERS
+    }
+    return {kind: own for kind, own in groups.items() if own}
+
+
+def versus(title: str, result: Row, runs: list[list[Row]]) -> list[str]:
+    """Returns the cells of a work, by `HEADS`.
 
     Args:
-        result: the own run, whose rows are the first of `runs`; where peers had turns in it, it alone counts.
-        runs: rows of all stored runs of the work.
-        others: rows of other benchmarks' runs of the same work, PyTorch's alone.
+        result: the work's own run.
+        runs: rows of all stored runs of the work, its own first; where peers had turns in that, it alone counts.
     """
     if any("rounds" in row for row in runs[0]):
-        runs, others = runs[:1], []
-    everywhere = [*runs, *others]
-    torch, ours = ([row for run in everywhere if (row := fastest(run, system))] for system in ("torch", "jgraph"))
-    of = tried([row for run in everywhere for row in run])
+        runs = runs[:1]
+    torch, ours = ([row for run in runs if (row := fastest(run, system))] for system in ("torch", "jgraph"))
+    of = tried([row for run in runs for row in run])
     cells = [title, result["device"] or "not told"]
     cells += [f"{_range(torch)} ({how(torch[0])}; {of})" if torch else of]
     cells += [f"{_range(ours)} ({how(ours[0])})" if ours else "did not run"]
