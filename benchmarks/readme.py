@@ -13,8 +13,7 @@ from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
 from benchmarks.tables import HEADS, alike, markdown, short, told_ratio, tried, versus
 
 README = Path(__file__).parents[1] / "README.md"
-# Benchmarks of several GPUs, in README's order, and works of theirs that take one.
-SEVERAL, ON_ONE = ("pipeline", "fsdp", "callables"), {"blocks", "replays"}
+SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks of several GPUs, in README's order
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -52,9 +51,8 @@ def speed() -> str:
     blocks = max((name for name in data if "blocks" in data[name]), key=lambda name: distinct(data[name].values(), "date"))
     one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]
     works = [item for name in one for item in data[name].items()]
-    several = [
-        name for kind in SEVERAL for name in data if name.rstrip("0123456789") == kind and not data[name].keys() <= ON_ONE
-    ]
+    several = [name for kind in SEVERAL for name in data if name.rstrip("0123456789") == kind]
+    several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
     tables = [
         (

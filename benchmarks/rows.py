@@ -21,6 +21,7 @@ FIELDS = {
     "host_ms, host_us": "until the step, or a replay, is handed over to an idle device",
     "stream_ms, slowest_ms": "of a step: handed over back to back; the slowest of a soak",
     "categories": "milliseconds of the step by what they were for",
+    "alone": "milliseconds of a stage's forward, dgrad and wgrad by themselves",
     "loss, losses, heldout, skipped, same_loss": "after the first step or each; steps not finite; always the same or not",
     "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "until it could be timed",
     "launches, updates, replays, actions": "how many CUDA graphs, replays or actions there are in a step",

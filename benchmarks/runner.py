@@ -98,7 +98,6 @@ class Work:
         groups: who takes turns with each other; the first of each is ours.
         rows: those of processes that are not timed against each other, or of no process.
         building: most processes of a group that build at once; 0 for all.
-        more: what a row gets from what else is known.
     """
 
     name: str
@@ -106,7 +105,6 @@ class Work:
     groups: Sequence[Sequence[Entrant]] = ()
     rows: Iterable[Row] = ()
     building: int = 1
-    more: Callable[[Row], Row] = lambda row: {}
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def run(work: Work, options: Options, results: "Results") -> None:
     done: list[Row] = []
 
     def save(rows: list[Row]) -> None:
-        results.put(work.name, [row | work.more(row) for row in (*done, *rows)])
+        results.put(work.name, [*done, *rows])
 
     for row in work.rows:
         done.append(row)

@@ -13,7 +13,7 @@ import jgraph
 from benchmarks.harness import resident_bytes
 from benchmarks.peers.protocol import Clock, answer, serve, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
-from benchmarks.programs.step import stepping
+from benchmarks.programs.step import devices_of, stepping
 from benchmarks.rows import Row
 from benchmarks.works import MLPSize, schedule_of
 
@@ -128,9 +128,7 @@ def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
 
 def time_pipeline(asked: Row) -> None:
     size, ranks = MLPSize(**asked["size"]), asked["ranks"]
-    devices = jax.devices()[:ranks]
-    if len(devices) < ranks:
-        raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
+    devices = devices_of(ranks)
     schedule = schedule_of(asked["schedule"], ranks, size.microbatches)
     stages = schedule.num_stages
     if size.layers % stages:

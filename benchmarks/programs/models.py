@@ -23,7 +23,6 @@ class Model:
     Attributes:
         parts, ends, layers: as `jgraph.parallel.pipeline.Pipeline` takes them.
         inputs: of all microbatches.
-        x: shape and dtype of what passes between layers.
         compute_dtype: as `Pipeline`'s.
     """
 
@@ -31,7 +30,6 @@ class Model:
     ends: Any
     layers: list[Any]
     inputs: Any
-    x: jax.ShapeDtypeStruct
     compute_dtype: Any
 
     @classmethod
@@ -42,9 +40,8 @@ class Model:
 def _mlp(size: MLPSize) -> Model:
     """Nothing but layers: no embedding, a loss of a pass."""
     parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
-    shape = size.tokens, size.d_model
-    inputs = jax.random.normal(jax.random.key(1), (size.microbatches, *shape), jnp.bfloat16)
-    return Model(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)
+    inputs = jax.random.normal(jax.random.key(1), (size.microbatches, size.tokens, size.d_model), jnp.bfloat16)
+    return Model(parts, {}, mlp_layers(size), inputs, None)
 
 
 def _gpt(size: GPTSize, ranks: int) -> Model:
@@ -55,8 +52,7 @@ def _gpt(size: GPTSize, ranks: int) -> Model:
     ends, layers = parts.split(make())
     shape = size.microbatches, size.batch, size.length + 1
     tokens_MBS = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
-    dtype = jnp.dtype(config.compute_dtype)
-    return Model(parts, ends, layers, tokens_MBS, jax.ShapeDtypeStruct((size.batch, size.length, config.d_model), dtype), dtype)
+    return Model(parts, ends, layers, tokens_MBS, jnp.dtype(config.compute_dtype))
 
 
 def mlp_layer(params: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:

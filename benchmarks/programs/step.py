@@ -77,6 +77,14 @@ class Step:
         return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped)}
 
 
+def devices_of(ranks: int) -> list[Any]:
+    """Returns the first devices of the machine. Raises RuntimeError where there are not as many."""
+    devices = jax.devices()[:ranks]
+    if len(devices) < ranks:
+        raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
+    return devices
+
+
 def compiled_bytes(compiled: Any) -> Row:
     memory = compiled.memory_analysis()
     names = ("argument", "temp", "output", "alias") if memory is not None else ()
