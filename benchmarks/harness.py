@@ -57,30 +57,34 @@ def time_steps(
 
 
 def read_card() -> tuple[float, float] | None:
-    """Watts drawn and SM clock in MHz of the first GPU, as nvidia-smi reads them; None without one."""
+    """Returns watts drawn and SM clock in MHz of the first GPU, as nvidia-smi reads them; None without one."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    query = ["nvidia-smi", f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+    told = _nvidia_smi(f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits")
     try:
-        watts, mhz = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split(",")
+        watts, mhz = told.split(",")
         return float(watts), float(mhz)
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return None
 
 
 @cache
 def count_gpus() -> int:
     """Counts them by nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    gpus = done.stdout.splitlines()
+    gpus = _nvidia_smi("--list-gpus").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus)))))
     return min(len(gpus), len(list(filter(None, visible.split(",")))))
 
 
+def _nvidia_smi(*arguments: str) -> str:
+    """Returns what it prints; nothing where it is not there."""
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def resident_bytes() -> int:
-    """Memory of this process, as Linux counts it."""
+    """Returns the memory of this process, as Linux counts it."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import soak
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
-from benchmarks.programs.models import Model
+from benchmarks.programs.models import model_of
 from benchmarks.programs.step import compiled_bytes, devices_of, launched, stepping
 from benchmarks.rows import Row
 from benchmarks.works import schedule_of, size_from
@@ -32,7 +32,7 @@ CALLS = 4
 def time_schedule(asked: Row) -> None:
     ranks, size, clock = asked["ranks"], size_from(asked["size"]), Clock(**asked["clock"])
     devices, platform = devices_of(ranks), jax.default_backend()
-    model, schedule = Model.of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
+    model, schedule = model_of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))
     choices = {"compute_dtype": model.compute_dtype, "remat": asked["remat"]}
     pipe = Pipeline.of(model.parts, schedule, mesh, num_layers=len(model.layers), **choices)

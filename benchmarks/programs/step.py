@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import soak
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -20,6 +20,7 @@ from jgraph.profile.program import Program
 from jgraph.profile.trace import read
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
+from jgraph.training.profiling import profiled, uncaptured
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import cache, count_launches
 from jgraph.xla.launches import profiler_options
@@ -39,11 +40,9 @@ class Step:
 
     @classmethod
     def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
-        if jax.default_backend() == "gpu":  # or command buffers are left aside while launches are counted
-            profiled = "xla_enable_command_buffers_during_profiling=true"
-            config = replace(config, xla_options=(*config.xla_options, profiled))
+        config = profiled(config, jax.default_backend())  # so that launches can be counted
         setup = TrainSetup.of(config)
-        devices = jax.devices()[: setup.num_devices]
+        devices = devices_of(setup.num_devices)
         tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
         cache.enable()
         start = time.perf_counter()
@@ -117,10 +116,10 @@ def time_step(asked: Row) -> None:
     step.wait()
     answer(**step.result(), peak_bytes=step.peak_bytes())
 
-    def measure(clock: Clock) -> Row:
-        return clock.in_flight(step.run, step.wait, step.devices[0].platform)
-
-    take_turns(measure, partial(soak, step.run, step.wait, step.devices, step.result))
+    take_turns(
+        lambda clock: clock.in_flight(step.run, step.wait, step.devices[0].platform),
+        partial(soak, step.run, step.wait, step.devices, step.result),
+    )
     answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
     if asked["categories"]:
         del step  # the other one has a state of its own
@@ -129,7 +128,7 @@ def time_step(asked: Row) -> None:
 
 def categories(config: TrainConfig) -> Row:
     """Milliseconds of a step by category, mean of the ranks: of the step without command buffers, whose kernels have names."""
-    step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
+    step = Step.of(uncaptured(config), tell=lambda **row: None)
     step.run()
     step.wait()
     with tempfile.TemporaryDirectory() as folder:
