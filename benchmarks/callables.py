@@ -33,7 +33,7 @@ PIPELINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Options):
-    """What to run."""
+    """Chooses what is run."""
 
     parts: tuple[Literal["blocks", "pipeline", "replays"], ...] = ("blocks", "pipeline", "replays")
     """blocks and replays use one GPU, pipeline `--ranks`."""

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
 
     def list_() -> Command:
-        """Every benchmark, with the results it has left."""
+        """List every benchmark, with the results it has left."""
         return lambda: show(("benchmark", "results", "date", "device", "revision", "what"), listed())
 
     def run(name: tyro.conf.Positional[str]) -> Command:
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lambda: start(name, rest)
 
     def compare(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path]) -> Command:
-        """Times of two results files, row by row: what was before, and what is now."""
+        """Compare the times of two results files, row by row."""
         return lambda: show(("row", "A ms", "B ms", "B/A", "B is"), compared(a, b))
 
     def show_(folder: tyro.conf.Positional[Path]) -> Command:
-        """Every row of the results in a folder, short: its time, PyTorch's fastest and ours over it by rounds, what failed."""
+        """Show every row of a folder's results: its time, PyTorch's fastest and ours over it by rounds, what failed."""
         return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
 
     def readme(*, check: bool = False) -> Command:
@@ -84,7 +84,7 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def listed() -> Iterator[list[str]]:
-    """A row for each results file; of a benchmark that has none, one all the same."""
+    """Yields a row for each results file; of a benchmark that has none, one all the same."""
     scripts = found()
     files: dict[str, list[Path]] = {name: [] for name in scripts}
     for file in sorted(runner.RESULTS.glob("*.json")):

@@ -26,12 +26,12 @@ _NAMES = ("system", "schedule", "variant", "join", "microbatches")
 
 
 class ResultsError(JgraphError):
-    """There is no such benchmark, or a file is not what was asked for."""
+    """Says that there is no such benchmark, or that a file is not what was asked for."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds; None with the reason where it did not run."""
+    """Holds the milliseconds of a row; None with the reason where it did not run."""
 
     ms: float | None
     repeats_ms: list[float]
@@ -41,7 +41,7 @@ class Timed:
 
 
 def read(file: Path) -> dict[str, Row]:
-    """The results of a file by work. Raises ResultsError where it has none."""
+    """Returns the results of a file by work. Raises ResultsError where it has none."""
     try:
         data = json.loads(file.read_text())
     except OSError as e:
@@ -55,13 +55,13 @@ def read(file: Path) -> dict[str, Row]:
 
 
 def distinct(results: Iterable[Row], fact: str) -> str:
-    """All that results say of it; of a date the day."""
+    """Returns all that results say of a fact; of a date the day."""
     found = (one.get(fact) or one["environment"].get(fact) for one in results)
     return ", ".join(sorted({one[: 10 if fact == "date" else None].removeprefix("1 x ") for one in found if one}))
 
 
 def timed(file: Path) -> dict[str, Timed]:
-    """Everything in a results file that has a time, or says why not, by name."""
+    """Returns everything in a results file that has a time, or says why not, by name."""
     rows: dict[str, Timed] = {}
     for work, result in read(file).items():
         for row in result["rows"]:
@@ -89,7 +89,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compared(a: Path, b: Path) -> list[list[str]]:
-    """A row of cells for everything that two files have timed; what else there is to say of them is printed."""
+    """Returns a row of cells for everything that two files have timed; prints where and when, and how they differ."""
     before, after = timed(a), timed(b)
     for side, file, rows in (("A", a, before), ("B", b, after)):
         print("\n   ".join([f"{side}: {file}", *about(rows)]))

@@ -27,7 +27,7 @@ _WINDOW = 10  # entries of the moving mean
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Options):
-    """Names what is told."""
+    """Names the runs that are compared."""
 
     runs: tuple[str, ...] = ()
     """NAME=DIRECTORY of runs with as many logged steps; the first one is what the others are compared with."""

@@ -36,7 +36,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Several, Traced):
-    """What to run."""
+    """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets that are trained."""
@@ -51,7 +51,7 @@ class Options(Several, Traced):
 
 
 def works(options: Options) -> Iterator[Work]:
-    """Those that keep parameters take turns with each other, and so do those that gather them again."""
+    """Yields each work: those that keep parameters take turns with each other, and so do those that gather them again."""
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         config = config_of(work, ranks, options)
@@ -91,7 +91,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
 
 
 def vary(config: TrainConfig, variant: str) -> TrainConfig:
-    """With the words of a variant."""
+    """Returns the configuration with the words of a variant."""
     for word in variant.split():
         match word.split("=", 1):
             case ["graph", "auto" | "off" | "full" as graph]:

@@ -27,7 +27,7 @@ KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Several):
-    """What to run."""
+    """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("mlp-large", "mlp-launch-bound", "gpt-1b3")
     """What is trained; 4 MLP layers a rank."""

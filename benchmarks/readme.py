@@ -37,7 +37,7 @@ def write_readme(check: bool) -> int:
 
 
 def drawn(page: Path) -> str:
-    """The table of a results file, by the benchmark that it is of; none where that is gone."""
+    """Draws the table of a results file by its benchmark; empty where that is gone."""
     works = read(page.with_suffix(".json"))
     if page.stem == "soaks":
         return draw_soaks(works)
@@ -46,7 +46,7 @@ def drawn(page: Path) -> str:
 
 
 def speed() -> str:
-    """The tables, each after a line that says where and when."""
+    """Draws the tables, each after a line that says where and when."""
     data = {file.stem: read(file) for file in sorted(runner.RESULTS.glob("*.json"))}
     blocks = max((name for name in data if "blocks" in data[name]), key=lambda name: distinct(data[name].values(), "date"))
     one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]

@@ -31,7 +31,7 @@ SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the device
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every benchmark can be told."""
+    """Holds the flags of every benchmark."""
 
     rounds: int = 5
     """How often every variant has its turn."""
@@ -60,13 +60,13 @@ class Options:
 
     @property
     def file(self) -> Path:
-        """The results."""
+        """The file of its results."""
         return Path(self.out or RESULTS) / f"{self.name}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced(Options):
-    """What benchmarks of a training step can be told."""
+    """Adds the flags of benchmarks of a training step."""
 
     categories: bool = False
     """Tell jgraph's time by category too, from a short trace of the step without capture."""
@@ -74,7 +74,7 @@ class Traced(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Several(Options):
-    """What benchmarks of training on several GPUs can be told."""
+    """Adds the flags of benchmarks of training on several GPUs."""
 
     ranks: int = 0
     """GPUs that take part; 0 for all that there are."""
@@ -91,12 +91,12 @@ class Several(Options):
 
 @dataclass(frozen=True)
 class Work:
-    """What is run by all who take part in it.
+    """Names a work, and who takes part in it.
 
     Attributes:
-        about: of the result: `ranks`, and `config` or `size`.
-        groups: who takes turns with each other; the first of each is ours.
-        rows: those of processes that are not timed against each other, or of no process.
+        about: what its result has beside rows: `ranks`, and `config` or `size`.
+        groups: processes that take turns with each other; the first of each is ours.
+        rows: rows of processes that are not timed against each other, or of no process.
         building: most processes of a group that build at once; 0 for all.
     """
 
@@ -109,14 +109,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a script declares.
+    """Declares a benchmark: a script's works, who takes part, and how its rows are drawn.
 
     Attributes:
-        title: of the table.
-        about: help of the command line.
-        options: its flags; they have defaults.
-        works: those that the options ask for.
-        section: how a work of that name is drawn, from its result.
+        title: the heading of its table.
+        about: the text of --help.
+        options: its flags, with defaults.
+        works: yields the works that the options ask for.
+        section: says how a work of that name is drawn, from its result.
     """
 
     title: str
@@ -191,13 +191,13 @@ def found() -> dict[str, str]:
 
 
 def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
-    """Which benchmark a results file is of; --name is free, but begins so by custom."""
+    """Returns the benchmark that a results file is of; --name is free, but begins so by custom."""
     stem = f"{stem.rstrip('0123456789')}_"
     return max((name for name in scripts if stem.startswith(f"{name}_")), key=len, default=stem[:-1])
 
 
 class Results:
-    """Results by work, written whenever there are more; what an earlier run left stays until its work is run again."""
+    """Holds results by work, written whenever there are more; what an earlier run left stays until its work is run again."""
 
     def __init__(self, options: Options, draw: Callable[[Row], str]):
         self.options, self.draw = options, draw
@@ -208,7 +208,7 @@ class Results:
         self.works[work] = {**told, **about, "device": None, "rows": []}
 
     def put(self, work: str, rows: list[Row]) -> None:
-        """All rows of a work, as far as they are known."""
+        """Stores all rows of a work, as far as they are known."""
         for row in rows:
             assert not unknown(row), f"benchmarks/rows.py does not tell of {unknown(row)}"
         result = self.works[work]
@@ -224,7 +224,7 @@ class Results:
 
 
 def environment(*, revision: str = "") -> Row:
-    """Versions, date and git revision; `revision` where the tree travelled without its .git."""
+    """Returns versions, date and git revision; `revision` where the tree travelled without its .git."""
     installed = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch") if find_spec(name)}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": date, "revision": revision or _git_revision(), "python": platform.python_version(), **installed}
@@ -239,7 +239,7 @@ def _git_revision() -> str:
 
 
 def soaks(works: Row) -> Iterator[list[str]]:
-    """Cells of `SOAKS`."""
+    """Yields the cells of `SOAKS`."""
     for name, result in works.items():
         (row,) = result["rows"]
         grown = []

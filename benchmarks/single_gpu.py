@@ -20,7 +20,7 @@ VARIANTS = ("jgraph", "jgraph graph=off", "torch eager", "torch CUDA graph", "to
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Traced):
-    """Names what is run."""
+    """Chooses what is run."""
 
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""

@@ -11,7 +11,7 @@ Cell = Callable[[Row], str]
 
 @dataclass(frozen=True)
 class Section:
-    """How the rows of a work are drawn.
+    """Says how the rows of a work are drawn.
 
     Attributes:
         title: above them.
@@ -75,7 +75,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table; short rows are filled up."""
+    """Returns the lines of a table; short rows are filled up."""
     return [line(heads), "|---" * len(heads) + "|", *(line([*row, *[""] * (len(heads) - len(row))]) for row in rows)]
 
 
@@ -139,7 +139,7 @@ def versus(title: str, result: Row, runs: list[list[Row]]) -> list[str]:
 
 
 def tried(rows: list[Row]) -> str:
-    """How many of PyTorch's were tried."""
+    """Tells how many of PyTorch's were tried."""
     ran_by_name = {how(row): False for row in rows if row["system"] == "torch"}
     ran_by_name |= {how(row): True for row in rows if row["system"] == "torch" and "ms" in row}
     ran, failed = sum(ran_by_name.values()), len(ran_by_name) - sum(ran_by_name.values())
@@ -148,7 +148,7 @@ def tried(rows: list[Row]) -> str:
 
 
 def told_ratio(peer: Row, ours: Row) -> str:
-    """With whether they can be told apart, where there were no rounds."""
+    """Returns their ratio, and whether they can be told apart where there were no rounds."""
     alike = len(ratios(peer, ours)) < 2 and verdict(ours["repeats_ms"], peer["repeats_ms"]) == WITHIN
     return ratio(peer, ours, digits=2) + f", {WITHIN}" * alike
 
@@ -163,7 +163,7 @@ def _range(rows: list[Row]) -> str:
 
 
 def how(row: Row) -> str:
-    """Schedule, variant and join; of XLA's options how many, as their names are longer than a table is wide."""
+    """Returns schedule, variant and join; of XLA's options how many, as their names are longer than a table is wide."""
     words = row.get("variant", "").split()
     own = [word for word in words if not word.startswith("xla_")]
     xla = len(words) - len(own)

@@ -22,13 +22,13 @@ class MLPSize:
 
     @property
     def flops(self) -> float:
-        """Of a step: two products a layer, each with two more in the backward; 2 FLOPs a multiplication."""
+        """Returns the FLOPs of a step: two products a layer, each with two more in the backward; 2 FLOPs a multiplication."""
         return 12.0 * self.tokens * self.d_model * self.d_ff * self.layers * self.microbatches
 
 
 @dataclass(frozen=True)
 class GPTSize:
-    """`batch` sequences of `length` a microbatch."""
+    """Sizes a GPT, trained on `batch` sequences of `length` a microbatch."""
 
     model: GPTConfig
     batch: int
@@ -41,7 +41,7 @@ class GPTSize:
 
     @property
     def flops(self) -> float:
-        """Of a step."""
+        """Returns the FLOPs of a step."""
         sequences = self.batch * self.microbatches
         return self.model.flops(sequences, self.length)
 
@@ -50,7 +50,7 @@ Size: TypeAlias = MLPSize | GPTSize
 
 
 def size_from(fields: dict[str, Any]) -> Size:
-    """Inverse of `dataclasses.asdict`, through JSON."""
+    """Inverts `dataclasses.asdict`, through JSON."""
     if "model" not in fields:
         return MLPSize(**fields)
     rest = {name: value for name, value in fields.items() if name != "model"}
@@ -58,7 +58,7 @@ def size_from(fields: dict[str, Any]) -> Size:
 
 
 def sizes_of(name: str, ranks: int) -> dict[str, Size]:
-    """The works of a name in `SIZES`, for so many ranks."""
+    """Returns the works of a name in `SIZES`, for so many ranks."""
     return {
         work: replace(size, layers=size.layers * ranks) if isinstance(size, MLPSize) else size
         for work, size in SIZES[name].items()
@@ -96,13 +96,13 @@ def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
-    """By a name of `jgraph.schedule`, with chunks a rank after a colon: `aligned:2`."""
+    """Generates a schedule by its name in `jgraph.schedule`, with chunks a rank after a colon: `aligned:2`."""
     name, _, chunks = text.partition(":")
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
 def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
-    """A schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
+    """Asks for a schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
     schedule, _, variant = peer.partition(":")
     return Entrant(
         {"system": "torch", "schedule": schedule, "variant": variant},

@@ -20,7 +20,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How long everything is timed; the same on both sides."""
+    """Says how long everything is timed; the same on both sides."""
 
     seconds: float
     """Shortest time of a repeat."""
@@ -30,19 +30,19 @@ class Clock:
     """Before the first of them: whatever had the turn before, or nothing, the card's clock settles."""
 
     def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Steps handed over one after the other; the device is waited for once a repeat."""
+        """Times steps handed over one after the other; the device is waited for once a repeat."""
         return time_steps(run, wait, **asdict(self))
 
     def one_by_one(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Steps of which each is waited for, so that the filling and draining of a pipeline count."""
+        """Times steps of which each is waited for, so that the filling and draining of a pipeline count."""
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
     def in_flight(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
-        """Back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
+        """Times them back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
         return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
 
     def handover_seconds(self, run: Run, wait: Run) -> float:
-        """Median time in which `run` returns when the device has nothing to do; what is warm already is to be given.
+        """Returns the median time in which `run` returns when the device has nothing to do; `run` must be warm.
 
         From an idle device, since both runtimes make the host wait once enough is in flight (jax: 32 executables).
         """
@@ -56,16 +56,10 @@ class Clock:
 
 
 def request() -> dict[str, Any]:
-    """What the table asks of this process. Returns when the GPU is free for it to build."""
+    """Returns the table's request to this process, once the GPU is free for it to build."""
     asked = json.loads(sys.argv[1])
     begin()
     return asked
-
-
-def serve(tasks: dict[str, Callable[[dict[str, Any]], None]]) -> None:
-    """Does what the table asks of this process."""
-    asked = request()
-    tasks[asked["task"]](asked)
 
 
 def begin() -> None:

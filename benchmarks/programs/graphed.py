@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jgraph
 from benchmarks.harness import resident_bytes
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns
+from benchmarks.peers.protocol import Clock, answer, request, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
 from benchmarks.programs.step import devices_of, stepping
 from benchmarks.rows import Row
@@ -22,7 +22,7 @@ from benchmarks.works import MLPSize, schedule_of
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of GPT in bfloat16: the stage, parameters of each, and what goes in at both ends."""
+    """Holds blocks of GPT in bfloat16: the stage, parameters of each, and x and dy."""
 
     stage: Callable[[Any, jax.Array], jax.Array]
     params: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Blocks:
         return jgraph.make_graphed_callables((self.stage,) * n, self.params, ((self.x,),) * n, **options)
 
     def one_by_one(self, **options: Any) -> Callable[[], Any]:
-        """An iteration of single calls; gives back all gradients and dx."""
+        """Returns an iteration of single calls, which gives back all gradients and dx."""
         graphed = self.graphed(**options)
         calls = [graphed[i] for i in range(len(graphed))]
 
@@ -61,7 +61,7 @@ class Blocks:
         return iteration
 
     def run(self, join: str, **options: Any) -> Callable[[], Any]:
-        """An iteration by `run`; gives back losses and gradients."""
+        """Returns an iteration by `run`, which gives back losses and gradients."""
         graphed = self.graphed(order=self.order, **options)
 
         def iteration():
@@ -90,7 +90,7 @@ class Blocks:
 
 
 def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
-    """A loss of which dy is the gradient."""
+    """Returns a loss of which dy is the gradient."""
     return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
 
 
@@ -175,7 +175,7 @@ REPLAYED: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
 
 
 def count_bytes(asked: Row) -> None:
-    """Bytes in use on the device and of the process after each number of replays that is asked for."""
+    """Tells the bytes in use on the device and of the process after each number of replays that is asked for."""
     iteration = REPLAYED[asked["variant"]](Blocks.of(asked["size"] | {"num_blocks": 2}))
     after = []
     for replay in range(1, asked["replays"][-1] + 1):
@@ -193,4 +193,5 @@ def count_bytes(asked: Row) -> None:
 
 
 if __name__ == "__main__":
-    serve({"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes})
+    asked = request()
+    {"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes}[asked["task"]](asked)

@@ -30,7 +30,7 @@ TRACED = 3  # steps of the trace that categories are read from
 
 @dataclass
 class Step:
-    """A compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
+    """Holds a compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
 
     devices: list[Any]
     compiled: Any
@@ -91,7 +91,7 @@ def compiled_bytes(compiled: Any) -> Row:
 
 
 def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
-    """How to hand over a step and to wait for it; and where what it gives is, until the next one takes its memory."""
+    """Returns how to hand over a step, how to wait for it, and the list that has its result until the next step."""
     latest: list[Any] = [None]
 
     def run() -> None:
@@ -102,7 +102,7 @@ def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], 
 
 
 def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
-    """How many CUDA graphs a step launches, and updates before."""
+    """Counts the CUDA graphs that a step launches, and those updated before."""
     with count_launches() as count:
         run()
         wait()
@@ -127,7 +127,7 @@ def time_step(asked: Row) -> None:
 
 
 def categories(config: TrainConfig) -> Row:
-    """Milliseconds of a step by category, mean of the ranks: of the step without command buffers, whose kernels have names."""
+    """Returns milliseconds by category, mean of the ranks, of the step without command buffers, whose kernels have names."""
     step = Step.of(uncaptured(config), tell=lambda **row: None)
     step.run()
     step.wait()
