@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.rows import Row, verdict
 from jgraph.errors import JgraphError
 from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import flatten
 
 _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to benchmarks/results"
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")
@@ -66,10 +66,10 @@ def timed(file: Path) -> dict[str, Timed]:
     for work, result in read(file).items():
         for row in result["rows"]:
             name = ", ".join([work, *(str(row[key]) for key in _NAMES if row.get(key))])
-            settings = dict(_flat("", {key: one[key] for one in (result, row) for key in _SETTINGS if key in one}))
+            settings = flatten({key: one[key] for one in (result, row) for key in _SETTINGS if key in one})
             settings["device"] = (result.get("device") or "not told").removeprefix("1 x ")
             if "config" in result:  # of a time when a field was not there: as if it had been left alone
-                settings = dict(_flat("config", json.loads(json.dumps(asdict(TrainConfig()))))) | settings
+                settings = flatten({"config": json.loads(json.dumps(asdict(TrainConfig())))}) | settings
             if "ms" in row or "failed" in row:
                 rows[name] = Timed(row.get("ms"), row.get("repeats_ms", []), row.get("failed", ""), result, settings)
             for category, ms in row.get("categories", {}).items():
@@ -78,14 +78,6 @@ def timed(file: Path) -> dict[str, Timed]:
     if not any(row.ms for row in rows.values()):
         raise ResultsError(f"{file} has no times; {_EXPECTED}")
     return rows
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _flat(f"{name}.{key}" if name else key, one)
-    else:
-        yield name, value
 
 
 def compared(a: Path, b: Path) -> list[list[str]]:

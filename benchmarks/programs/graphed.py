@@ -2,8 +2,9 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,17 +45,31 @@ class Blocks:
         return jgraph.make_graphed_callables((self.stage,) * n, self.params, ((self.x,),) * n, **options)
 
     def one_by_one(self, **options: Any) -> Callable[[], Any]:
-        """Returns an iteration of single calls, which gives back all gradients and dx."""
+        """Returns an iteration of single calls."""
         graphed = self.graphed(**options)
         calls = [graphed[i] for i in range(len(graphed))]
+        return self.chained([lambda params, x, call=call: (call(params, x), call.backward) for call in calls])
+
+    def jitted(self) -> Callable[[], Any]:
+        """Jits a block with no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
+        run, backward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x)), jax.jit(lambda vjp, dy: vjp(dy))
+
+        def forward(params: Any, x: jax.Array) -> Any:
+            y, vjp = run(params, x)
+            return y, partial(backward, vjp)
+
+        return self.chained([forward] * len(self.params))
+
+    def chained(self, forwards: Sequence[Callable[[Any, jax.Array], Any]]) -> Callable[[], Any]:
+        """Returns an iteration that gives back all gradients and dx, of blocks that give y and their backward."""
 
         def iteration():
-            y, gradients = self.x, []
-            for call, params in zip(calls, self.params, strict=True):
-                y = call(params, y)
-            dx = self.dy
-            for call in reversed(calls):
-                of_params, dx = call.backward(dx)
+            y, backwards, gradients, dx = self.x, [], [], self.dy
+            for forward, params in zip(forwards, self.params, strict=True):
+                y, backward = forward(params, y)
+                backwards.append(backward)
+            while backwards:
+                of_params, dx = backwards.pop()(dx)
                 gradients.append(of_params)
             return gradients, dx
 
@@ -67,24 +82,6 @@ class Blocks:
         def iteration():
             result = graphed.run(None, (self.x,), _product, params=self.params, loss_args=((self.dy,),), join=join)
             return result.losses, result.grads
-
-        return iteration
-
-    def jitted(self) -> Callable[[], Any]:
-        """Jits a block with no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
-        forward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x))
-        backward = jax.jit(lambda vjp, dy: vjp(dy))
-
-        def iteration():
-            y, vjps, gradients = self.x, [], []
-            for params in self.params:
-                y, vjp = forward(params, y)
-                vjps.append(vjp)
-            dx = self.dy
-            while vjps:
-                of_params, dx = backward(vjps.pop(), dx)
-                gradients.append(of_params)
-            return gradients, dx
 
         return iteration
 
