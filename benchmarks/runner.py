@@ -20,31 +20,18 @@ from typing import Any, Literal
 import tyro
 
 import benchmarks
-from benchmarks.peers.protocol import Clock
 from benchmarks.rows import Row, unknown
 from benchmarks.tables import Section, comparison, markdown, number
-from benchmarks.turns import Entrant, ask, race
+from benchmarks.turns import Entrant, Turns, ask, race
 
 RESULTS = Path(__file__).parent / "results"
 SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Turns):
     """Holds the flags of every benchmark."""
 
-    rounds: int = 5
-    """How often every variant has its turn."""
-    seconds: float = 0.3
-    """Shortest time of a repeat."""
-    repeats: int = 3
-    """Repeats of a turn, of which the median is taken."""
-    warmup_seconds: float = 0.7
-    """Time that a variant runs in its turn before it is timed."""
-    together: int = 0
-    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
-    timeout: float = 240.0
-    """Seconds after which a process is ended that says nothing."""
     sizes: Literal["full", "tiny"] = "full"
     """tiny is for a machine without a GPU."""
     revision: str = ""
@@ -53,10 +40,6 @@ class Options:
     """Folder for the results; benchmarks/results if it is left out."""
     name: str = ""
     """Results go to NAME.json and .md there; the benchmark's own name if it is left out."""
-
-    @property
-    def clock(self) -> Clock:
-        return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
 
     @property
     def file(self) -> Path:
@@ -171,16 +154,7 @@ def run(work: Work, options: Options, results: "Results") -> None:
         save([])
     numbers = count()
     for group in work.groups:
-        done += race(
-            group,
-            options.clock,
-            save,
-            rounds=options.rounds,
-            together=options.together,
-            building=work.building,
-            timeout=options.timeout,
-            numbers=numbers,
-        )
+        done += race(group, save, options, building=work.building, numbers=numbers)
 
 
 def found() -> dict[str, str]:

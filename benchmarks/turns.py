@@ -28,6 +28,28 @@ from benchmarks.peers.protocol import Clock
 from benchmarks.rows import Row, named
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Says how turns are taken; flags of every benchmark."""
+
+    rounds: int = 5
+    """How often every variant has its turn."""
+    seconds: float = 0.3
+    """Shortest time of a repeat."""
+    repeats: int = 3
+    """Repeats of a turn, of which the median is taken."""
+    warmup_seconds: float = 0.7
+    """Time that a variant runs in its turn before it is timed."""
+    together: int = 0
+    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
+    timeout: float = 240.0
+    """Seconds after which a process is ended that says nothing."""
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
+
+
 @dataclass(frozen=True)
 class Entrant:
     """Names a script that is to be timed.
@@ -173,37 +195,31 @@ def ask(entrant: Entrant, *, timeout: float, soak: Row | None = None) -> Row:
 
 def race(
     entrants: Sequence[Entrant],
-    clock: Clock,
     save: Callable[[list[Row]], None],
+    turns: Turns,
     *,
-    rounds: int,
-    together: int = 0,
     building: int = 1,
-    timeout: float,
     numbers: Iterator[int],
 ) -> list[Row]:
     """Times all entrants in turns; says on stderr how far it is.
 
     Args:
         entrants: the first one is ours, and takes part in every round.
-        clock: how a turn is timed.
         save: gets all rows after every build and every round. A row has what its process told, `ms` and whatever else it
             measured as medians of its turns, `repeats_ms` and so on with every turn, and each turn's round in `rounds`.
-        rounds: how many each group has.
-        together: most processes that are on the GPUs at once; 0 for all. More entrants than that come in groups.
+        turns: how turns are taken. More entrants than may be `together` come in groups, each with as many rounds.
         building: most processes that build at once; 0 for all.
-        timeout: seconds, as `Process` has them.
         numbers: what the rounds are called.
 
     Returns:
         All rows.
     """
     here = [entrant for entrant in entrants if not entrant.missing]
-    size = max(min(together or len(here), len(here)) - 1, 1)
+    size = max(min(turns.together or len(here), len(here)) - 1, 1)
     with contextlib.ExitStack() as stack:
         processes: list[Process] = []
         for entrant in here:
-            process = Process(entrant, timeout=timeout, share=0.9 / (size + 1))
+            process = Process(entrant, timeout=turns.timeout, share=0.9 / (size + 1))
             processes.append(stack.enter_context(contextlib.closing(process)))
 
         def rows() -> list[Row]:
@@ -215,12 +231,12 @@ def race(
             with ThreadPoolExecutor(building or len(here) or 1) as pool:
                 for _ in pool.map(Process.build, group if nth else [*ours, *group]):
                     save(rows())
-            for done in range(rounds):
+            for done in range(turns.rounds):
                 start, number = time.monotonic(), next(numbers)
                 for process in [*ours, *group][:: -1 if number % 2 else 1]:
-                    process.turn(clock, number)
+                    process.turn(turns.clock, number)
                 save(rows())
-                tell(f"round {done + 1} of {rounds} took {time.monotonic() - start:.0f} s")
+                tell(f"round {done + 1} of {turns.rounds} took {time.monotonic() - start:.0f} s")
             for process in [*group, *(ours if group is groups[-1] else [])]:
                 process.finish()
         save(rows())

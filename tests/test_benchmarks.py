@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import cli, fsdp, rows, runner
-from benchmarks.peers.protocol import Clock
 from benchmarks.rows import step_flops
-from benchmarks.turns import Entrant, race
+from benchmarks.turns import Entrant, Turns, race
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 
@@ -32,12 +31,12 @@ def compete(tmp_path, saved):
             Entrant({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
             for name, (ms, fails) in fakes.items()
         ]
-        clock = Clock(seconds=0.0, repeats=1, warmup_seconds=0.0)
+        turns = Turns(rounds=rounds, together=together, seconds=0.0, repeats=1, warmup_seconds=0.0, timeout=60)
 
         def save(rows: list[dict]) -> None:
             saved.append(copy.deepcopy(rows))
 
-        race(entrants, clock, save, rounds=rounds, together=together, building=building, timeout=60, numbers=count())
+        race(entrants, save, turns, building=building, numbers=count())
         return saved[-1], log.read_text().splitlines()
 
     return compete
