@@ -59,16 +59,12 @@ def mfu(flops: float) -> Cell:
     return cell
 
 
-def both(row: Row) -> str:
-    return f"{row['launches']}, {row['updates']}" if "launches" in row else ""
-
-
 # What several benchmarks show.
 COLUMNS: dict[str, Cell] = {
     "peak GB": number("peak_bytes", scale=1e-9),
     "temporaries GB": number("temp_bytes", scale=1e-9),
     "compile s": number("compile_s", ".1f"),
-    "launches, updates": both,
+    "launches, updates": lambda row: f"{row['launches']}, {row['updates']}" if "launches" in row else "",
     "W": number("power_watts", ".0f"),
     "MHz": number("sm_clock_mhz", ".0f"),
 }
@@ -91,8 +87,6 @@ def about(result: Row) -> str:
 
 
 # PyTorch's fastest and ours
-
-
 HEADS = ["work", "devices", "PyTorch", "jgraph", "PyTorch / jgraph", "of"]
 
 

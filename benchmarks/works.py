@@ -1,7 +1,7 @@
 """Works that several benchmarks share: sizes of what is trained, and the processes that train it."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from benchmarks.rows import Row, gpt_of
 from benchmarks.runner import Options, Traced
@@ -57,31 +57,25 @@ def size_from(fields: dict[str, Any]) -> Size:
     return GPTSize(gpt_of(fields["model"]), **rest)
 
 
-def sizes_of(name: str, ranks: int) -> dict[str, Size]:
-    """Returns the works of a name in `SIZES`, for so many ranks."""
-    return {
-        work: replace(size, layers=size.layers * ranks) if isinstance(size, MLPSize) else size
-        for work, size in SIZES[name].items()
-    }
-
-
 TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
-# Layers of an MLP are those of a rank.
-SIZES: dict[str, dict[str, Size]] = {
-    "full": {
-        "mlp-large": MLPSize(4096, 16384, 4096, layers=4, microbatches=16),
-        "mlp-launch-bound": MLPSize(1024, 4096, 512, layers=4, microbatches=16),
+
+def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
+    """Returns works of pipelines by name; an MLP has 4 layers a rank."""
+    if sizes == "tiny":
+        gpt = GPTSize(TINY, batch=1, length=16, microbatches=8)
+        return {
+            "mlp-large": MLPSize(64, 128, 32, layers=4 * ranks, microbatches=8),
+            "mlp-launch-bound": MLPSize(32, 64, 16, layers=4 * ranks, microbatches=8),
+            "gpt-1b3": gpt,
+            "gpt-7b": gpt,
+        }
+    return {
+        "mlp-large": MLPSize(4096, 16384, 4096, layers=4 * ranks, microbatches=16),
+        "mlp-launch-bound": MLPSize(1024, 4096, 512, layers=4 * ranks, microbatches=16),
         "gpt-1b3": GPTSize(preset("gpt-1b3").model, batch=4, length=2048, microbatches=16),
         "gpt-7b": GPTSize(preset("gpt-7b").model, batch=1, length=2048, microbatches=16),
-    },
-    "tiny": {
-        "mlp-large": MLPSize(64, 128, 32, layers=4, microbatches=8),
-        "mlp-launch-bound": MLPSize(32, 64, 16, layers=4, microbatches=8),
-        "gpt-1b3": GPTSize(TINY, batch=1, length=16, microbatches=8),
-        "gpt-7b": GPTSize(TINY, batch=1, length=16, microbatches=8),
-    },
-}
+    }
 
 
 def training(name: str, options: Options) -> TrainConfig:
