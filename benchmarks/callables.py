@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, named, ratio, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Cell, Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Entrant, ask
 from benchmarks.works import MLPSize, torchs
 
 PROGRAM = "benchmarks.programs.graphed"
@@ -34,7 +33,7 @@ PIPELINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Options):
-    """What to run."""
+    """Chooses what is run."""
 
     parts: tuple[Literal["blocks", "pipeline", "replays"], ...] = ("blocks", "pipeline", "replays")
     """blocks and replays use one GPU, pipeline `--ranks`."""
@@ -46,7 +45,6 @@ class Flags(Options):
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon; the first one is in every round."""
     peers: tuple[str, ...] = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
     """Schedules of torch.distributed.pipelining; none where the flag stands alone."""
-    name: str = "callables"
 
 
 def works(options: Flags) -> Iterator[Work]:
@@ -54,19 +52,16 @@ def works(options: Flags) -> Iterator[Work]:
     for part in options.parts:
         asked = {"task": part, "size": size}
         if part == "blocks":
-            missing = "" if count_gpus() else "skipped: no GPU here"
             entrants = [entrant("jax" if name == JITTED else "jgraph", name, asked) for name in BLOCKS]
             entrants += [
-                Entrant(
-                    {"system": "torch", "variant": name}, "benchmarks.peers.blocks", asked | {"variant": name}, missing=missing
-                )
+                Entrant({"system": "torch", "variant": name}, "benchmarks.peers.blocks", asked | {"variant": name}, gpus=1)
                 for name in (TORCH, f"{TORCH}, no rotary", "eager")
             ]
             # They wait for the host: which kernels are chosen while others build does not show.
             yield Work(part, {"ranks": 1, "size": size}, [entrants], building=0)
         elif part == "replays":
             entrants = [entrant("jgraph", variant, asked | {"replays": REPLAYS}) for variant in ("one by one", "run")]
-            yield Work(part, {"ranks": 1, "size": size}, [entrants], in_turns=False)
+            yield Work(part, {"ranks": 1, "size": size}, rows=(ask(one, timeout=options.timeout) for one in entrants))
         else:
             for name, layers in PIPELINES[options.sizes].items():
                 if name.startswith(options.pipelines) or options.sizes == "tiny":
@@ -139,6 +134,3 @@ def replays_section() -> Section:
 
 
 BENCHMARK = Benchmark("Graphed callables", __doc__, Flags, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

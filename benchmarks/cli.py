@@ -9,24 +9,20 @@
 A results file has rows of the schema in `benchmarks/rows.py`.
 """
 
-import os
-import runpy
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks import runner
 from benchmarks.compare import ResultsError, compared, distinct, read
 from benchmarks.readme import write_readme
 from benchmarks.rows import fastest, named, ratio
 from benchmarks.runner import benchmark_of, found, soaks
-from jgraph.cli.parse import one_line
+from benchmarks.tables import markdown
+from jgraph.cli import parse
 from jgraph.errors import JgraphError
 
 Command = Callable[[], int | None]
@@ -43,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
 
     def list_() -> Command:
-        """Every benchmark, with the results it has left."""
+        """List every benchmark, with the results it has left."""
         return lambda: show(("benchmark", "results", "date", "device", "revision", "what"), listed())
 
     def run(name: tyro.conf.Positional[str]) -> Command:
@@ -51,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lambda: start(name, rest)
 
     def compare(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path]) -> Command:
-        """Times of two results files, row by row: what was before, and what is now."""
+        """Compare the times of two results files, row by row."""
         return lambda: show(("row", "A ms", "B ms", "B/A", "B is"), compared(a, b))
 
     def show_(folder: tyro.conf.Positional[Path]) -> Command:
-        """Every row of the results in a folder, short: its time, PyTorch's fastest and ours over it by rounds, what failed."""
+        """Show every row of a folder's results: its time, PyTorch's fastest and ours over it by rounds, what failed."""
         return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
 
     def readme(*, check: bool = False) -> Command:
@@ -63,35 +59,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lambda: write_readme(check)
 
     commands = {"list": list_, "run": run, "compare": compare, "show": show_, "readme": readme}
-    parse = tyro.extras.subcommand_cli_from_dict
     try:
-        command = one_line(lambda: parse(commands, prog="python -m benchmarks", description=__doc__, args=own))
+        command = parse(commands, "benchmarks", __doc__, own)
         return (command() if command else 0) or 0
     except (JgraphError, OSError) as e:
         print(f"benchmarks: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
 
 
-def start(name: str, flags: list[str]) -> None:
+def start(name: str, flags: list[str]) -> int:
     if name not in (scripts := found()):
         raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
-    sys.argv = [name, *flags]
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    return importlib.import_module(f"benchmarks.{name}").BENCHMARK.main(name, flags)
 
 
-def show(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    table = Table(box=box.MARKDOWN, show_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("A ms", "B ms", "B/A") else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    # A pipe has no width, and what reads it wants a row in a line.
-    if table.row_count:
-        Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000).print(table)
+def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table whose columns stand under each other; nothing where it has no rows."""
+    lines = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    heads, *cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    if cells:
+        print("\n".join(markdown(heads, cells)))
 
 
 def listed() -> Iterator[list[str]]:
-    """A row for each results file; of a benchmark that has none, one all the same."""
+    """Yields a row for each results file; of a benchmark that has none, one all the same."""
     scripts = found()
     files: dict[str, list[Path]] = {name: [] for name in scripts}
     for file in sorted(runner.RESULTS.glob("*.json")):

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.rows import Row, verdict
 from jgraph.errors import JgraphError
 from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import flatten
 
 _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to benchmarks/results"
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")
@@ -26,12 +26,12 @@ _NAMES = ("system", "schedule", "variant", "join", "microbatches")
 
 
 class ResultsError(JgraphError):
-    """There is no such benchmark, or a file is not what was asked for."""
+    """Says that there is no such benchmark, or that a file is not what was asked for."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds; None with the reason where it did not run."""
+    """Holds the milliseconds of a row; None with the reason where it did not run."""
 
     ms: float | None
     repeats_ms: list[float]
@@ -41,7 +41,7 @@ class Timed:
 
 
 def read(file: Path) -> dict[str, Row]:
-    """The results of a file by work. Raises ResultsError where it has none."""
+    """Returns the results of a file by work. Raises ResultsError where it has none."""
     try:
         data = json.loads(file.read_text())
     except OSError as e:
@@ -55,21 +55,21 @@ def read(file: Path) -> dict[str, Row]:
 
 
 def distinct(results: Iterable[Row], fact: str) -> str:
-    """All that results say of it; of a date the day."""
+    """Returns all that results say of a fact; of a date the day."""
     found = (one.get(fact) or one["environment"].get(fact) for one in results)
     return ", ".join(sorted({one[: 10 if fact == "date" else None].removeprefix("1 x ") for one in found if one}))
 
 
 def timed(file: Path) -> dict[str, Timed]:
-    """Everything in a results file that has a time, or says why not, by name."""
+    """Returns everything in a results file that has a time, or says why not, by name."""
     rows: dict[str, Timed] = {}
     for work, result in read(file).items():
         for row in result["rows"]:
             name = ", ".join([work, *(str(row[key]) for key in _NAMES if row.get(key))])
-            settings = dict(_flat("", {key: one[key] for one in (result, row) for key in _SETTINGS if key in one}))
+            settings = flatten({key: one[key] for one in (result, row) for key in _SETTINGS if key in one})
             settings["device"] = (result.get("device") or "not told").removeprefix("1 x ")
             if "config" in result:  # of a time when a field was not there: as if it had been left alone
-                settings = dict(_flat("config", json.loads(json.dumps(asdict(TrainConfig()))))) | settings
+                settings = flatten({"config": json.loads(json.dumps(asdict(TrainConfig())))}) | settings
             if "ms" in row or "failed" in row:
                 rows[name] = Timed(row.get("ms"), row.get("repeats_ms", []), row.get("failed", ""), result, settings)
             for category, ms in row.get("categories", {}).items():
@@ -80,16 +80,8 @@ def timed(file: Path) -> dict[str, Timed]:
     return rows
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _flat(f"{name}.{key}" if name else key, one)
-    else:
-        yield name, value
-
-
 def compared(a: Path, b: Path) -> list[list[str]]:
-    """A row of cells for everything that two files have timed; what else there is to say of them is printed."""
+    """Returns a row of cells for everything that two files have timed; prints where and when, and how they differ."""
     before, after = timed(a), timed(b)
     for side, file, rows in (("A", a, before), ("B", b, after)):
         print("\n   ".join([f"{side}: {file}", *about(rows)]))

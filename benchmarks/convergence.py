@@ -5,7 +5,7 @@
             --optimizer.warmup-steps 200 --log-every 10 --eval-every 500 --graph $graph --run-dir runs/$graph
     done                                                            # and auto once more, as runs/again: the noise
     python -m benchmarks run convergence --runs auto=runs/auto again=runs/again off=runs/off full=runs/full
-    python -m benchmarks run convergence --table --draw notes
+    python -m benchmarks run convergence --draw notes/develop      # the picture, of the results that there are
 """
 
 import json
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.compare import read
 from benchmarks.rows import Row
-from benchmarks.runner import Benchmark, Options, Results, Work
+from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
 from jgraph.training.metrics import read_metrics
 
@@ -26,20 +27,22 @@ _WINDOW = 10  # entries of the moving mean
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Options):
-    """Names what is told."""
+    """Names the runs that are compared."""
 
     runs: tuple[str, ...] = ()
     """NAME=DIRECTORY of runs with as many logged steps; the first one is what the others are compared with."""
     draw: str = ""
     """Draw the results that there are into this directory."""
-    name: str = "convergence"
 
 
 def works(options: Flags) -> Iterator[Work]:
     if options.runs:
         runs = [run.partition("=") for run in options.runs]
         preset = json.loads((Path(runs[0][2]) / "config.json").read_text()).get("preset", "")
-        yield Work(preset, {}, rows=lambda: (curve(name, Path(run)) for name, _, run in runs))
+        yield Work(preset, {}, rows=[curve(name, Path(run)) for name, _, run in runs])
+    if options.draw:  # what was just yielded is stored by now
+        for result in read(options.file).values():
+            picture(result["rows"], Path(options.draw) / "convergence.svg")
 
 
 def curve(name: str, run: Path) -> Row:
@@ -93,13 +96,4 @@ def picture(rows: list[Row], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def draw(options: Flags, results: Results) -> None:
-    if options.draw:
-        for result in results.works.values():
-            picture(result["rows"], Path(options.draw) / "convergence.svg")
-
-
-BENCHMARK = Benchmark("Loss curves", __doc__, Flags, works, section, after=draw)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())
+BENCHMARK = Benchmark("Loss curves", __doc__, Flags, works, section)

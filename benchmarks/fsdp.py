@@ -15,18 +15,16 @@ import tyro
 
 from benchmarks.harness import count_gpus
 from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Several, Traced, Work, missing
+from benchmarks.runner import Benchmark, Several, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
+from benchmarks.works import training, training_step
 from jgraph.training.config import TrainConfig
-from jgraph.training.presets import preset
-from jgraph_models.gpt import GPTConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
 
 SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}  # of a GPU in a step
 ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
-_TINY = GPTConfig(num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_ff=128, vocab_size=96, compute_dtype="float32")
 
 NOTES = (
     "torch's is the fastest that keeps parameters, or gathers them again, as the row does. FLOPs of a step: 6 x tokens x "
@@ -38,7 +36,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Several, Traced):
-    """What to run."""
+    """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets that are trained."""
@@ -50,11 +48,10 @@ class Options(Several, Traced):
     parameters) beside XLA's; may be repeated."""
     one_gpu: Literal["yes", "no"] = "yes"
     """Whether to time on one GPU too what fits there."""
-    name: str = "fsdp"
 
 
 def works(options: Options) -> Iterator[Work]:
-    """Those that keep parameters take turns with each other, and so do those that gather them again."""
+    """Yields each work: those that keep parameters take turns with each other, and so do those that gather them again."""
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         config = config_of(work, ranks, options)
@@ -68,10 +65,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def ours(system: str, config: TrainConfig, variant: str, options: Options) -> Entrant:
-    row = {"system": system, "variant": variant, "ranks": config.fsdp * config.dp}
-    return Entrant(
-        row, "benchmarks.programs.step", {"task": "time", "config": asdict(config), "categories": options.categories}
-    )
+    return training_step({"system": system, "variant": variant, "ranks": config.fsdp * config.dp}, config, options)
 
 
 def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
@@ -81,14 +75,12 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
         "benchmarks.peers.fsdp",
         {"config": asdict(config), "compile": how == "compile", "reshard": reshard == "reshard"},
         ranks=config.fsdp,
-        missing=missing(config.fsdp, options),
+        gpus=0 if options.sizes == "tiny" else config.fsdp,
     )
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
-    config = preset(work)
-    if options.sizes == "tiny":
-        config = replace(config, model=_TINY, seq_len=32)
+    config = training(work, options)
     return replace(
         config,
         batch_size=ranks * SEQUENCES[work],
@@ -99,7 +91,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
 
 
 def vary(config: TrainConfig, variant: str) -> TrainConfig:
-    """With the words of a variant."""
+    """Returns the configuration with the words of a variant."""
     for word in variant.split():
         match word.split("=", 1):
             case ["graph", "auto" | "off" | "full" as graph]:
@@ -122,7 +114,7 @@ def section(work: str, result: Row) -> Section:
     flops = step_flops(config) / ranks  # a GPU's, the same with one
 
     def scaling(row: Row) -> str:
-        """Tokens/s over those of as many single GPUs; a GPU has as many in both, so a ratio of times."""
+        """Returns tokens/s over those of as many single GPUs; a GPU has as many in both, so a ratio of times."""
         return f"{alone['ms'] / row['ms']:.1%}" if alone and row["system"] == "jgraph" else ""
 
     def peak(row: Row) -> str:
@@ -139,9 +131,7 @@ def section(work: str, result: Row) -> Section:
             "fastest, slowest": spread,
             "tokens/s": lambda row: f"{share * row['ranks'] * config['seq_len'] / row['ms'] * 1e3:,.0f}",
             "torch / this": lambda row: ratio(peers[parameters(row)], row) if row["ranks"] == ranks else "",
-            f"of {ranks} x one GPU": lambda row: (
-                f"{alone['ms'] / row['ms']:.1%}" if alone and row["system"] == "jgraph" else ""
-            ),
+            f"of {ranks} x one GPU": scaling,
             "MFU": mfu(flops),
             **COLUMNS,
             "peak GB": peak,
@@ -153,6 +143,3 @@ def section(work: str, result: Row) -> Section:
 
 
 BENCHMARK = Benchmark("Sharded training", __doc__, Options, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

@@ -12,42 +12,33 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds a step: the median of the repeats and the repeats themselves; and what the card did meanwhile."""
-
-    ms: float
-    repeats_ms: list[float]
-    steps: int
-    power_watts: float | None
-    sm_clock_mhz: float | None
-
-
 def time_steps(
-    run: Callable[[], object], wait: Callable[[], object], *, steps: int, seconds: float, repeats: int, warmup_seconds: float
-) -> Timing:
+    run: Callable[[], object], wait: Callable[[], object], *, seconds: float, repeats: int, warmup_seconds: float
+) -> dict[str, Any]:
     """Times a step that is handed to the device asynchronously.
 
     Args:
         run: hands over one step.
         wait: returns when everything handed over is done.
-        steps: fewest in a repeat; the clock is read before and after, never between.
-        seconds: a repeat has as many steps more as it takes to last this long: its start and end must not count.
-        repeats: at least 5, of which the median is taken.
-        warmup_seconds: run before the first repeat.
+        seconds: a repeat has as many steps as it takes to last this long: its start and end must not count. The clock is read
+            before and after, never between.
+        repeats: how many repeats the median is taken of.
+        warmup_seconds: how long steps run before the first repeat.
+
+    Returns:
+        Milliseconds a step, and the card's power and clock meanwhile, as a row has them.
     """
     start, done = time.perf_counter(), 0
     while time.perf_counter() < start + warmup_seconds:
-        for _ in range(steps):
-            run()
+        run()
         wait()
-        done += steps
-    steps = max(steps, math.ceil(seconds * done / (time.perf_counter() - start)))
+        done += 1
+    steps = max(1, math.ceil(seconds * done / (time.perf_counter() - start)))
     repeats_ms = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -62,40 +53,51 @@ def time_steps(
                 run()
             wait()
     watts, mhz = reading.result() or (None, None)
-    return Timing(statistics.median(repeats_ms), repeats_ms, steps, watts, mhz)
+    return {"ms": statistics.median(repeats_ms), "power_watts": watts, "sm_clock_mhz": mhz}
 
 
 def read_card() -> tuple[float, float] | None:
-    """Watts drawn and SM clock in MHz of the first GPU, as nvidia-smi reads them; None without one."""
+    """Returns watts drawn and SM clock in MHz of the first GPU, as nvidia-smi reads them; None without one."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    query = ["nvidia-smi", f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+    told = _nvidia_smi(f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits")
     try:
-        watts, mhz = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split(",")
+        watts, mhz = told.split(",")
         return float(watts), float(mhz)
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return None
 
 
+@cache
 def count_gpus() -> int:
-    """By nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    gpus = done.stdout.splitlines()
+    """Counts them by nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
+    gpus = _nvidia_smi("--list-gpus").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus)))))
     return min(len(gpus), len(list(filter(None, visible.split(",")))))
 
 
+def _nvidia_smi(*arguments: str) -> str:
+    """Returns what it prints; nothing where it is not there."""
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def resident_bytes() -> int:
-    """Memory of this process, as Linux counts it."""
+    """Returns the memory of this process, as Linux counts it."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def soak(
-    run: Callable[[], object], wait: Callable[[], object], devices: list[Any], *, steps: int, hang_seconds: float
+    run: Callable[[], object],
+    wait: Callable[[], object],
+    devices: list[Any],
+    facts: Callable[[], dict[str, Any]],
+    *,
+    steps: int,
+    hang_seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Steps, each waited for: the bytes in use before them, and ten times on the way what they are and how long steps took.
+    """Runs steps, each waited for; tells the bytes in use before them, and ten times on the way that and how long steps took.
 
     A step that hangs ends the process, and where it was is written to stderr. Of jax, only what `devices` can tell is used.
     """
@@ -114,4 +116,4 @@ def soak(
         times.append((time.perf_counter() - start) * 1e3)
         faulthandler.cancel_dump_traceback_later()
         if step * 10 // steps > (step - 1) * 10 // steps:
-            yield {"done": step, "ms": statistics.median(times), "slowest_ms": max(times), **memory()}
+            yield {"done": step, "ms": statistics.median(times), "slowest_ms": max(times), **memory(), **facts()}

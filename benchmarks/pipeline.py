@@ -18,9 +18,8 @@ from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, ratio, spread
 from benchmarks.runner import Benchmark, Several, Work
 from benchmarks.tables import COLUMNS, Section, number
-from benchmarks.turns import Entrant, ask
-from benchmarks.works import Size, schedule_of, size_from, sizes_of, torchs
-from jgraph.schedule import Costs, simulate
+from benchmarks.turns import Entrant
+from benchmarks.works import Size, size_from, sizes_of, torchs
 
 WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3", "gpt-7b"]
 KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -28,7 +27,7 @@ KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Several):
-    """What to run."""
+    """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("mlp-large", "mlp-launch-bound", "gpt-1b3")
     """What is trained; 4 MLP layers a rank."""
@@ -42,7 +41,6 @@ class Options(Several):
     """What of a layer is made again in its backward."""
     actions: Literal["yes", "no"] = "yes"
     """Whether actions are timed alone too."""
-    name: str = "pipeline"
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -52,23 +50,12 @@ def works(options: Options) -> Iterator[Work]:
         named = [(text, "") for text in options.schedules]
         named += [(text, variant) for text in options.schedules[:1] for variant in options.variant]
         ours = [jgraphs(schedule, variant, size, ranks, options) for schedule, variant in named]
-        alone: dict[str, Row] = {}  # times by chunks of a rank
-        for entrant in ours if options.actions == "yes" and not options.soak else ():
-            if (chunks := chunks_of(entrant.named["schedule"], ranks, size)) not in alone:
-                alone[chunks] = ask(Entrant({}, entrant.module, entrant.request | {"task": "actions"}), timeout=options.timeout)
         entrants = [*ours, *(torchs(peer, size, ranks, options) for peer in options.peers)]
-
-        def more(row: Row, size: Size = size, alone: dict[str, Row] = alone) -> Row:
-            if row["system"] != "jgraph":
-                return {}
-            return made_of(row, alone.get(chunks_of(row["schedule"], ranks, size), {}), ranks, size)
-
-        yield Work(work, {"ranks": ranks, "size": asdict(size), "actions": alone}, [entrants], more=more)
+        yield Work(work, {"ranks": ranks, "size": asdict(size)}, [entrants])
 
 
 def jgraphs(schedule: str, variant: str, size: Size, ranks: int, options: Options) -> Entrant:
     asked = {
-        "task": "time",
         "schedule": schedule,
         "ranks": ranks,
         "size": asdict(size),
@@ -76,27 +63,10 @@ def jgraphs(schedule: str, variant: str, size: Size, ranks: int, options: Option
         "xla_options": [*options.xla_option, *variant.split()],
         "remat": options.remat,
         "clock": asdict(options.clock),
+        "actions": options.actions == "yes" and not options.soak,
     }
     named = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": asked["xla_options"]}
     return Entrant(named, "benchmarks.programs.pipeline", asked)
-
-
-def chunks_of(schedule: str, ranks: int, size: Size) -> str:
-    return str(len(schedule_of(schedule, ranks, size.microbatches).placement[0]))
-
-
-def made_of(row: Row, alone: Row, ranks: int, size: Size) -> Row:
-    """A step's time by category: its actions as often as it has them, the bubble they leave, and what is not told."""
-    if "ms" not in row or "wgrad_ms" not in alone:
-        return {}
-    schedule = schedule_of(row["schedule"], ranks, size.microbatches)
-    costs = Costs(alone["forward_ms"], alone["dgrad_ms"], alone["wgrad_ms"])
-    played = simulate(schedule, costs, execution="lockstep" if row["runtime"] == "aligned" else "dataflow")
-    found = {"actions": float(played.busy.mean()), "bubble": played.makespan - float(played.busy.mean())}
-    if row["runtime"] == "general":
-        ticks = simulate(schedule, costs, execution="neighbours").makespan
-        found["waiting for neighbours"] = max(ticks - played.makespan, 0.0)
-    return {"categories": found | {"not told": row["ms"] - sum(found.values())}}
 
 
 def label(row: Row) -> str:
@@ -110,10 +80,13 @@ def overhead(row: Row) -> str:
 
 def section(work: str, result: Row) -> Section:
     options, ranks, size, peer = result["options"], result["ranks"], size_from(result["size"]), fastest(result["rows"], "torch")
+    # Earlier results have them for all schedules with as many chunks.
+    alone = {f"{chunks} chunk{'s' * (chunks != '1')} a rank": told for chunks, told in result.get("actions", {}).items()}
+    alone |= {label(row): row["alone"] for row in result["rows"] if "alone" in row}
     notes = []
-    for chunks, alone in result["actions"].items():
-        times = ", ".join(f"{key[:-3]} {value:.3f}" for key, value in alone.items() if key.endswith("_ms"))
-        notes += [f"Alone, {chunks} chunk{'s' * (chunks != '1')} a rank, ms: {times}{alone.get('failed', '')}."]
+    for whose, told in alone.items():
+        times = ", ".join(f"{key[:-3]} {value:.3f}" for key, value in told.items() if key.endswith("_ms"))
+        notes += [f"Alone, {whose}, ms: {times}{told.get('failed', '')}."]
     if any("categories" in row for row in result["rows"]):
         notes += [
             "Each is as often as a step has it times its time alone, so what overlaps with actions makes `not told` negative."
@@ -138,6 +111,3 @@ def section(work: str, result: Row) -> Section:
 
 
 BENCHMARK = Benchmark("Pipelines", __doc__, Options, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from benchmarks import runner
 from benchmarks.compare import ResultsError, distinct, read
-from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio
+from benchmarks.rows import Row, fastest, named, ratio
 from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
-from benchmarks.tables import HEADS, markdown, short, told_ratio, tried, versus
+from benchmarks.tables import HEADS, alike, markdown, short, told_ratio, tried, versus
 
 README = Path(__file__).parents[1] / "README.md"
+SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks of several GPUs, in README's order
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -36,7 +37,7 @@ def write_readme(check: bool) -> int:
 
 
 def drawn(page: Path) -> str:
-    """The table of a results file, by the benchmark that it is of; none where that is gone."""
+    """Draws the table of a results file by its benchmark; empty where that is gone."""
     works = read(page.with_suffix(".json"))
     if page.stem == "soaks":
         return draw_soaks(works)
@@ -45,14 +46,13 @@ def drawn(page: Path) -> str:
 
 
 def speed() -> str:
-    """The tables, each after a line that says where and when."""
+    """Draws the tables, each after a line that says where and when."""
     data = {file.stem: read(file) for file in sorted(runner.RESULTS.glob("*.json"))}
-    pick = {name: [one for one in data if one.rstrip("0123456789") == name] for name in ("pipeline", "fsdp", "callables")}
-    with_blocks = [name for name in pick["callables"] if "blocks" in data[name]]
-    blocks = max(with_blocks, key=lambda name: distinct(data[name].values(), "date"))
+    blocks = max((name for name in data if "blocks" in data[name]), key=lambda name: distinct(data[name].values(), "date"))
     one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]
     works = [item for name in one for item in data[name].items()]
-    several = [name for names in pick.values() for name in names if set(data[name]) - {"blocks", "replays"}]
+    several = [name for kind in SEVERAL for name in data if name.rstrip("0123456789") == kind]
+    several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
     tables = [
         (
@@ -117,29 +117,33 @@ def one_by_one(rows: list[Row]) -> list[str]:
 
 
 def several_gpus(data: dict[str, dict[str, Row]]) -> list[str]:
-    """Rows by number of GPUs. Where peers were timed in turns the ratio is of rounds; else all stored runs give a range."""
-    found: list[tuple[int, list[str]]] = []
+    """Draws works by number of GPUs: a ratio of rounds where peers took turns, else the range of all stored runs."""
+    lines: list[tuple[int, list[str]]] = []
     for name, works in data.items():
-        kind = name.rstrip("0123456789")
-        for work, result in works.items():
-            ranks, rows, size = result.get("ranks", 0), result["rows"], result.get("size", {})
-            if kind == "pipeline":
-                shape = f"{size['batch']}x{size['length']}" if "model" in size else f"d {size['d_model']}, {size['tokens']}"
-                runs = [works_["rows"] for one in (data[name], data.get("pipeline_earlier", {})) if (works_ := one.get(work))]
-                found += [(ranks, versus(f"pipeline, {work}, {shape} tokens", result, runs, _others(data, name, result)))]
-            elif kind == "callables" and work not in ("blocks", "replays"):
-                found += [(ranks, versus(f"callables, {work}", result, [rows], _others(data, name, result)))]
-            elif kind == "fsdp":
-                shape = f"{result['config']['batch_size']}x{result['config']['seq_len']} tokens"
-                for how in PARAMETERS:
-                    alike = [row for row in rows if row["system"] in ("jgraph", "torch") and parameters(row) == how]
-                    if alike:
-                        found += [(ranks, versus(f"fsdp, {work}, {shape}, parameters {how}", result, [alike], []))]
-    return markdown(HEADS, [cells for _, cells in sorted(found, key=lambda one: one[0])])
+        if (kind := name.rstrip("0123456789")) in SEVERAL:
+            for work, result in ((work, result) for work, result in works.items() if result["ranks"] > 1):
+                title = f"{kind}, {work}" if shape(result) in work else f"{kind}, {work}, {shape(result)}"
+                if "config" in result:
+                    found = [(f"{title}, parameters {how}", [rows]) for how, rows in alike(result["rows"]).items()]
+                else:
+                    found = [(title, stored(data, name, work))]
+                lines += [(result["ranks"], versus(title, result, runs)) for title, runs in found]
+    return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda one: one[0])])
 
 
-def _others(data: dict[str, dict[str, Row]], name: str, result: Row) -> list[list[Row]]:
-    """PyTorch's rows of the same work on as many GPUs in other stored runs."""
-    others = (one for file, works in data.items() if file not in (name, f"{name}_earlier") for one in works.values())
-    same = [one for one in others if (one.get("size"), one.get("ranks")) == (result["size"], result["ranks"])]
-    return [[row for row in one["rows"] if row["system"] == "torch"] for one in same]
+def shape(result: Row) -> str:
+    """Names the size of a work's batch."""
+    size = result.get("config") or result["size"]
+    if "tokens" in size:
+        return f"d {size['d_model']}, {size['tokens']} tokens"
+    batch, length = (size["batch_size"], size["seq_len"]) if "config" in result else (size["batch"], size["length"])
+    return f"{batch}x{length} tokens"
+
+
+def stored(data: dict[str, dict[str, Row]], name: str, work: str) -> list[list[Row]]:
+    """Returns the rows of all stored runs of a work, its own first; of other benchmarks' runs of its size PyTorch's alone."""
+    own, before = data[name][work], f"{name}_earlier"
+    runs = [own["rows"], *(result["rows"] for named, result in data.get(before, {}).items() if named == work)]
+    others = (result for file, works in data.items() if file not in (name, before) for result in works.values())
+    same = (one for one in others if (one.get("size"), one.get("ranks")) == (own["size"], own["ranks"]))
+    return [*runs, *([row for row in one["rows"] if row["system"] == "torch"] for one in same)]

@@ -21,6 +21,7 @@ FIELDS = {
     "host_ms, host_us": "until the step, or a replay, is handed over to an idle device",
     "stream_ms, slowest_ms": "of a step: handed over back to back; the slowest of a soak",
     "categories": "milliseconds of the step by what they were for",
+    "alone": "milliseconds of a stage's forward, dgrad and wgrad by themselves",
     "loss, losses, heldout, skipped, same_loss": "after the first step or each; steps not finite; always the same or not",
     "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "until it could be timed",
     "launches, updates, replays, actions": "how many CUDA graphs, replays or actions there are in a step",
@@ -38,12 +39,12 @@ WITHIN = "within the spread"
 
 
 def unknown(row: Row) -> set[str]:
-    """Keys that the schema has not."""
+    """Returns keys that the schema has not."""
     return {key for key in row if key.removeprefix("repeats_") not in KNOWN}
 
 
 def named(row: Row) -> str:
-    """System, schedule, variant and join."""
+    """Returns system, schedule, variant and join."""
     join = f"join {row['join']}" if "join" in row else ""
     return " ".join(filter(None, (row["system"], row.get("schedule"), row.get("variant"), join)))
 
@@ -53,7 +54,7 @@ def fastest(rows: list[Row], system: str) -> Row | None:
 
 
 def parameters(row: Row) -> str:
-    """Whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
+    """Tells whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
     words = set(row.get("variant", "").split())
     if "layout=dp" in words:
         return "whole"
@@ -75,7 +76,7 @@ def ratios(row: Row, to: Row | None, key: str = "ms") -> list[float]:
 
 
 def ratio(row: Row | None, to: Row | None, key: str = "ms", *, digits: int = 3) -> str:
-    """The median of the rounds' ratios, and from the least to the most of them."""
+    """Returns the median of the rounds' ratios, and from the least to the most of them."""
     found = [] if row is to or row is None else ratios(row, to, key)
     if len(found) < 2:
         return f"{found[0]:.{digits}f}" if found else ""
@@ -83,7 +84,7 @@ def ratio(row: Row | None, to: Row | None, key: str = "ms", *, digits: int = 3) 
 
 
 def verdict(a: list[float], b: list[float]) -> str:
-    """Of b's repeats; the spread is from the fastest to the slowest, and a single one has none."""
+    """Tells whether b is faster; the spread is from the fastest to the slowest repeat, and a single one has none."""
     if min(len(a), len(b)) < 2:
         return "no spread known"
     return "faster" if max(b) < min(a) else "slower" if min(b) > max(a) else WITHIN

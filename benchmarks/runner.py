@@ -13,58 +13,43 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
 import benchmarks
-from benchmarks.harness import count_gpus
-from benchmarks.peers.protocol import Clock
 from benchmarks.rows import Row, unknown
 from benchmarks.tables import Section, comparison, markdown, number
-from benchmarks.turns import Entrant, ask, race
-from jgraph.training.config import TrainConfig
+from benchmarks.turns import Entrant, Turns, ask, race
 
 RESULTS = Path(__file__).parent / "results"
 SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What every benchmark can be told."""
+class Options(Turns):
+    """Holds the flags of every benchmark."""
 
-    rounds: int = 5
-    """How often every variant has its turn."""
-    seconds: float = 0.3
-    """Shortest time of a repeat."""
-    repeats: int = 3
-    """Repeats of a turn, of which the median is taken."""
-    warmup_seconds: float = 0.7
-    """Time that a variant runs in its turn before it is timed."""
-    together: int = 0
-    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
-    timeout: float = 240.0
-    """Seconds after which a process is ended that says nothing."""
     sizes: Literal["full", "tiny"] = "full"
     """tiny is for a machine without a GPU."""
-    table: bool = False
-    """Print the results that there are; nothing is run."""
     revision: str = ""
     """Git revision for the JSON, where there is no .git."""
     out: str = ""
     """Folder for the results; benchmarks/results if it is left out."""
-    name: str
-    """Results go to NAME.json and .md there."""
+    name: str = ""
+    """Results go to NAME.json and .md there; the benchmark's own name if it is left out."""
 
     @property
-    def clock(self) -> Clock:
-        return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
+    def file(self) -> Path:
+        """The file of its results."""
+        return Path(self.out or RESULTS) / f"{self.name}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced(Options):
-    """What benchmarks of a training step can be told."""
+    """Adds the flags of benchmarks of a training step."""
 
     categories: bool = False
     """Tell jgraph's time by category too, from a short trace of the step without capture."""
@@ -72,7 +57,7 @@ class Traced(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Several(Options):
-    """What benchmarks of training on several GPUs can be told."""
+    """Adds the flags of benchmarks of training on several GPUs."""
 
     ranks: int = 0
     """GPUs that take part; 0 for all that there are."""
@@ -89,37 +74,32 @@ class Several(Options):
 
 @dataclass(frozen=True)
 class Work:
-    """What is run by all who take part in it.
+    """Names a work, and who takes part in it.
 
     Attributes:
-        about: of the result: `ranks`, and `config` or `size`.
-        groups: who takes turns with each other; the first of each is ours.
-        rows: makes rows here, where no process is needed.
-        in_turns: False for processes that answer once and are not timed against each other.
+        about: what its result has beside rows: `ranks`, and `config` or `size`.
+        groups: processes that take turns with each other; the first of each is ours.
+        rows: rows of processes that are not timed against each other, or of no process.
         building: most processes of a group that build at once; 0 for all.
-        more: what a row gets from what else is known.
     """
 
     name: str
     about: Row
     groups: Sequence[Sequence[Entrant]] = ()
-    rows: Callable[[], Iterable[Row]] = tuple
-    in_turns: bool = True
+    rows: Iterable[Row] = ()
     building: int = 1
-    more: Callable[[Row], Row] = lambda row: {}
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a script declares.
+    """Declares a benchmark: a script's works, who takes part, and how its rows are drawn.
 
     Attributes:
-        title: of the table.
-        about: help of the command line.
-        options: its flags; they have defaults.
-        works: those that the options ask for.
-        section: how a work of that name is drawn, from its result.
-        after: what else is done with the results.
+        title: the heading of its table.
+        about: the text of --help.
+        options: its flags, with defaults.
+        works: yields the works that the options ask for.
+        section: says how a work of that name is drawn, from its result.
     """
 
     title: str
@@ -127,18 +107,17 @@ class Benchmark:
     options: type[Options]
     works: Callable[[Any], Iterable[Work]]
     section: Callable[[str, Row], Section]
-    after: Callable[[Any, "Results"], None] = lambda options, results: None
 
-    def main(self) -> int:
-        """Returns the exit status."""
-        options: Any = tyro.cli(self.options, description=self.about)
-        if not options.table and getattr(options, "soak", 0):
+    def main(self, name: str, flags: Sequence[str]) -> int:
+        """Runs the benchmark, whose results have this name if no flag says another; returns the exit status."""
+        options: Any = tyro.cli(self.options, prog=f"python -m benchmarks run {name}", description=self.about, args=flags)
+        options = replace(options, name=options.name or name)
+        if getattr(options, "soak", 0):
             return self._soak(options)
         results = Results(options, self.draw)
-        for work in () if options.table else self.works(options):
+        for work in self.works(options):
             run(work, options, results)
         print(results)
-        self.after(options, results)
         return 0
 
     def draw(self, works: Row) -> str:
@@ -155,8 +134,8 @@ class Benchmark:
             told = [f"{options.name} {work.name}", ours.named.get("schedule"), variant, f"graph {graph}"]
             name = ", ".join(filter(None, told))
             results.begin(name, graph=graph, **work.about)
-            asked = ours.request | {"task": "soak", "steps": options.soak, "hang_seconds": options.hang_seconds}
-            row = ask(Entrant(ours.named | {"steps": options.soak}, ours.module, asked), timeout=options.timeout)
+            asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
+            row = ask(ours, timeout=options.timeout, soak=asked) | {"steps": options.soak}
             results.put(name, [row])
             status |= "failed" in row
         print(results)
@@ -168,69 +147,58 @@ def run(work: Work, options: Options, results: "Results") -> None:
     done: list[Row] = []
 
     def save(rows: list[Row]) -> None:
-        results.put(work.name, [row | work.more(row) for row in (*done, *rows)])
+        results.put(work.name, [*done, *rows])
 
-    for row in work.rows():
+    for row in work.rows:
         done.append(row)
         save([])
+    numbers = count()
     for group in work.groups:
-        number = 1 + max((round for row in done for round in row.get("rounds", ())), default=-1)
-        done += race(
-            group,
-            options.clock,
-            save,
-            rounds=options.rounds if work.in_turns else 0,
-            together=options.together,
-            building=work.building,
-            timeout=options.timeout,
-            number=number,
-        )
+        done += race(group, save, options, building=work.building, numbers=numbers)
 
 
 def found() -> dict[str, str]:
-    """The first line of the docstring of every module that is a script, by name. Read, not imported: most import jax."""
+    """Returns every module with a `BENCHMARK`, and the first line of its docstring. Read, not imported: most import jax."""
     files = sorted(file for folder in benchmarks.__path__ for file in Path(folder).glob("*.py"))
-    sources = {file.stem: file.read_text() for file in files if file.stem != "__main__"}
-    scripts = {name: source for name, source in sources.items() if '\nif __name__ == "__main__":' in source}
+    scripts = {file.stem: source for file in files if "\nBENCHMARK = " in (source := file.read_text())}
     return {name: (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0] for name, source in scripts.items()}
 
 
 def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
-    """Which benchmark a results file is of; --name is free, but begins so by custom."""
+    """Returns the benchmark that a results file is of; --name is free, but begins so by custom."""
     stem = f"{stem.rstrip('0123456789')}_"
     return max((name for name in scripts if stem.startswith(f"{name}_")), key=len, default=stem[:-1])
 
 
 class Results:
-    """Results by work, written whenever there are more; what an earlier run left stays until its work is run again."""
+    """Holds results by work, written whenever there are more; what an earlier run left stays until its work is run again."""
 
     def __init__(self, options: Options, draw: Callable[[Row], str]):
         self.options, self.draw = options, draw
-        self.folder = Path(options.out) if options.out else RESULTS
-        file = self.folder / f"{options.name}.json"
-        self.works: dict[str, Any] = json.loads(file.read_text())["works"] if file.exists() else {}
+        self.works: dict[str, Any] = json.loads(options.file.read_text())["works"] if options.file.exists() else {}
 
     def begin(self, work: str, **about: Any) -> None:
         told = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
         self.works[work] = {**told, **about, "device": None, "rows": []}
 
     def put(self, work: str, rows: list[Row]) -> None:
-        """All rows of a work, as far as they are known."""
+        """Stores all rows of a work, as far as they are known."""
         for row in rows:
             assert not unknown(row), f"benchmarks/rows.py does not tell of {unknown(row)}"
         result = self.works[work]
         result["rows"] = rows
         result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{self.options.name}.json").write_text(json.dumps({"works": self.works}, indent=2) + "\n")
-        (self.folder / f"{self.options.name}.md").write_text(str(self))
+        file = self.options.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"works": self.works}, indent=2) + "\n")
+        file.with_suffix(".md").write_text(str(self))
 
     def __str__(self) -> str:
         return self.draw(self.works)
 
 
 def environment(*, revision: str = "") -> Row:
-    """Versions, date and git revision; `revision` where the tree travelled without its .git."""
+    """Returns versions, date and git revision; `revision` where the tree travelled without its .git."""
     installed = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch") if find_spec(name)}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": date, "revision": revision or _git_revision(), "python": platform.python_version(), **installed}
@@ -244,20 +212,8 @@ def _git_revision() -> str:
         return "unknown"
 
 
-def missing(ranks: int, options: Options) -> str:
-    """Why PyTorch's processes cannot run here; without GPUs they can on the CPU, at tiny sizes."""
-    few = options.sizes == "full" and count_gpus() < ranks
-    return f"skipped: {count_gpus()} of {ranks} GPUs are here" if few else ""
-
-
-def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
-    """Ours: the step of `python -m jgraph.train`."""
-    asked = {"task": "time", "config": asdict(config), "categories": options.categories}
-    return Entrant(named, "benchmarks.programs.step", asked)
-
-
 def soaks(works: Row) -> Iterator[list[str]]:
-    """Cells of `SOAKS`."""
+    """Yields the cells of `SOAKS`."""
     for name, result in works.items():
         (row,) = result["rows"]
         grown = []

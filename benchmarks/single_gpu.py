@@ -7,36 +7,30 @@ python -m benchmarks run single_gpu --presets gpt-1b3 --together 2     # no more
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
+from benchmarks.works import training, training_step
 from jgraph.training.config import TrainConfig
-from jgraph.training.presets import preset
-from jgraph_models.gpt import GPTConfig
 
 # The first is in every comparison.
 VARIANTS = ("jgraph", "jgraph graph=off", "torch eager", "torch CUDA graph", "torch compile", "torch compile + CUDA graph")
-_TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Traced):
-    """Names what is run."""
+    """Chooses what is run."""
 
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""
     variants: tuple[str, ...] = VARIANTS
     """Of each; the first one is what all others are compared with."""
-    name: str = "single_gpu"
 
 
 def works(options: Options) -> Iterator[Work]:
     for name in options.presets:
-        config = preset(name)
-        if options.sizes == "tiny":
-            config = replace(config, model=_TINY, seq_len=32, xla_options=())
+        config = training(name, options)
         entrants = [entrant(variant, config, options) for variant in options.variants]
         yield Work(name, {"ranks": 1, "config": asdict(config)}, [entrants])
 
@@ -46,11 +40,8 @@ def entrant(variant: str, config: TrainConfig, options: Options) -> Entrant:
     row = {"system": system, "variant": how}
     if system == "torch":
         asked = {"variant": variant, "config": asdict(config)}
-        return Entrant(row, "benchmarks.peers.single_gpu", asked, missing="" if count_gpus() else "skipped: no GPU here")
-    config = replace(config, graph="off" if how == "graph=off" else "auto")
-    return Entrant(
-        row, "benchmarks.programs.step", {"task": "time", "config": asdict(config), "categories": options.categories}
-    )
+        return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
+    return training_step(row, replace(config, graph="off" if how == "graph=off" else "auto"), options)
 
 
 def section(name: str, result: Row) -> Section:
@@ -73,6 +64,3 @@ def section(name: str, result: Row) -> Section:
 
 
 BENCHMARK = Benchmark("One training step on one GPU", __doc__, Options, works, section)
-
-if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())

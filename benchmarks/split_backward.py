@@ -7,7 +7,6 @@ residuals pass through memory. All variants add the weight gradients into a floa
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 import jgraph
-from benchmarks.peers.protocol import Clock
+from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.programs.models import gpt_blocks
 from benchmarks.rows import Row, ratio, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
+from benchmarks.turns import Entrant
 
 SIZES: dict[str, dict[str, Row]] = {
     "full": {
@@ -28,40 +28,47 @@ SIZES: dict[str, dict[str, Row]] = {
     },
     "tiny": {"tiny": {"d_model": 64, "num_heads": 4, "d_ff": 256, "batch": 2, "length": 32}},
 }
+VARIANTS = (
+    "jax.vjp, one program",
+    "split, one program",
+    "two jax.vjp, one program",
+    "jax.vjp, two programs",
+    "split, three programs",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags(Options):
-    """What to run."""
-
-    name: str = "split_backward"
-
-
-def works(options: Flags) -> Iterator[Work]:
+def works(options: Options) -> Iterator[Work]:
     for name, size in SIZES[options.sizes].items():
-        yield Work(name, {"ranks": 1, "size": size}, rows=partial(rows, size, options.clock))
+        yield Work(name, {"ranks": 1, "size": size}, [[entrant(variant, size) for variant in VARIANTS]])
 
 
-def rows(size: Row, clock: Clock) -> Iterator[Row]:
-    stage, (params,), x, dy = gpt_blocks(size | {"num_blocks": 1})
-    for variant, run in variants(stage, params, x, dy).items():
-        total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)]
+def entrant(variant: str, size: Row) -> Entrant:
+    row = {"system": "jgraph" if "split" in variant else "jax", "variant": variant}
+    return Entrant(row, "benchmarks.split_backward", {"variant": variant, "size": size})
 
-        def step(run: Any = run, total: Any = total) -> None:
-            total[0] = run(total[0])
 
-        timing = clock.back_to_back(step, partial(jax.block_until_ready, total))
-        row = {"system": "jgraph" if "split" in variant else "jax", "variant": variant, "device": jax.devices()[0].device_kind}
-        yield row | {"ms": timing.ms, "repeats_ms": timing.repeats_ms, "sm_clock_mhz": timing.sm_clock_mhz}
+def time_variant(asked: Row) -> None:
+    """Answers with the time of a variant; runs in a process of its own."""
+    stage, (params,), x, dy = gpt_blocks(asked["size"] | {"num_blocks": 1})
+    accumulate = program(asked["variant"], stage, params, x, dy)
+    total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)]
+
+    def step() -> None:
+        total[0] = accumulate(total[0])
+
+    step()
+    answer(device=jax.devices()[0].device_kind)
+    take_turns(lambda clock: clock.back_to_back(step, partial(jax.block_until_ready, total)))
 
 
 def add(total: Any, gradients: Any) -> Any:
     return jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, gradients, is_leaf=lambda g: g is None)
 
 
-def variants(stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> dict[str, Callable[[Any], Any]]:
-    """Each takes main_grad, which is donated, and gives back main_grad."""
+def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> Callable[[Any], Any]:
+    """Returns a function of main_grad, which is donated, that gives back main_grad."""
     split = jgraph.split_backward(stage)
+    jit = partial(jax.jit, donate_argnums=0)
 
     def joint(total, params, x, dy):
         y, vjp = jax.vjp(stage, params, x)
@@ -70,8 +77,8 @@ def variants(stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> dict[str, 
 
     def parts(total, params, x, dy):
         y, residuals = split.forward(params, x)
-        dx, early, stash = split.dgrad(params, residuals, dy)
-        return split.accumulate(add(total, early), params, residuals, stash), y, dx
+        total, dx, stash = dgrad(total, params, residuals, dy)
+        return split.accumulate(total, params, residuals, stash), y, dx
 
     def twice(total, params, x, dy):
         y, vjp_x = jax.vjp(lambda x: stage(params, x), x)
@@ -81,31 +88,28 @@ def variants(stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> dict[str, 
         _, vjp_params = jax.vjp(lambda params: stage(params, x), params)
         return add(total, vjp_params(dy)[0]), y, dx
 
-    def vjp_backward(total, vjp, dy):
+    def backward(total, vjp, dy):
         gradients, dx = vjp(dy)
         return add(total, gradients), dx
 
-    def split_dgrad(total, params, residuals, dy):
+    def dgrad(total, params, residuals, dy):
         dx, early, stash = split.dgrad(params, residuals, dy)
         return add(total, early), dx, stash
 
-    one, two, both, backward, dgrad, accumulate = (
-        jax.jit(program, donate_argnums=0) for program in (joint, parts, twice, vjp_backward, split_dgrad, split.accumulate)
-    )
-    forward, forward_vjp = jax.jit(split.forward), jax.jit(lambda params, x: jax.vjp(stage, params, x))
+    if variant.endswith("one program"):
+        whole = jit({"jax.vjp": joint, "split": parts, "two jax.vjp": twice}[variant.partition(",")[0]])
+        return lambda total: whole(total, params, x, dy)[0]
+    forward_vjp, backward = jax.jit(lambda params, x: jax.vjp(stage, params, x)), jit(backward)
+    if variant == "jax.vjp, two programs":
+        return lambda total: backward(total, forward_vjp(params, x)[1], dy)[0]
+    forward, dgrad_, accumulate = jax.jit(split.forward), jit(dgrad), jit(split.accumulate)
 
     def three(total):
         _, residuals = forward(params, x)
-        total, _, stash = dgrad(total, params, residuals, dy)
+        total, _, stash = dgrad_(total, params, residuals, dy)
         return accumulate(total, params, residuals.after_dgrad(), stash)
 
-    return {
-        "jax.vjp, one program": lambda total: one(total, params, x, dy)[0],
-        "split, one program": lambda total: two(total, params, x, dy)[0],
-        "two jax.vjp, one program": lambda total: both(total, params, x, dy)[0],
-        "jax.vjp, two programs": lambda total: backward(total, forward_vjp(params, x)[1], dy)[0],
-        "split, three programs": three,
-    }
+    return three
 
 
 def section(name: str, result: Row) -> Section:
@@ -121,7 +125,7 @@ def section(name: str, result: Row) -> Section:
     return Section(name, columns | {"ms / jax.vjp, same number of programs": to_vjp})
 
 
-BENCHMARK = Benchmark("Split backward, one GPT block", __doc__, Flags, works, section)
+BENCHMARK = Benchmark("Split backward, one GPT block", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    raise SystemExit(BENCHMARK.main())
+    time_variant(request())

@@ -11,7 +11,7 @@ Cell = Callable[[Row], str]
 
 @dataclass(frozen=True)
 class Section:
-    """How the rows of a work are drawn.
+    """Says how the rows of a work are drawn.
 
     Attributes:
         title: above them.
@@ -59,23 +59,19 @@ def mfu(flops: float) -> Cell:
     return cell
 
 
-def both(row: Row) -> str:
-    return f"{row['launches']}, {row['updates']}" if "launches" in row else ""
-
-
 # What several benchmarks show.
 COLUMNS: dict[str, Cell] = {
     "peak GB": number("peak_bytes", scale=1e-9),
     "temporaries GB": number("temp_bytes", scale=1e-9),
     "compile s": number("compile_s", ".1f"),
-    "launches, updates": both,
+    "launches, updates": lambda row: f"{row['launches']}, {row['updates']}" if "launches" in row else "",
     "W": number("power_watts", ".0f"),
     "MHz": number("sm_clock_mhz", ".0f"),
 }
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table; short rows are filled up."""
+    """Returns the lines of a table; short rows are filled up."""
     return [line(heads), "|---" * len(heads) + "|", *(line([*row, *[""] * (len(heads) - len(row))]) for row in rows)]
 
 
@@ -91,35 +87,38 @@ def about(result: Row) -> str:
 
 
 # PyTorch's fastest and ours
-
-
 HEADS = ["work", "devices", "PyTorch", "jgraph", "PyTorch / jgraph", "of"]
 
 
 def comparison(works: Row) -> list[str]:
-    """A row for each work with peers; parameters that are kept are not compared with those that are gathered again."""
+    """Draws a row for each work with peers; parameters that are kept are not compared with those that are gathered again."""
     rows = []
     for work, result in works.items():
-        alike = {how: [row for row in result["rows"] if parameters(row) == how] for how in PARAMETERS}
-        alike = {how: own for how, own in alike.items() if own and any(row["system"] == "torch" for row in result["rows"])}
-        for kind, own in alike.items():
-            rows += [versus(f"{work}, parameters {kind}" if len(alike) > 1 else work, result, [own], [])]
+        groups = alike(result["rows"]) if fastest(result["rows"], "torch") else {}
+        for kind, own in groups.items():
+            rows += [versus(f"{work}, parameters {kind}" if len(groups) > 1 else work, result, [own])]
     return markdown(HEADS, rows) if rows else []
 
 
-def versus(title: str, result: Row, runs: list[list[Row]], others: list[list[Row]]) -> list[str]:
-    """Cells of a work, by `HEADS`.
+def alike(rows: list[Row]) -> dict[str, list[Row]]:
+    """Returns ours and PyTorch's by what becomes of parameters: like is compared with like."""
+    groups = {
+        kind: [row for row in rows if row["system"] in ("jgraph", "torch") and parameters(row) == kind] for kind in PARAMETERS
+    }
+    return {kind: own for kind, own in groups.items() if own}
+
+
+def versus(title: str, result: Row, runs: list[list[Row]]) -> list[str]:
+    """Returns the cells of a work, by `HEADS`.
 
     Args:
-        result: the own run, whose rows are the first of `runs`; where peers had turns in it, it alone counts.
-        runs: rows of all stored runs of the work.
-        others: rows of other benchmarks' runs of the same work, PyTorch's alone.
+        result: the work's own run.
+        runs: rows of all stored runs of the work, its own first; where peers had turns in that, it alone counts.
     """
     if any("rounds" in row for row in runs[0]):
-        runs, others = runs[:1], []
-    everywhere = [*runs, *others]
-    torch, ours = ([row for run in everywhere if (row := fastest(run, system))] for system in ("torch", "jgraph"))
-    of = tried([row for run in everywhere for row in run])
+        runs = runs[:1]
+    torch, ours = ([row for run in runs if (row := fastest(run, system))] for system in ("torch", "jgraph"))
+    of = tried([row for run in runs for row in run])
     cells = [title, result["device"] or "not told"]
     cells += [f"{_range(torch)} ({how(torch[0])}; {of})" if torch else of]
     cells += [f"{_range(ours)} ({how(ours[0])})" if ours else "did not run"]
@@ -134,7 +133,7 @@ def versus(title: str, result: Row, runs: list[list[Row]], others: list[list[Row
 
 
 def tried(rows: list[Row]) -> str:
-    """How many of PyTorch's were tried."""
+    """Tells how many of PyTorch's were tried."""
     ran_by_name = {how(row): False for row in rows if row["system"] == "torch"}
     ran_by_name |= {how(row): True for row in rows if row["system"] == "torch" and "ms" in row}
     ran, failed = sum(ran_by_name.values()), len(ran_by_name) - sum(ran_by_name.values())
@@ -143,7 +142,7 @@ def tried(rows: list[Row]) -> str:
 
 
 def told_ratio(peer: Row, ours: Row) -> str:
-    """With whether they can be told apart, where there were no rounds."""
+    """Returns their ratio, and whether they can be told apart where there were no rounds."""
     alike = len(ratios(peer, ours)) < 2 and verdict(ours["repeats_ms"], peer["repeats_ms"]) == WITHIN
     return ratio(peer, ours, digits=2) + f", {WITHIN}" * alike
 
@@ -158,7 +157,7 @@ def _range(rows: list[Row]) -> str:
 
 
 def how(row: Row) -> str:
-    """Schedule, variant and join; of XLA's options how many, as their names are longer than a table is wide."""
+    """Returns schedule, variant and join; of XLA's options how many, as their names are longer than a table is wide."""
     words = row.get("variant", "").split()
     own = [word for word in words if not word.startswith("xla_")]
     xla = len(words) - len(own)

@@ -17,41 +17,69 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import count_gpus
 from benchmarks.peers.protocol import Clock
 from benchmarks.rows import Row, named
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Says how turns are taken; flags of every benchmark."""
+
+    rounds: int = 5
+    """How often every variant has its turn."""
+    seconds: float = 0.3
+    """Shortest time of a repeat."""
+    repeats: int = 3
+    """Repeats of a turn, of which the median is taken."""
+    warmup_seconds: float = 0.7
+    """Time that a variant runs in its turn before it is timed."""
+    together: int = 0
+    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
+    timeout: float = 240.0
+    """Seconds after which a process is ended that says nothing."""
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
+
+
 @dataclass(frozen=True)
 class Entrant:
-    """What is to be timed.
+    """Names a script that is to be timed.
 
     Attributes:
-        named: what its row begins with.
-        module: of a script that reads `protocol.request()`.
+        named: the keys that its row begins with.
+        module: a script that reads `protocol.request()`.
         request: anything JSON; the script's only argument.
         ranks: processes under torchrun; 0 runs the script alone.
-        missing: why it cannot run here.
+        gpus: how many it cannot do without.
     """
 
     named: Row
     module: str
     request: Row
     ranks: int = 0
-    missing: str = ""
+    gpus: int = 0
+
+    @property
+    def missing(self) -> str:
+        """Says why it cannot run here; empty where it can."""
+        return f"skipped: {count_gpus()} of {self.gpus} GPUs are here" if count_gpus() < self.gpus else ""
 
 
-class Runner:
-    """An entrant's process, which answers in JSON lines. It never raises: what goes wrong is `failed` of its row, one line.
+class Process:
+    """Runs an entrant, which answers in JSON lines. Never raises: what goes wrong is `failed` of its row, one line.
 
     Args:
-        timeout: seconds without an answer that is waited for.
-        share: of a GPU's memory, which jax takes at once; 0 leaves it to jax.
+        timeout: seconds to wait for an answer.
+        share: part of a GPU's memory that jax takes at once; 0 leaves it to jax.
     """
 
     def __init__(self, entrant: Entrant, *, timeout: float, share: float = 0.0):
@@ -91,8 +119,12 @@ class Runner:
                 known = [value for value in repeats if value is not None]
                 self.row[key] = statistics.median(known) if known else None
 
+    def soak(self, steps: Row) -> None:
+        """Has it run many steps, whose number is given, and watch them."""
+        self._ask(steps, until="turn")
+
     def finish(self) -> None:
-        """There are no more turns, or never were any; gathers what else it has to say."""
+        """Tells it that there are no more turns, and gathers what else it has to say."""
         self._ask(None, until="")
         try:
             if "failed" not in self.row and self._process.wait(30):
@@ -151,76 +183,64 @@ class Runner:
                 file.close()
 
 
-def ask(entrant: Entrant, *, timeout: float) -> Row:
-    """The row of a process that takes no turns; with `failed`, and why, if it stopped early."""
-    runner = Runner(entrant, timeout=timeout)
-    try:
-        runner.finish()  # it begins where stdin ends, too
-        return runner.row
-    finally:
-        runner.close()
+def ask(entrant: Entrant, *, timeout: float, soak: Row | None = None) -> Row:
+    """Returns the row of a process that takes no turns, or a soak alone; with `failed`, and why, if it stopped early."""
+    with contextlib.closing(Process(entrant, timeout=timeout)) as process:
+        if soak:
+            process.build()
+            process.soak(soak)
+        process.finish()  # where stdin ends, it begins too
+        return process.row
 
 
 def race(
     entrants: Sequence[Entrant],
-    clock: Clock,
     save: Callable[[list[Row]], None],
+    turns: Turns,
     *,
-    rounds: int,
-    together: int = 0,
     building: int = 1,
-    timeout: float,
-    number: int = 0,
+    numbers: Iterator[int],
 ) -> list[Row]:
     """Times all entrants in turns; says on stderr how far it is.
 
     Args:
         entrants: the first one is ours, and takes part in every round.
-        clock: of a turn.
         save: gets all rows after every build and every round. A row has what its process told, `ms` and whatever else it
             measured as medians of its turns, `repeats_ms` and so on with every turn, and each turn's round in `rounds`.
-        rounds: of each group; with none, processes answer one after the other, and take no turns.
-        together: most processes that are on the GPUs at once; 0 for all. More entrants than that come in groups.
+        turns: how turns are taken. More entrants than may be `together` come in groups, each with as many rounds.
         building: most processes that build at once; 0 for all.
-        timeout: of each process, as `Runner`'s.
-        number: of the first round.
+        numbers: what the rounds are called.
 
     Returns:
         All rows.
     """
     here = [entrant for entrant in entrants if not entrant.missing]
-    size = max(min(together or len(here), len(here)) - 1, 1)
-    share = 0.9 / (size + 1) if rounds else 0.0
-    runners: list[Runner] = []
-
-    def rows() -> list[Row]:
-        own = {id(runner.entrant): runner.row for runner in runners}
-        return [own[id(one)] if id(one) in own else one.named | {"failed": one.missing} for one in entrants]
-
-    try:
+    size = max(min(turns.together or len(here), len(here)) - 1, 1)
+    with contextlib.ExitStack() as stack:
+        processes: list[Process] = []
         for entrant in here:
-            runners.append(Runner(entrant, timeout=timeout, share=share))
-        ours, groups = runners[:1], [runners[i : i + size] for i in range(1, len(runners), size)] or [[]]
+            process = Process(entrant, timeout=turns.timeout, share=0.9 / (size + 1))
+            processes.append(stack.enter_context(contextlib.closing(process)))
+
+        def rows() -> list[Row]:
+            told = iter(processes)
+            return [one.named | {"failed": one.missing} if one.missing else next(told).row for one in entrants]
+
+        ours, groups = processes[:1], [processes[i : i + size] for i in range(1, len(processes), size)] or [[]]
         for nth, group in enumerate(groups):
-            new = [*([] if nth else ours), *group] if rounds else []
-            with ThreadPoolExecutor(building or len(new) or 1) as pool:
-                for _ in pool.map(Runner.build, new):
+            with ThreadPoolExecutor(building or len(here) or 1) as pool:
+                for _ in pool.map(Process.build, group if nth else [*ours, *group]):
                     save(rows())
-            for done in range(rounds):
-                start = time.monotonic()
-                for runner in [*ours, *group][:: -1 if number % 2 else 1]:
-                    runner.turn(clock, number)
-                number += 1
+            for done in range(turns.rounds):
+                start, number = time.monotonic(), next(numbers)
+                for process in [*ours, *group][:: -1 if number % 2 else 1]:
+                    process.turn(turns.clock, number)
                 save(rows())
-                tell(f"round {done + 1} of {rounds} took {time.monotonic() - start:.0f} s")
-            for runner in [*group, *(ours if nth == len(groups) - 1 else [])]:
-                runner.finish()
-                save(rows())
+                tell(f"round {done + 1} of {turns.rounds} took {time.monotonic() - start:.0f} s")
+            for process in [*group, *(ours if group is groups[-1] else [])]:
+                process.finish()
         save(rows())
         return rows()
-    finally:
-        for runner in runners:
-            runner.close()
 
 
 def tell(what: str) -> None:
@@ -228,7 +248,7 @@ def tell(what: str) -> None:
 
 
 def last_error(stderr: str) -> str:
-    """The last line that names an exception, torchrun's own aside; the last line at all if there is none."""
+    """Returns the last line that names an exception, torchrun's own aside; the last line at all if there is none."""
     lines = [re.sub(r"^\[\w+\]:\s*", "", line).strip() for line in stderr.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line) and "ChildFailed" not in line]

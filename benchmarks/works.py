@@ -1,12 +1,13 @@
-"""Sizes of what pipelines train, by which schedule, and PyTorch's pipelines, which two benchmarks ask."""
+"""Works that several benchmarks share: sizes of what is trained, and the processes that train it."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from benchmarks.rows import gpt_of
-from benchmarks.runner import Options, missing
+from benchmarks.rows import Row, gpt_of
+from benchmarks.runner import Options, Traced
 from benchmarks.turns import Entrant
 from jgraph.schedule import Schedule, generate
+from jgraph.training.config import TrainConfig
 from jgraph.training.presets import preset
 from jgraph_models.gpt import GPTConfig
 
@@ -21,13 +22,13 @@ class MLPSize:
 
     @property
     def flops(self) -> float:
-        """Of a step: two products a layer, each with two more in the backward; 2 FLOPs a multiplication."""
+        """Returns the FLOPs of a step: two products a layer, each with two more in the backward; 2 FLOPs a multiplication."""
         return 12.0 * self.tokens * self.d_model * self.d_ff * self.layers * self.microbatches
 
 
 @dataclass(frozen=True)
 class GPTSize:
-    """`batch` sequences of `length` a microbatch."""
+    """Sizes a GPT, trained on `batch` sequences of `length` a microbatch."""
 
     model: GPTConfig
     batch: int
@@ -40,7 +41,7 @@ class GPTSize:
 
     @property
     def flops(self) -> float:
-        """Of a step."""
+        """Returns the FLOPs of a step."""
         sequences = self.batch * self.microbatches
         return self.model.flops(sequences, self.length)
 
@@ -49,53 +50,58 @@ Size: TypeAlias = MLPSize | GPTSize
 
 
 def size_from(fields: dict[str, Any]) -> Size:
-    """Inverse of `dataclasses.asdict`, through JSON."""
+    """Inverts `dataclasses.asdict`, through JSON."""
     if "model" not in fields:
         return MLPSize(**fields)
     rest = {name: value for name, value in fields.items() if name != "model"}
     return GPTSize(gpt_of(fields["model"]), **rest)
 
 
-def sizes_of(name: str, ranks: int) -> dict[str, Size]:
-    """The works of a name in `SIZES`, for so many ranks."""
+TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+
+
+def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
+    """Returns works of pipelines by name; an MLP has 4 layers a rank."""
+    if sizes == "tiny":
+        gpt = GPTSize(TINY, batch=1, length=16, microbatches=8)
+        return {
+            "mlp-large": MLPSize(64, 128, 32, layers=4 * ranks, microbatches=8),
+            "mlp-launch-bound": MLPSize(32, 64, 16, layers=4 * ranks, microbatches=8),
+            "gpt-1b3": gpt,
+            "gpt-7b": gpt,
+        }
     return {
-        work: replace(size, layers=size.layers * ranks) if isinstance(size, MLPSize) else size
-        for work, size in SIZES[name].items()
+        "mlp-large": MLPSize(4096, 16384, 4096, layers=4 * ranks, microbatches=16),
+        "mlp-launch-bound": MLPSize(1024, 4096, 512, layers=4 * ranks, microbatches=16),
+        "gpt-1b3": GPTSize(preset("gpt-1b3").model, batch=4, length=2048, microbatches=16),
+        "gpt-7b": GPTSize(preset("gpt-7b").model, batch=1, length=2048, microbatches=16),
     }
 
 
-_TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+def training(name: str, options: Options) -> TrainConfig:
+    """Returns a preset; of tiny sizes, one that a CPU trains."""
+    config = preset(name)
+    return config if options.sizes == "full" else replace(config, model=TINY, seq_len=32, xla_options=())
 
-# Layers of an MLP are those of a rank.
-SIZES: dict[str, dict[str, Size]] = {
-    "full": {
-        "mlp-large": MLPSize(4096, 16384, 4096, layers=4, microbatches=16),
-        "mlp-launch-bound": MLPSize(1024, 4096, 512, layers=4, microbatches=16),
-        "gpt-1b3": GPTSize(preset("gpt-1b3").model, batch=4, length=2048, microbatches=16),
-        "gpt-7b": GPTSize(preset("gpt-7b").model, batch=1, length=2048, microbatches=16),
-    },
-    "tiny": {
-        "mlp-large": MLPSize(64, 128, 32, layers=4, microbatches=8),
-        "mlp-launch-bound": MLPSize(32, 64, 16, layers=4, microbatches=8),
-        "gpt-1b3": GPTSize(_TINY, batch=1, length=16, microbatches=8),
-        "gpt-7b": GPTSize(_TINY, batch=1, length=16, microbatches=8),
-    },
-}
+
+def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
+    """Returns ours: the step of `python -m jgraph.train`."""
+    return Entrant(named, "benchmarks.programs.step", {"config": asdict(config), "categories": options.categories})
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
-    """By a name of `jgraph.schedule`, with chunks a rank after a colon: `aligned:2`."""
+    """Generates a schedule by its name in `jgraph.schedule`, with chunks a rank after a colon: `aligned:2`."""
     name, _, chunks = text.partition(":")
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
 def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
-    """A schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
+    """Asks for a schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
     schedule, _, variant = peer.partition(":")
     return Entrant(
         {"system": "torch", "schedule": schedule, "variant": variant},
         "benchmarks.peers.pipelining",
         {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},
         ranks=ranks,
-        missing=missing(ranks, options),
+        gpus=0 if options.sizes == "tiny" else ranks,
     )

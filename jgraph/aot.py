@@ -1,8 +1,45 @@
-"""`python -m jgraph.aot`: see `jgraph.cli.aot`."""
+"""The compiler for NVIDIA GPUs that are not here, which `python -m jgraph.inspect capture` needs for a target.
 
+python -m jgraph.aot install           # 125 MB, once for each jax version
+python -m jgraph.aot show --gpu b200
+"""
+
+import functools
 import sys
+from collections.abc import Sequence
+from typing import Literal
 
-from jgraph.cli.aot import main
+from jgraph.cli import Directory, run, run_command
+
+
+def install(*, directory: Directory = None) -> None:
+    """Download the compiler, unless it is there.
+
+    Args:
+        directory: Where to; a cache under ~/.cache/jgraph by default.
+    """
+    from jgraph.xla import aot  # only now: jax takes its time
+
+    print(aot.install(directory))
+
+
+def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory = None) -> None:
+    """Say where the compiler is and which GPU it compiles for.
+
+    Args:
+        gpu: The GPU.
+        directory: Where the compiler was installed; by default the environment and then the cache are searched.
+    """
+    from jgraph.xla import aot
+
+    device = aot.devices(gpu=gpu, directory=directory)[0]
+    print(f"{device.device_kind}, compile only; jaxlib {aot.version()}; {aot.find_library(directory)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
+    return run("jgraph.aot", functools.partial(run_command, (install, show), "jgraph.aot", __doc__ or ""), argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,89 @@
-"""`python -m jgraph.train`: see `jgraph.cli.train`."""
+"""Train a GPT on one device or several, or go on with a run that was interrupted.
 
+    python -m jgraph.train
+    python -m jgraph.train --preset gpt-124m --data tokens/ --run-dir runs/first
+    srun --ntasks-per-node 8 python -m jgraph.train --preset gpt-1b3 --dp 16
+
+The presets are {presets}; every flag overrides a field of the one chosen, and the defaults below are those of {preset}.
+Everything is written to the run directory: config.json, metrics.jsonl (one JSON object a logged step) and checkpoints/.
+The same command again goes on from the last checkpoint.
+"""
+
+import argparse
+import dataclasses
+import signal
 import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from jgraph.cli.train import main
+import tyro
+
+from jgraph import cli
+from jgraph.cli import FlagConsole, fields_of
+from jgraph.training.config import TrainConfig
+from jgraph.training.model import settings_of
+from jgraph.training.presets import PRESETS, preset
+
+_PROG = "jgraph.train"
+_FIELDS = fields_of(TrainConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Returns:
+        Exit code, as `jgraph.cli.run`; 130 after Ctrl-C and 143 after SIGTERM, when all is saved; 130 after a second Ctrl-C, at
+        once.
+    """
+    return cli.run(_PROG, _run, argv, _FIELDS)
+
+
+def _run(args: list[str]) -> int:
+    config = parse(args)
+    if config is None:
+        return 0
+    # After the flags were checked: jax takes its time.
+    from absl import logging
+
+    from jgraph.training.trainer import train
+
+    # Orbax logs tracebacks of errors that it also raises, and those are told in one line.
+    logging.set_verbosity(logging.FATAL)
+    summary = train(config, console=FlagConsole(_FIELDS))
+    # As of a process that the signal ended, so that a shell does not go on as after a finished run.
+    return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
+
+
+def parse(args: Sequence[str]) -> TrainConfig | None:
+    """Returns the configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
+    # Which flags there are depends on these two. One without a value is left to tyro, as everything else that is wrong.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?", default="cpu-tiny", const="cpu-tiny")
+    first.add_argument("--model.module", nargs="?", dest="module")
+    chosen = first.parse_known_args(args)[0]
+    base = preset(chosen.preset)
+    module = chosen.module or base.module
+    # A preset's own model is not imported: that would take jax, and a wrong flag should be told at once.
+    settings = type(base.model) if module == base.module else settings_of(module)
+    model: Any = base.model if settings and isinstance(base.model, settings) else None
+    if settings and model is None:
+        try:
+            model = settings()
+        except TypeError:  # it has settings without a default, which must be given
+            model = tyro.MISSING
+    # With the model's own settings, whose fields become flags too.
+    named = Annotated[str, tyro.conf.arg(name="model.module")]
+    fields = [("module", named, dataclasses.field()), ("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
+    flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
+    default = flags(**_shallow(base) | {"module": module, "model": model})
+    about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
+    found = cli.parse(flags, _PROG, about, args, default=default)
+    return found and TrainConfig(**_shallow(found))
+
+
+def _shallow(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,16 +3,15 @@
 import copy
 import importlib.util
 import json
-import sys
 from dataclasses import asdict
+from itertools import count
 
 import numpy as np
 import pytest
 
-from benchmarks import convergence, fsdp, pipeline, rows, runner, single_gpu, split_backward
-from benchmarks.peers.protocol import Clock
+from benchmarks import cli, fsdp, rows, runner
 from benchmarks.rows import step_flops
-from benchmarks.turns import Entrant, race
+from benchmarks.turns import Entrant, Turns, race
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 
@@ -32,12 +31,12 @@ def compete(tmp_path, saved):
             Entrant({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
             for name, (ms, fails) in fakes.items()
         ]
-        clock = Clock(seconds=0.0, repeats=1, warmup_seconds=0.0)
+        turns = Turns(rounds=rounds, together=together, seconds=0.0, repeats=1, warmup_seconds=0.0, timeout=60)
 
         def save(rows: list[dict]) -> None:
             saved.append(copy.deepcopy(rows))
 
-        race(entrants, clock, save, rounds=rounds, together=together, building=building, timeout=60)
+        race(entrants, save, turns, building=building, numbers=count())
         return saved[-1], log.read_text().splitlines()
 
     return compete
@@ -96,16 +95,15 @@ def test_a_variant_that_fails_says_why_in_its_row_and_stops_no_other(compete, wh
     assert (a["repeats_ms"], a["peak_bytes"]) == ([1.0, 1.0], 1)
 
 
-def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_table(tmp_path, monkeypatch, capsys):
+def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_table(tmp_path, capsys):
     flags = ["--presets", "launch-bound", "--sizes", "tiny", "--out", str(tmp_path), *SHORT]
-    monkeypatch.setattr(sys, "argv", ["single_gpu", *flags, "--variants", "jgraph", "torch eager", "--categories"])
-    assert single_gpu.BENCHMARK.main() == 0
+    assert cli.main(["run", "single_gpu", *flags, "--variants", "jgraph", "torch eager", "--categories"]) == 0
     ours, peer = json.loads((tmp_path / "single_gpu.json").read_text())["works"]["launch-bound"]["rows"]
     assert len(ours["repeats_ms"]) == 2
     assert ours["temp_bytes"] > 0
     assert {"forward", "dgrad", "wgrad", "idle"} <= set(ours["categories"])
-    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: no GPU here"}
-    assert "| torch eager | skipped: no GPU here |" in capsys.readouterr().out
+    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: 0 of 1 GPUs are here"}
+    assert "| torch eager | skipped: 0 of 1 GPUs are here |" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -114,8 +112,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(*flags: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["pipeline", *TINY, *SHORT, *flags])
-        return pipeline.BENCHMARK.main()
+        return cli.main(["run", "pipeline", *TINY, *SHORT, *flags])
 
     return run
 
@@ -128,8 +125,6 @@ def test_a_schedule_is_timed_and_compared_with_its_actions(run, tmp_path, capsys
     assert row["ms"] == pytest.approx(sum(row["categories"].values()))
     assert {"actions", "bubble", "not told"} == set(row["categories"])
     assert row["temp_bytes"] > 0
-    capsys.readouterr()
-    assert run("--table") == 0
     assert "\n| jgraph aligned | " in capsys.readouterr().out
 
 
@@ -164,8 +159,7 @@ def run_fsdp(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(*flags: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["fsdp", "--work", "gpt-1b3", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
-        return fsdp.BENCHMARK.main()
+        return cli.main(["run", "fsdp", "--work", "gpt-1b3", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
 
     return run
 
@@ -179,8 +173,6 @@ def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert sharded["skipped"] == 0
     # A device has about half of the state: float32 parameters and two moments.
     assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
-    capsys.readouterr()
-    assert run_fsdp("--table") == 0
     assert "\n| jgraph | " in capsys.readouterr().out
 
 
@@ -250,9 +242,8 @@ def run_here(tmp_path, monkeypatch):
     """Runs a benchmark that needs no other process; gives back its results by work."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
-    def run(benchmark: runner.Benchmark, *flags: str) -> dict:
-        monkeypatch.setattr(sys, "argv", ["benchmark", *flags])
-        assert benchmark.main() == 0
+    def run(name: str, *flags: str) -> dict:
+        assert cli.main(["run", name, *flags]) == 0
         (file,) = tmp_path.glob("*.json")
         return json.loads(file.read_text())["works"]
 
@@ -268,13 +259,13 @@ def test_loss_curves_are_compared_with_the_first(run_here, tmp_path, capsys):
         entries = [{"step": step, "loss": loss, "step_time_ms": 1.0, "eval_loss": loss} for step, loss in enumerate(losses)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     named = [f"{name}={tmp_path / name}" for name in runs]
-    works = run_here(convergence.BENCHMARK, "--runs", *named, "--draw", str(tmp_path))
+    works = run_here("convergence", "--runs", *named, "--draw", str(tmp_path))
     assert works["tiny"]["device"] == "X"
     assert "| off | off | 1.00 | 1.7500 | 1.7500 | +0.1250, 0.3750, 0.5000 |" in capsys.readouterr().out
     assert (tmp_path / "convergence.svg").stat().st_size > 0
 
 
 def test_the_split_backward_is_timed_beside_the_vjp(run_here):
-    (result,) = run_here(split_backward.BENCHMARK, "--sizes", "tiny", *SHORT).values()
+    (result,) = run_here("split_backward", "--sizes", "tiny", *SHORT).values()
     assert {row["system"] for row in result["rows"]} == {"jax", "jgraph"}
-    assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 1 for row in result["rows"])
+    assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 2 for row in result["rows"])

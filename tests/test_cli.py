@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tyro
 
-from jgraph.cli.train import main, parse
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
+from jgraph.train import main, parse
 from jgraph.training.presets import PRESETS
 from jgraph.training.setup import TrainSetup
 from tests import tiny
@@ -199,6 +199,11 @@ def test_an_error_in_a_model_s_code_is_told_with_its_place(refused):
     assert_names(refused("--model.module", "tests.unimportable:GPT"), "ZeroDivisionError: no such luck", "unimportable.py:3")
 
 
+@pytest.mark.parametrize("pipeline", [(), ("--schedule", "1f1b")])
+def test_a_chunk_of_the_loss_that_does_not_divide_the_tokens_is_refused_by_its_flag(refused, pipeline):
+    assert_names(refused("--model.loss-chunk", "7", *pipeline), "--model.loss-chunk is 7: must be a divisor of the ")
+
+
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
 def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch, platform):
     monkeypatch.setenv("JAX_PLATFORMS", platform)
@@ -225,7 +230,7 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module
 
 
 def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
-    code = "import sys\nfrom jgraph.cli.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
+    code = "import sys\nfrom jgraph.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full}", "--resume, --no-resume"):

@@ -376,7 +376,8 @@ def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(fir
 
 
 def on_target(made: TrainConfig) -> TrainSetup:
-    return TrainSetup.of(made).on(aot.devices(4))
+    setup = TrainSetup.of(made)
+    return dataclasses.replace(setup, step=setup.step.on(aot.devices(4)))
 
 
 def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.cli.inspect import main
+from jgraph.inspect.__main__ import main
 from jgraph.schedule import NAMES, POOLS, Costs, assign, generate, simulate, write
 from jgraph.training.presets import PRESETS
 
@@ -270,7 +270,7 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch):
 def test_neither_jax_nor_pyplot_is_imported_and_matplotlib_only_to_draw(tmp_path):
     code = """if True:
         import sys
-        from jgraph.cli.inspect import main
+        from jgraph.inspect.__main__ import main
         assert main(sys.argv[1:-1]) == 0
         assert 'matplotlib' not in sys.modules
         assert main([*sys.argv[1:-1], '--svg', sys.argv[-1]]) == 0
@@ -425,7 +425,7 @@ def test_help_of_capture_says_what_can_be_named(told):
 def test_wrong_flags_of_capture_are_refused_before_jax_is_imported():
     code = """if True:
         import sys
-        from jgraph.cli.inspect import main
+        from jgraph.inspect.__main__ import main
         assert main(['capture', 'gpt-124m', '--batch-size', '0']) == 2
         assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jgraph.cli.parse import flag
+from jgraph.cli import flag
 from jgraph.training.presets import preset
 from jgraph.training.rundir import flatten
 

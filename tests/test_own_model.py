@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jgraph.cli.train import main
+from jgraph.train import main
 from tests import tiny
 
 FLAGS = shlex.split("--batch-size 4 --seq-len 32 --log-every 1 --eval-batches 2 --sample-tokens 0 --steps 30")

@@ -14,7 +14,8 @@ from jgraph.training.config import TrainConfig
 from jgraph.training.rundir import RunDir, flatten
 from tests import tiny
 
-CORPUS = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
+FINGERPRINT = "0" * 64
+CORPUS = {"name": "text", "fingerprint": FINGERPRINT, "train_tokens": 9, "heldout_tokens": 1}
 FREE = {
     *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp", "fsdp"),
     *("reshard_after_forward", "shard_rules", "pp", "chunks", "schedule", "memory_limit", "remat", "graph", "xla_options"),
@@ -68,27 +69,35 @@ def test_every_field_either_may_change_when_a_run_goes_on_or_may_not():
 
 @pytest.mark.parametrize("name", sorted(FREE - {"resume"}))
 def test_a_field_that_leaves_the_numbers_as_they_are_may_change(run_dir, name):
-    run_dir.check(config_with(name, TrainConfig()), CORPUS)
+    run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))
 def test_a_field_that_the_numbers_depend_on_may_not_change(run_dir, name):
     with pytest.raises(ConfigError, match=f"`{name}` is ") as error:
-        run_dir.check(config_with(name, TrainConfig()), CORPUS)
+        run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
     assert error.value.field == "run_dir"
 
 
 @pytest.mark.parametrize("name", ["seed", "optimizer.learning_rate", "preset"])
 def test_a_directory_without_a_checkpoint_is_free_for_another_configuration(run_dir, name):
     (run_dir.checkpoints / "4").rename(run_dir.checkpoints / "4.orbax-checkpoint-tmp")
-    run_dir.check(config_with(name, TrainConfig()), CORPUS)
+    run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
+    saved = json.loads(run_dir.config.read_text())
+    del saved["module"]
+    saved["model"]["module"] = "models.gpt:GPT"
+    run_dir.config.write_text(json.dumps(saved))
+    run_dir.check(TrainConfig(), FINGERPRINT)
 
 
 def test_a_directory_with_a_config_file_of_something_else_is_not(run_dir):
     (run_dir.checkpoints / "4").rmdir()
     run_dir.config.write_text('{"architectures": ["GPT"]}')
     with pytest.raises(ConfigError) as error:
-        run_dir.check(TrainConfig(), CORPUS)
+        run_dir.check(TrainConfig(), FINGERPRINT)
     assert error.value.field == "run_dir"
 
 
@@ -96,7 +105,7 @@ def test_a_directory_with_a_config_file_of_something_else_is_not(run_dir):
 def test_a_damaged_config_file_is_refused(run_dir, text):
     run_dir.config.write_bytes(text.encode("latin1"))
     with pytest.raises(ConfigError, match="damaged") as error:
-        run_dir.check(TrainConfig(), CORPUS)
+        run_dir.check(TrainConfig(), FINGERPRINT)
     assert error.value.field == "run_dir"
 
 
@@ -156,7 +165,7 @@ def dead_pid() -> int:
 
 def test_the_lock_of_a_process_that_was_killed_is_taken(left, told):
     run_dir = left(dead_pid(), socket.gethostname())
-    run_dir.check(TrainConfig(), CORPUS)
+    run_dir.check(TrainConfig(), FINGERPRINT)
     with run_dir.locked(told.append):
         assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
     assert told == []

@@ -156,14 +156,12 @@ def test_a_folder_of_results_is_shown_row_by_row(told, write):
 
 
 def test_flags_after_a_name_are_the_benchmarks_own(tmp_path, monkeypatch, capsys):
-    (tmp_path / "echo.py").write_text(
-        '"""Says it."""\nimport sys\n\nif __name__ == "__main__":\n    raise SystemExit(str(sys.argv[1:]))\n'
-    )
+    claim = '"""Says it."""\n\nclass Echo:\n    def main(self, name, flags):\n        raise SystemExit(f"{name} {flags}")\n\n'
+    (tmp_path / "echo.py").write_text(f"{claim}\nBENCHMARK = Echo()\n")
     monkeypatch.setattr(benchmarks, "__path__", [str(tmp_path)])
-    monkeypatch.setattr("sys.argv", ["before"])
     with pytest.raises(SystemExit) as left:
         cli.main(["run", "echo", "--help", "--x", "1"])
-    assert left.value.code == "['--help', '--x', '1']"
+    assert left.value.code == "echo ['--help', '--x', '1']"
 
 
 def test_an_unknown_benchmark_is_refused_with_those_that_are_known(refused):

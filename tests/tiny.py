@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jgraph.cli.train import main
+from jgraph.train import main
 
 ROOT = Path(__file__).parents[1]
 _FLAGS = """

@@ -17,7 +17,7 @@ from jgraph_models.gpt import GPTConfig
 
 
 class Alone(nn.Module):
-    """A block with its rotary table inside: graphed callables take nothing but tensors that ask for gradients."""
+    """Holds a block with its rotary table inside: graphed callables take nothing but tensors that ask for gradients."""
 
     cos: Tensor
     sin: Tensor
@@ -35,7 +35,7 @@ class Alone(nn.Module):
 
 
 class Unrotated(Block):
-    """Without rotary embedding, which takes several kernels here: less work than ours, so a bound from below."""
+    """Leaves out the rotary embedding, which takes several kernels here: less work than ours, so a bound from below."""
 
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
         H, (B, T, D) = self.config.num_heads, x_BTD.shape
@@ -85,7 +85,7 @@ def main() -> None:
     answer(replays=replays)
 
     def measure(clock: Clock) -> dict[str, Any]:
-        ms = clock.back_to_back(iteration, wait).ms
+        ms = clock.back_to_back(iteration, wait)["ms"]
         return {"ms": ms, "host_us": clock.handover_seconds(iteration, wait) / replays * 1e6}
 
     take_turns(measure)

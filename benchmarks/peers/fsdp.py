@@ -49,7 +49,7 @@ def main() -> None:
 def training_step(
     config: TrainConfig, rank: int, ranks: int, device: torch.device, *, compile: bool, reshard: bool
 ) -> Callable[[], Tensor]:
-    """Forward, backward with its reduce-scatters, clipping and update on one batch; gives back the loss of this rank's rows."""
+    """Returns a step on one batch (forward, backward, clipping, update) that gives back the loss of this rank's rows."""
     model = sharded(config.model, device, ranks, compile=compile, reshard=reshard)
     optimizer = adamw(model, config.optimizer)
     shape = config.batch_size, config.seq_len + 1
@@ -74,7 +74,7 @@ def training_step(
 
 
 def sharded(config: GPTConfig, device: torch.device, ranks: int, *, compile: bool, reshard: bool) -> GPT:
-    """The model, each block gathered and reduced alone, embedding, head and last norm together.
+    """Makes the model, each block gathered and reduced alone, embedding, head and last norm together.
 
     Args:
         compile: each block; its hooks, which gather and reduce, stay outside.

@@ -30,7 +30,7 @@ from jgraph_models.gpt import GPTConfig
 
 @dataclass(frozen=True)
 class Job:
-    """What a schedule is to play.
+    """Holds all that a schedule plays.
 
     Attributes:
         module: makes a stage, of its number.
@@ -58,7 +58,7 @@ class MLP(nn.Module):
 
 
 class Part(nn.Module):
-    """A stage of GPT."""
+    """Computes a stage of GPT."""
 
     cos: Tensor
     sin: Tensor
@@ -129,7 +129,7 @@ def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
 
 
 def stages_of(name: str, compile: bool, size: dict[str, Any], here: Ranks) -> Callable[[], None]:
-    """Hands over a step of this rank's stages."""
+    """Returns a function that hands over a step of this rank's stages."""
     rank, ranks, device = here.rank, here.ranks, here.device
     cls = getattr(schedules, name)
     several = issubclass(cls, schedules.PipelineScheduleMulti)

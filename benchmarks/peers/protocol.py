@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.harness import Timing, time_steps
+from benchmarks.harness import time_steps
 
 Run = Callable[[], object]
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How long everything is timed; the same on both sides."""
+    """Says how long everything is timed; the same on both sides."""
 
     seconds: float
     """Shortest time of a repeat."""
@@ -28,20 +29,20 @@ class Clock:
     warmup_seconds: float
     """Before the first of them: whatever had the turn before, or nothing, the card's clock settles."""
 
-    def back_to_back(self, run: Run, wait: Run) -> Timing:
-        """Steps handed over one after the other; the device is waited for once a repeat."""
-        return time_steps(run, wait, steps=1, **asdict(self))
+    def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
+        """Times steps handed over one after the other; the device is waited for once a repeat."""
+        return time_steps(run, wait, **asdict(self))
 
-    def one_by_one(self, run: Run, wait: Run) -> Timing:
-        """Steps of which each is waited for, so that the filling and draining of a pipeline count."""
+    def one_by_one(self, run: Run, wait: Run) -> dict[str, Any]:
+        """Times steps of which each is waited for, so that the filling and draining of a pipeline count."""
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
-    def in_flight(self, run: Run, wait: Run, platform: str) -> Timing:
-        """Back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
+    def in_flight(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
+        """Times them back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
         return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
 
     def handover_seconds(self, run: Run, wait: Run) -> float:
-        """Median time in which `run` returns when the device has nothing to do; what is warm already is to be given.
+        """Returns the median time in which `run` returns when the device has nothing to do; `run` must be warm.
 
         From an idle device, since both runtimes make the host wait once enough is in flight (jax: 32 executables).
         """
@@ -55,16 +56,10 @@ class Clock:
 
 
 def request() -> dict[str, Any]:
-    """What the table asks of this process. Returns when the GPU is free for it to build."""
+    """Returns the table's request to this process, once the GPU is free for it to build."""
     asked = json.loads(sys.argv[1])
     begin()
     return asked
-
-
-def serve(tasks: dict[str, Callable[[dict[str, Any]], None]]) -> None:
-    """Does what the table asks of this process."""
-    asked = request()
-    tasks[asked["task"]](asked)
 
 
 def begin() -> None:
@@ -73,22 +68,22 @@ def begin() -> None:
         sys.stdin.readline()
 
 
-def turns() -> Iterator[Clock]:
-    """Says that all is built and warm, and gives back how to time each turn, until there are no more."""
+def take_turns(measure: Callable[[Clock], Answer], soak: Callable[..., Iterator[Answer]] | None = None) -> None:
+    """Says that all is built and warm, and answers each turn until there are no more.
+
+    Args:
+        measure: times a turn; its keys become medians of the row, and lists as `repeats_KEY`.
+        soak: runs as many steps as its arguments say, and tells how they went, where a soak is asked for.
+    """
     answer(ready=True)
     for line in sys.stdin:
-        yield Clock(**json.loads(line))
-
-
-def take_turns(measure: Callable[[Clock], dict[str, Any]]) -> None:
-    """Answers each turn with what is measured in it; its keys become medians of the row, and lists as `repeats_KEY`."""
-    for clock in turns():
-        answer(turn=measure(clock))
-
-
-def told(timing: Timing) -> dict[str, Any]:
-    """Of a turn."""
-    return {"ms": timing.ms, "power_watts": timing.power_watts, "sm_clock_mhz": timing.sm_clock_mhz}
+        asked = json.loads(line)
+        if soak and "hang_seconds" in asked:
+            for told in soak(**asked):
+                answer(**told)
+            answer(turn={})
+        else:
+            answer(turn=measure(Clock(**asked)))
 
 
 def answer(**row: Any) -> None:

@@ -23,7 +23,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that torchrun started.
+    """Holds this process's place among those that torchrun started.
 
     Attributes:
         rank, ranks: its number, and how many there are.
@@ -60,7 +60,7 @@ class Ranks:
             answer(**row)
 
     def turns(self) -> Iterator[Clock]:
-        """As `protocol.turns`, for every rank: the first one is told, and passes it on."""
+        """Yields how to time each turn, on every rank: the first one is told, and passes it on."""
         self.tell(ready=True)
         while True:
             lines = [sys.stdin.readline() if self.rank == 0 else ""]
@@ -95,7 +95,7 @@ class Ranks:
             torch.cuda.synchronize()
 
     def timed(self, step: Step, steps: int = 1) -> tuple[float, float]:
-        """Milliseconds a step until the last rank is done, and until it has handed all over. All ranks start together."""
+        """Returns milliseconds a step until the last rank is done, and until all is handed over. All ranks start together."""
         self.wait()
         dist.barrier()
         self.wait()
@@ -113,7 +113,7 @@ class Ranks:
         return tensor
 
     def peak_bytes(self) -> int | None:
-        """Of the rank that had most."""
+        """Returns the peak of the rank that had most."""
         peak = torch.cuda.max_memory_allocated() if self.on_gpu else 0
         return int(self.largest([peak]).item()) or None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.protocol import answer, request, take_turns, told
+from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.peers.torch_gpt import GPT, adamw
 from jgraph.training.config import TrainConfig
 
@@ -48,7 +48,7 @@ def main() -> None:
         run = graph.replay
         torch.cuda.empty_cache()  # what the steps before the capture left: the graph has a pool of its own, others need room
     answer(device=torch.cuda.get_device_name())
-    take_turns(lambda clock: told(clock.back_to_back(run, torch.cuda.synchronize)))
+    take_turns(lambda clock: clock.back_to_back(run, torch.cuda.synchronize))
     answer(loss=float(latest["loss"]), peak_bytes=torch.cuda.max_memory_allocated())
 
 

@@ -2,8 +2,9 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 
 import jgraph
 from benchmarks.harness import resident_bytes
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.peers.protocol import Clock, answer, request, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
-from benchmarks.programs.step import stepping
+from benchmarks.programs.step import devices_of, stepping
 from benchmarks.rows import Row
 from benchmarks.works import MLPSize, schedule_of
 
@@ -22,7 +23,7 @@ from benchmarks.works import MLPSize, schedule_of
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of GPT in bfloat16: the stage, parameters of each, and what goes in at both ends."""
+    """Holds blocks of GPT in bfloat16: the stage, parameters of each, and x and dy."""
 
     stage: Callable[[Any, jax.Array], jax.Array]
     params: tuple[Any, ...]
@@ -44,24 +45,38 @@ class Blocks:
         return jgraph.make_graphed_callables((self.stage,) * n, self.params, ((self.x,),) * n, **options)
 
     def one_by_one(self, **options: Any) -> Callable[[], Any]:
-        """An iteration of single calls; gives back all gradients and dx."""
+        """Returns an iteration of single calls."""
         graphed = self.graphed(**options)
         calls = [graphed[i] for i in range(len(graphed))]
+        return self.chained([lambda params, x, call=call: (call(params, x), call.backward) for call in calls])
+
+    def jitted(self) -> Callable[[], Any]:
+        """Jits a block with no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
+        run, backward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x)), jax.jit(lambda vjp, dy: vjp(dy))
+
+        def forward(params: Any, x: jax.Array) -> Any:
+            y, vjp = run(params, x)
+            return y, partial(backward, vjp)
+
+        return self.chained([forward] * len(self.params))
+
+    def chained(self, forwards: Sequence[Callable[[Any, jax.Array], Any]]) -> Callable[[], Any]:
+        """Returns an iteration that gives back all gradients and dx, of blocks that give y and their backward."""
 
         def iteration():
-            y, gradients = self.x, []
-            for call, params in zip(calls, self.params, strict=True):
-                y = call(params, y)
-            dx = self.dy
-            for call in reversed(calls):
-                of_params, dx = call.backward(dx)
+            y, backwards, gradients, dx = self.x, [], [], self.dy
+            for forward, params in zip(forwards, self.params, strict=True):
+                y, backward = forward(params, y)
+                backwards.append(backward)
+            while backwards:
+                of_params, dx = backwards.pop()(dx)
                 gradients.append(of_params)
             return gradients, dx
 
         return iteration
 
     def run(self, join: str, **options: Any) -> Callable[[], Any]:
-        """An iteration by `run`; gives back losses and gradients."""
+        """Returns an iteration by `run`, which gives back losses and gradients."""
         graphed = self.graphed(order=self.order, **options)
 
         def iteration():
@@ -70,27 +85,9 @@ class Blocks:
 
         return iteration
 
-    def jitted(self) -> Callable[[], Any]:
-        """Jits a block with no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
-        forward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x))
-        backward = jax.jit(lambda vjp, dy: vjp(dy))
-
-        def iteration():
-            y, vjps, gradients = self.x, [], []
-            for params in self.params:
-                y, vjp = forward(params, y)
-                vjps.append(vjp)
-            dx = self.dy
-            while vjps:
-                of_params, dx = backward(vjps.pop(), dx)
-                gradients.append(of_params)
-            return gradients, dx
-
-        return iteration
-
 
 def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
-    """A loss of which dy is the gradient."""
+    """Returns a loss of which dy is the gradient."""
     return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
 
 
@@ -112,7 +109,7 @@ def time_blocks(asked: Row) -> None:
     run, wait, _ = stepping(iteration)  # as torch's gradients, which are None before the next iteration
 
     def measure(clock: Clock) -> Row:
-        return told(clock.back_to_back(run, wait)) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
+        return clock.back_to_back(run, wait) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
 
     take_turns(measure)
 
@@ -128,9 +125,7 @@ def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
 
 def time_pipeline(asked: Row) -> None:
     size, ranks = MLPSize(**asked["size"]), asked["ranks"]
-    devices = jax.devices()[:ranks]
-    if len(devices) < ranks:
-        raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
+    devices = devices_of(ranks)
     schedule = schedule_of(asked["schedule"], ranks, size.microbatches)
     stages = schedule.num_stages
     if size.layers % stages:
@@ -163,7 +158,7 @@ def time_pipeline(asked: Row) -> None:
     answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0].losses)))
 
     def measure(clock: Clock) -> Row:
-        return told(clock.one_by_one(run, wait)) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
+        return clock.one_by_one(run, wait) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
 
     take_turns(measure)
 
@@ -177,7 +172,7 @@ REPLAYED: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
 
 
 def count_bytes(asked: Row) -> None:
-    """Bytes in use on the device and of the process after each number of replays that is asked for."""
+    """Tells the bytes in use on the device and of the process after each number of replays that is asked for."""
     iteration = REPLAYED[asked["variant"]](Blocks.of(asked["size"] | {"num_blocks": 2}))
     after = []
     for replay in range(1, asked["replays"][-1] + 1):
@@ -195,4 +190,5 @@ def count_bytes(asked: Row) -> None:
 
 
 if __name__ == "__main__":
-    serve({"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes})
+    asked = request()
+    {"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes}[asked["task"]](asked)

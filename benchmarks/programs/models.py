@@ -18,12 +18,11 @@ from jgraph_models.gpt import GPT, Block, GPTConfig, pipeline_model, rotary
 
 @dataclass(frozen=True)
 class Model:
-    """A model in parts with its parameters, and a batch.
+    """Holds a model in parts with its parameters, and a batch.
 
     Attributes:
         parts, ends, layers: as `jgraph.parallel.pipeline.Pipeline` takes them.
-        inputs: of all microbatches.
-        x: shape and dtype of what passes between layers.
+        inputs: the batch, by microbatches.
         compute_dtype: as `Pipeline`'s.
     """
 
@@ -31,32 +30,26 @@ class Model:
     ends: Any
     layers: list[Any]
     inputs: Any
-    x: jax.ShapeDtypeStruct
     compute_dtype: Any
 
-    @classmethod
-    def of(cls, size: Size, ranks: int) -> "Model":
-        return _gpt(size, ranks) if isinstance(size, GPTSize) else _mlp(size)
 
-
-def _mlp(size: MLPSize) -> Model:
-    """Nothing but layers: no embedding, a loss of a pass."""
+def model_of(size: Size, ranks: int) -> Model:
+    """Makes GPT, embedding, head and cross-entropy included; or layers of an MLP and nothing else, with a loss of a pass."""
+    if isinstance(size, GPTSize):
+        return _gpt(size, ranks)
     parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
-    shape = size.tokens, size.d_model
-    inputs = jax.random.normal(jax.random.key(1), (size.microbatches, *shape), jnp.bfloat16)
-    return Model(parts, {}, mlp_layers(size), inputs, jax.ShapeDtypeStruct(shape, jnp.bfloat16), None)
+    inputs = jax.random.normal(jax.random.key(1), (size.microbatches, size.tokens, size.d_model), jnp.bfloat16)
+    return Model(parts, {}, mlp_layers(size), inputs, None)
 
 
 def _gpt(size: GPTSize, ranks: int) -> Model:
-    """Embedding, head and cross-entropy included."""
     config = size.model
     parts = pipeline_model(config, ranks)
     make: Callable[[], Any] = jax.jit(lambda: nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param)))
     ends, layers = parts.split(make())
     shape = size.microbatches, size.batch, size.length + 1
     tokens_MBS = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
-    dtype = jnp.dtype(config.compute_dtype)
-    return Model(parts, ends, layers, tokens_MBS, jax.ShapeDtypeStruct((size.batch, size.length, config.d_model), dtype), dtype)
+    return Model(parts, ends, layers, tokens_MBS, jnp.dtype(config.compute_dtype))
 
 
 def mlp_layer(params: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
@@ -69,7 +62,7 @@ def half_square(y_ND: jax.Array) -> jax.Array:
 
 
 def mlp_layers(size: MLPSize) -> list[Any]:
-    """Parameters in bfloat16, uniform as torch's nn.Linear."""
+    """Makes parameters in bfloat16, uniform as torch's nn.Linear."""
 
     @jax.jit
     def layer(key):
@@ -84,7 +77,7 @@ def mlp_layers(size: MLPSize) -> list[Any]:
 
 
 def gpt_blocks(size: Row) -> tuple[Callable[[Any, jax.Array], jax.Array], list[Any], jax.Array, jax.Array]:
-    """A block as a function, float32 parameters of each, and bfloat16 x and dy."""
+    """Returns a block as a function, float32 parameters of each, and bfloat16 x and dy."""
     num_blocks, batch, length = (size[key] for key in ("num_blocks", "batch", "length"))
     widths = {key: size[key] for key in ("d_model", "num_heads", "d_ff")}
     config = GPTConfig(vocab_size=256, num_layers=num_blocks, num_kv_heads=size["num_heads"], **widths)

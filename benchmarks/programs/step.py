@@ -1,17 +1,18 @@
-"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, or a soak."""
+"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, a soak."""
 
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import harness
-from benchmarks.peers.protocol import Clock, answer, serve, take_turns, told
+from benchmarks.harness import soak
+from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -19,6 +20,7 @@ from jgraph.profile.program import Program
 from jgraph.profile.trace import read
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
+from jgraph.training.profiling import profiled, uncaptured
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import cache, count_launches
 from jgraph.xla.launches import profiler_options
@@ -28,7 +30,7 @@ TRACED = 3  # steps of the trace that categories are read from
 
 @dataclass
 class Step:
-    """A compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
+    """Holds a compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
 
     devices: list[Any]
     compiled: Any
@@ -38,11 +40,9 @@ class Step:
 
     @classmethod
     def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
-        if jax.default_backend() == "gpu":  # or command buffers are left aside while launches are counted
-            profiled = "xla_enable_command_buffers_during_profiling=true"
-            config = replace(config, xla_options=(*config.xla_options, profiled))
+        config = profiled(config, jax.default_backend())  # so that launches can be counted
         setup = TrainSetup.of(config)
-        devices = jax.devices()[: setup.num_devices]
+        devices = devices_of(setup.num_devices)
         tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
         cache.enable()
         start = time.perf_counter()
@@ -76,6 +76,14 @@ class Step:
         return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped)}
 
 
+def devices_of(ranks: int) -> list[Any]:
+    """Returns the first devices of the machine. Raises RuntimeError where there are not as many."""
+    devices = jax.devices()[:ranks]
+    if len(devices) < ranks:
+        raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
+    return devices
+
+
 def compiled_bytes(compiled: Any) -> Row:
     memory = compiled.memory_analysis()
     names = ("argument", "temp", "output", "alias") if memory is not None else ()
@@ -83,7 +91,7 @@ def compiled_bytes(compiled: Any) -> Row:
 
 
 def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
-    """How to hand over a step and to wait for it; and where what it gives is, until the next one takes its memory."""
+    """Returns how to hand over a step, how to wait for it, and the list that has its result until the next step."""
     latest: list[Any] = [None]
 
     def run() -> None:
@@ -94,7 +102,7 @@ def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], 
 
 
 def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
-    """How many CUDA graphs a step launches, and updates before."""
+    """Counts the CUDA graphs that a step launches, and those updated before."""
     with count_launches() as count:
         run()
         wait()
@@ -108,10 +116,10 @@ def time_step(asked: Row) -> None:
     step.wait()
     answer(**step.result(), peak_bytes=step.peak_bytes())
 
-    def measure(clock: Clock) -> Row:
-        return told(clock.in_flight(step.run, step.wait, step.devices[0].platform))
-
-    take_turns(measure)
+    take_turns(
+        lambda clock: clock.in_flight(step.run, step.wait, step.devices[0].platform),
+        partial(soak, step.run, step.wait, step.devices, step.result),
+    )
     answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
     if asked["categories"]:
         del step  # the other one has a state of its own
@@ -119,8 +127,8 @@ def time_step(asked: Row) -> None:
 
 
 def categories(config: TrainConfig) -> Row:
-    """Milliseconds of a step by category, mean of the ranks: of the step without command buffers, whose kernels have names."""
-    step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
+    """Returns milliseconds by category, mean of the ranks, of the step without command buffers, whose kernels have names."""
+    step = Step.of(uncaptured(config), tell=lambda **row: None)
     step.run()
     step.wait()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,15 +144,5 @@ def categories(config: TrainConfig) -> Row:
     return {name: ms / len(ranks) for name, ms in (found | {"idle": sum(rank["idle_ms"] for rank in ranks)}).items()}
 
 
-def soak_step(asked: Row) -> None:
-    step = Step.of(TrainConfig.from_dict(asked["config"]))
-    for _ in range(3):
-        step.run()
-        step.wait()
-    limits = {name: asked[name] for name in ("steps", "hang_seconds")}
-    for row in harness.soak(step.run, step.wait, step.devices, **limits):
-        answer(**row, **step.result())
-
-
 if __name__ == "__main__":
-    serve({"time": time_step, "soak": soak_step})
+    time_step(request())

@@ -10,13 +10,13 @@ from flax import linen, nnx
 
 from jgraph.errors import CallableError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, schedule_of
+from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
-from jgraph.graphed.entry import Entry, compile_entries
+from jgraph.graphed.entry import compile_entries
 from jgraph.graphed.group import GraphedCallables
-from jgraph.graphed.match import Entries, OnMismatch, check_concrete, differences, signature
-from jgraph.graphed.pool import Pool, Pools
+from jgraph.graphed.match import check_concrete, differences, signature
+from jgraph.graphed.microbatches import Turn
 from jgraph.graphed.shaped import Shaped, shape_callable
-from jgraph.graphed.turn import Turn
 from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
 
@@ -40,7 +40,6 @@ def make_graphed_callables(
     param_grads: ParamGrads = "owned",
     devices: Sequence[Any] | None = None,
     training: bool = True,
-    on_mismatch: OnMismatch = "error",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "GraphedCallables":
     """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
@@ -71,7 +70,6 @@ def make_graphed_callables(
             parameters. `aliased`: all are float32 sums in main_grad, at one address, as those of delayed parameters always are.
         devices: of each rank of the order; by default one, that of the params.
         training: False builds forwards only.
-        on_mismatch: what to do about other shapes in a call: `error`, or `recompile` at most eight times, each logged.
         compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
 
     Returns:
@@ -83,18 +81,19 @@ def make_graphed_callables(
             callable that has nothing to delay.
     """
     check_choice("param_grads", param_grads, get_args(ParamGrads))
-    check_choice("on_mismatch", on_mismatch, get_args(OnMismatch))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
     if not fns:
         raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
     # What a caller changes later in a list of theirs changes nothing here.
-    delay_wgrad, num_layers_per_chunk, devices = _frozen(delay_wgrad), _frozen(num_layers_per_chunk), _frozen(devices)
-    every = each("params", params, len(fns))
+    lists = (delay_wgrad, num_layers_per_chunk, devices)
+    delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
+    given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
+    every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
     samples = []
-    for i, args in enumerate(each("sample_args", sample_args, len(fns))):
-        kwargs = each("sample_kwargs", sample_kwargs, len(fns))[i] or {}
+    for i, (args, kwargs) in enumerate(zip(sample_args, sample_kwargs, strict=True)):
+        kwargs = {} if kwargs is None else kwargs
         if not isinstance(args, (tuple, list)) or not args:
             wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
             raise CallableError(wrong, field="sample_args")
@@ -110,49 +109,40 @@ def make_graphed_callables(
         wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
         raise CallableError(wrong, field="training")
     placed = homes(schedule, devices, every)
-    modes = [_mode_check(fn, training) for fn in fns]
-    for i, check in enumerate(modes):
-        if problem := check():
-            raise CallableError(f"callable {i}: {problem}")
+    checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
+    for check in checks:
+        check()
     options = dict(compiler_options or {})
 
+    # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose command
+    # buffers then find everything where it was at the last call.
     traced: dict[Any, Shaped] = {}
-
-    def shape(i: int, weights: Tree, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Shaped:
-        # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose
-        # command buffers then find everything where it was at the last call.
-        name = (id(fns[i]), signature(weights, args, kwargs))
+    shaped = []
+    for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
+        name = (id(fn), signature(sample))
         if name not in traced:
-            traced[name] = shape_callable(_function(fns[i], i), i, weights, args, kwargs, placed[i])
-        return replace(traced[name], index=i, device=placed[i])
-
-    def compiled(*callables: Shaped) -> list[Entry]:
-        kinds: list[tuple[Kind, ...]] = []
-        for one in callables:
-            backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if delayed[one.index] else ("backward",)
-            kinds.append(("forward", *backward) if training else ("forward",))
-        late = [one.late if delayed[one.index] else () for one in callables]
-        aliased = [(*one.early, *one.late) for one in callables] if param_grads == "aliased" else late
-        return compile_entries(callables, kinds, aliased, options)
-
-    def again(i: int, *sample: Any) -> Entry:
-        return compiled(shape(i, *sample))[0]
-
-    shaped = [shape(i, *sample) for i, sample in enumerate(samples)]
+            traced[name] = shape_callable(_function(fn, i), i, *sample, device=placed[i])
+        shaped.append(replace(traced[name], index=i, device=placed[i]))
     if schedule is not None:
         check_wgrads(schedule, shaped)
         _check_chain(shaped)
-    entries = compiled(*shaped)
-    pools = Pools({name: Pool(name) for name in POOLS} if reuse_buffers else {})
+    kinds: list[tuple[Kind, ...]] = []
+    for one, is_delayed in zip(shaped, delayed, strict=True):
+        backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if is_delayed else ("backward",)
+        kinds.append(("forward", *backward) if training else ("forward",))
+    late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
+    aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
+    entries = compile_entries(shaped, kinds, aliased, options)
+    lent = LentBuffers(POOLS if reuse_buffers else ())
     together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
     graphed = tuple(
         Graphed(
-            Entries(partial(again, i), entry, samples[i], on_mismatch),
-            pools=pools,
+            entry,
+            lent=lent,
             turn=together if reuse_buffers else Turn(f"callable {i}"),
             most_waiting=most[i],
             delayed=delayed[i],
-            mode=modes[i],
+            check_mode=checks[i],
         )
         for i, entry in enumerate(entries)
     )
@@ -162,13 +152,9 @@ def make_graphed_callables(
         schedule,
         parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
         homes=partial(homes, devices=devices, params=every),
-        pools=pools,
+        lent=lent,
         options=options,
     )
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) else value
 
 
 def _check_chain(shaped: Sequence[Shaped]) -> None:
@@ -184,7 +170,7 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
 
 
 def _function(fn: Any, i: int) -> Callable[..., Tree]:
-    """`fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
+    """Returns `fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
     if isinstance(fn, linen.Module):
         return fn.apply
     if not isinstance(fn, nnx.Module):
@@ -201,22 +187,20 @@ def _function(fn: Any, i: int) -> Callable[..., Tree]:
     return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
 
 
-def _mode_check(fn: Any, training: bool) -> Callable[[], str]:
-    """Returns a function that says how the mode of a module differs now; it returns "" if it is as it was built."""
-    if not isinstance(fn, nnx.Module):
-        return lambda: ""
+def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None]:
+    """Returns a function that raises CallableError where the mode of a module is another than it is built with."""
     found = [
         ("/".join(map(str, path)) or "the module", module, name)
-        for path, module in nnx.iter_modules(fn)
+        for path, module in (nnx.iter_modules(fn) if isinstance(fn, nnx.Module) else ())
         for name in _MODES
         if isinstance(getattr(module, name, None), bool)
     ]
-    wanted = ("train", "eval")[not training]
 
-    def check() -> str:
+    def check() -> None:
         for path, module, name in found:
             if getattr(module, name) is training:
-                return f"{path} has {name}={training}, but it is built with training={training}; call .{wanted}() on it"
-        return ""
+                advice = f"call .{('train', 'eval')[not training]}() on it"
+                wrong = f"{path} has {name}={training}, but it is built with training={training}"
+                raise CallableError(f"callable {i}: {wrong}; {advice}")
 
     return check

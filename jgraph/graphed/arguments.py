@@ -10,7 +10,7 @@ import numpy as np
 
 from jgraph.errors import CallableError, OrderError
 from jgraph.graphed.shaped import Shaped
-from jgraph.schedule.action import FORWARD, WGRAD
+from jgraph.schedule.action import BACKWARD, FORWARD, WGRAD
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
@@ -44,15 +44,24 @@ def schedule_of(
         return None, _each_flag(delay_wgrad, count)
     if isinstance(order, Schedule):
         schedule = order
-    elif _is_one(order):
-        schedule = Schedule((_order(order, layers, delay_wgrad),))
     else:
-        # Stages go round the ranks, so that every P-th is this rank's.
-        flags = [delay_wgrad[r :: len(order)] if isinstance(delay_wgrad, tuple) else delay_wgrad for r in range(len(order))]
-        schedule = Schedule(tuple(_order(row, layers, delay) for row, delay in zip(order, flags, strict=True)))
+        rows = (order,) if _is_one(order) else order
+        schedule = Schedule(tuple(row if isinstance(row, Order) else Order.parse(row, layers) for row in rows))
     wanted = _each_flag(delay_wgrad, schedule.num_stages)
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
-        _check_delay(row, [wanted[s] for s in stages], rank if schedule.num_ranks > 1 else None)
+        for chunk, (has, stage) in enumerate(zip(row.delay_wgrad, stages, strict=True)):
+            if has == wanted[stage]:
+                continue
+            kind, n = (WGRAD, -chunk - 1.5) if has else (BACKWARD, -chunk - 1)
+            position = int(np.flatnonzero((row.kinds == kind) & (row.chunks == chunk))[0])
+            wrong = f"with no wgrad of chunk {chunk + 1}, but delay_wgrad says that it is delayed; add a {n - 0.5:g} for each"
+            if has:
+                wrong = f"a wgrad of chunk {chunk + 1}, but delay_wgrad says that they are not delayed; leave them out"
+            raise OrderError(
+                f"entry {position} is {n:g}, {wrong}, or pass delay_wgrad={has}",
+                position=position,
+                rank=rank if schedule.num_ranks > 1 else None,
+            )
     flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
     if len(flags) != count:
         raise CallableError(
@@ -92,7 +101,7 @@ def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
 
 
 def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
-    """(rank, chunk, its callables), for all."""
+    """Returns every (rank, chunk, places of its callables)."""
     ends = np.cumsum(schedule.num_layers).tolist()
     return [
         (rank, chunk, range(ends[stage] - schedule.num_layers[stage], ends[stage]))
@@ -133,29 +142,7 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
 
 def _is_one(order: Any) -> bool:
     """Returns whether this is one rank's order."""
-    if isinstance(order, Order) or not isinstance(order, Sequence) or not len(order):
-        return True
-    return isinstance(order[0], Number)
-
-
-def _order(order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool]) -> Order:
-    return order if isinstance(order, Order) else Order.parse(order, layers, delay_wgrad)
-
-
-def _check_delay(order: Order, wanted: Sequence[bool], rank: int | None) -> None:
-    for chunk, (has, want) in enumerate(zip(order.delay_wgrad, wanted, strict=True)):
-        if has and not want:
-            raise OrderError(
-                f"the order has wgrads of chunk {chunk + 1}, but delay_wgrad says that they are not delayed; pass "
-                f"delay_wgrad=True, or an order without them",
-                rank=rank,
-            )
-        if want and not has:
-            raise OrderError(
-                f"delay_wgrad says that wgrads of chunk {chunk + 1} are delayed, but the order has none; add one "
-                f"{-chunk - 1.5:g} for each {-chunk - 1}, or pass delay_wgrad=False",
-                rank=rank,
-            )
+    return isinstance(order, Order) or not isinstance(order, Sequence) or not order or isinstance(order[0], Number)
 
 
 def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:

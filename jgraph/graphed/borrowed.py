@@ -4,7 +4,9 @@ A jax.Array whose buffer was donated raises a bare "Array has been deleted". Who
 donate gets a handle instead, which knows its owner.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,19 +16,49 @@ import numpy as np
 from jgraph.errors import OwnershipError
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
-    """Ends for all handles on one owner's buffers at once.
+    """Says to all handles on some buffers at once whether they may still be read.
+
+    A place in a pool is free again after its last consumer; or, where no callable consumes it, when nobody holds a handle on
+    it any more.
 
     Attributes:
         owner: whose buffers they are, e.g. `main_grad of callable 0`.
+        give_back: frees a pool's place; None of accumulators, which have none and are updated where they are.
+        arrays: in the place.
         ended: what took the buffers back; empty while they may be read.
         kept: whether the caller has taken them over, so that jgraph must not reuse them.
+        consumers: callables that have still to read them.
     """
 
     owner: str
+    give_back: Callable[[], None] | None = None
+    arrays: list[jax.Array] = field(default_factory=list)
     ended: str = ""
     kept: bool = False
+    consumers: int = 0
+    _is_free: bool = False
+
+    def __del__(self):
+        self._free()
+
+    def release(self, by: str) -> None:
+        """Counts a consumer as done. After the last, ends the lease and frees the buffers that the caller does not keep."""
+        self.consumers -= 1
+        if self.consumers > 0 or self._is_free:
+            return
+        self._free()
+        if not self.kept:
+            self.ended = f"released after {by}, its last consumer"
+            for array in self.arrays:
+                array.delete()
+        self.arrays.clear()
+
+    def _free(self) -> None:
+        if self.give_back is not None and not self._is_free:
+            self._is_free = True
+            self.give_back()
 
 
 class Borrowed:
@@ -36,10 +68,10 @@ class Borrowed:
     Functions of `jax.lax` take `value`.
     """
 
-    __slots__ = ("_array", "_lease", "_path", "slot")
+    __slots__ = ("_array", "_lease", "_path")
 
-    def __init__(self, array: jax.Array, lease: Lease, path: str = "", slot: Any = None):
-        self._array, self._lease, self._path, self.slot = array, lease, path, slot
+    def __init__(self, array: jax.Array, lease: Lease, path: str = ""):
+        self._array, self._lease, self._path = array, lease, path
 
     @property
     def value(self) -> jax.Array:
@@ -50,7 +82,7 @@ class Borrowed:
         """
         lease = self._lease
         if lease.ended:
-            what = f"{lease.owner}, {self._path!r}," if self._path else f"{lease.owner}"
+            what = f"{lease.owner}, {self._path!r}," if self._path else lease.owner
             raise OwnershipError(
                 f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers",
                 owner=lease.owner,
@@ -68,7 +100,7 @@ class Borrowed:
             OwnershipError: it was taken back, or it is an accumulator, which stays where it is.
         """
         array = self.value
-        if self.slot is None:
+        if self._lease.give_back is None:
             raise OwnershipError(f"{self._lease.owner} is updated in place and cannot be kept; take .copy()")
         self._lease.kept = True
         return array
@@ -94,8 +126,8 @@ class Borrowed:
         return np.array(self.value, dtype)
 
     def __repr__(self) -> str:
-        state = f"{self._lease.ended}" if self._lease.ended else "live"
-        return f"Borrowed({self._lease.owner}{self._path and ', ' + self._path}: {self.dtype}{list(self.shape)}, {state})"
+        where = f"{self._lease.owner}{self._path and ', ' + self._path}"
+        return f"Borrowed({where}: {self.dtype}{list(self.shape)}, {self._lease.ended or 'live'})"
 
 
 def _operator(name: str) -> Any:
@@ -123,7 +155,7 @@ def arrays_of(tree: Any) -> Any:
         OwnershipError: a handle is stale, or is on an accumulator, which the program may update while it reads it.
     """
     for handle in handles_in(tree):
-        if handle.slot is None:
+        if handle._lease.give_back is None:
             raise OwnershipError(
                 f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
                 owner=handle._lease.owner,
@@ -133,3 +165,40 @@ def arrays_of(tree: Any) -> Any:
 
 # Inside a jit and after tree.map the plain array is in the handle's place.
 jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
+
+
+class LentBuffers:
+    """Lends buffers to callables and callers, by the names of `jgraph.schedule.POOLS`; without names, lends nothing.
+
+    Attributes:
+        live: how many buffers of each pool are in use.
+        peak: how many ever were at once.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.live = dict.fromkeys(names, 0)
+        self.peak = dict(self.live)
+
+    def __bool__(self) -> bool:
+        return bool(self.live)
+
+    def take(self, pool: str, arrays: Sequence[Any]) -> Lease:
+        """Returns the lease on a place of a pool, which these arrays now have."""
+        self.live[pool] += 1
+        self.peak[pool] = max(self.peak[pool], self.live[pool])
+        return Lease(f"a buffer of pool {pool}", partial(self._give_back, pool), list(arrays))
+
+    def lend(self, pool: str, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Returns handles on arrays, which take a place; the arrays themselves where nothing is reused."""
+        if not self:
+            return arrays
+        lease = self.take(pool, arrays)
+        return [Borrowed(array, lease) for array in arrays]
+
+    def leases_in(self, tree: Any) -> list[Lease]:
+        """Returns the leases on places that the handles in a tree have, each once."""
+        handles = handles_in(tree) if self else ()
+        return list({handle._lease: None for handle in handles if handle._lease.give_back is not None})
+
+    def _give_back(self, pool: str) -> None:
+        self.live[pool] -= 1

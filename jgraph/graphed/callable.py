@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError, OwnershipError
-from jgraph.graphed.borrowed import arrays_of, handles_in
+from jgraph.graphed.borrowed import Lease, LentBuffers, arrays_of, handles_in
 from jgraph.graphed.entry import Entry
 from jgraph.graphed.main_grad import MainGrad
-from jgraph.graphed.match import Entries, check_concrete, differences, mismatch
-from jgraph.graphed.microbatches import Microbatch, Waiting
-from jgraph.graphed.pool import Pools, Slot
-from jgraph.graphed.turn import Turn
+from jgraph.graphed.match import call_differences, check_concrete, differences, mismatch
+from jgraph.graphed.microbatches import Microbatch, Turn, Waiting
 
 Tree = Any
 
@@ -33,10 +31,10 @@ class Graphed:
     """
 
     def __init__(
-        self, entries: Entries, *, pools: Pools, turn: Turn, most_waiting: int, delayed: bool, mode: Callable[[], str]
+        self, entry: Entry, lent: LentBuffers, turn: Turn, most_waiting: int, delayed: bool, check_mode: Callable[[], None]
     ):
-        self._entries, self._pools, self._delayed, self._mode = entries, pools, delayed, mode
-        self.entry, self.index, self.turn = entries.built, entries.built.shaped.index, turn
+        self._lent, self._delayed, self._check_mode = lent, delayed, check_mode
+        self.entry, self.index, self.turn = entry, entry.shaped.index, turn
         self._waiting, self._is_reset = Waiting(self.index, most_waiting, turn), False
         self.gradients = MainGrad(self.entry)
 
@@ -49,7 +47,7 @@ class Graphed:
         return f"Graphed({self.index}: {', '.join(self.entry.parts)}; {x} -> {y}{waiting})"
 
     def __call__(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
-        """Runs forward and keeps what the backward needs.
+        """Runs forward and keeps the arrays that the backward needs.
 
         Args:
             params, x, extra, kwargs: as the samples; never donated.
@@ -66,20 +64,20 @@ class Graphed:
         if len(self.entry.parts) == 1:
             return self.evaluate(params, x, *extra, **kwargs)
         with self.turn:
-            taken = self._pools.slots_of((x, extra, kwargs)) if self._pools else []
-            entry, weights, inputs, outs = self._forward(params, x, extra, kwargs)
-            shaped = entry.shaped
+            taken = self._lent.leases_in((x, extra, kwargs))
+            shaped = self.entry.shaped
+            weights, inputs, outs = self._forward(params, x, extra, kwargs)
             y = outs[: len(shaped.y)]
             new = iter(outs[len(y) :])
             residuals = [next(new) if source is None else inputs[source] for source in shaped.residuals_from]
-            microbatch = self._waiting.add(entry, weights, residuals)
-            if self._pools:
+            microbatch = self._waiting.add(weights, residuals)
+            if self._lent:
                 microbatch.hold(shaped.last_use_of_x, taken)
                 self._hold(microbatch, "forward_dgrad", "dgrad", residuals[: shaped.num_dgrad], shaped.residuals_from)
                 kept = residuals[shaped.num_dgrad :], shaped.residuals_from[shaped.num_dgrad :]
                 self._hold(microbatch, "forward_wgrad", "wgrad", *kept)
-                microbatch.release("forward")
-            return shaped.y.unflatten(self._pools.lend("activation", y))
+                microbatch.release("forward", by=f"the forward of callable {self.index}")
+            return shaped.y.unflatten(self._lent.lend("activation", y))
 
     def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
         """Runs forward and keeps nothing, so that no backward belongs to it; for any thread at any time.
@@ -88,8 +86,8 @@ class Graphed:
         is the caller's. Arguments and errors are those of the call.
         """
         self._check_alive()
-        entry, _, _, outs = self._forward(params, x, extra, kwargs)
-        return entry.shaped.y.unflatten(outs[: len(entry.shaped.y)])
+        y = self.entry.shaped.y
+        return y.unflatten(self._forward(params, x, extra, kwargs)[-1][: len(y)])
 
     def backward(self, dy: Tree, *, microbatch: int | None = None) -> tuple[Tree, Tree]:
         """Runs the whole backward of a microbatch.
@@ -117,14 +115,10 @@ class Graphed:
             if self._delayed:
                 dx = self._dgrad(pending, dy)
                 return self._wgrad(pending), dx
-            leaves, taken = self._dy(pending, dy)
+            leaves, taken = self._dy(dy)
             outs = self._run_backward(pending, "backward", leaves, dy)
-            self._waiting.end(pending)
-            gradients = self._gradients(pending, "backward", outs)
-            if self._pools:
-                pending.hold("dgrad", taken)
-                pending.release("dgrad", "wgrad", by="backward")
-            return gradients, self._dx(pending, outs)
+            pending.hold("dgrad", taken)
+            return self._finish(pending, "backward", outs), self._dx(outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
         """Returns dx of a microbatch, whose wgrad then waits. Only where wgrads are delayed; otherwise as `backward`."""
@@ -173,13 +167,12 @@ class Graphed:
             self.gradients.zero()
 
     def reset(self) -> None:
-        """Frees its buffers and executables. Any later use raises CallableError; what the caller owns stays."""
+        """Frees its buffers and executables. Any later use raises CallableError; the caller's arrays stay."""
         with self.turn.taken_over():
             if not self._is_reset:
                 self._waiting.drop(None)
             self.gradients.free()
-            self._entries.clear()
-            self.entry, self._is_reset = self._entries.built, True
+            self.entry, self._is_reset = Entry(self.entry.shaped, {}), True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
@@ -197,63 +190,68 @@ class Graphed:
 
     def _forward(
         self, params: Tree, x: Tree, extra: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> tuple[Entry, list[Any], list[Any], list[Any]]:
-        """Returns the entry for these arguments, leaves of params and of (x, extra), and what the executable gives."""
-        if problem := self._mode():
-            raise CallableError(f"callable {self.index}: {problem}")
-        if self._pools:
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the leaves of params and of (x, extra), and the outputs of the executable."""
+        self._check_mode()
+        if self._lent:
             x, extra, kwargs = arrays_of((x, extra, kwargs))
         weights, params_tree = jax.tree.flatten(params)
         inputs, inputs_tree = jax.tree.flatten((x, (extra, kwargs)))
         # A numpy array could be written to before the backward reads it again.
         weights = [jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in weights]
         arrays = [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in inputs]
-        entry = self.entry
-        if params_tree == entry.shaped.params.tree and inputs_tree == entry.shaped.inputs_tree:
+        shaped, cause = self.entry.shaped, None
+        if params_tree == shaped.params.tree and inputs_tree == shaped.inputs_tree:
             try:
-                return entry, weights, arrays, self._run(entry, "forward", [*weights, *arrays])
-            except (TypeError, ValueError, RuntimeError):
-                self._check_concrete(weights, arrays)
-                if not self._entries.differences(params, (x, *extra), kwargs):
-                    raise
-        if handles_in((params, x, extra, kwargs)):
+                return weights, arrays, self._run("forward", [*weights, *arrays])
+            except (TypeError, ValueError, RuntimeError) as e:
+                cause = e
+        elif handles_in((params, x, extra, kwargs)):
             return self._forward(*arrays_of((params, x, extra, kwargs)))
-        self._check_concrete(weights, arrays)
-        entry = self._entries.other(params, (x, *extra), kwargs)
-        return entry, weights, arrays, self._run(entry, "forward", [*weights, *arrays])
+        check_concrete(f"callable {self.index}", (weights, arrays))
+        texts = call_differences(shaped, params, (x, *extra), kwargs)
+        if cause and not texts:
+            raise cause
+        raise mismatch(shaped, texts) from cause
 
     def _dgrad(self, pending: Microbatch, dy: Tree) -> Tree:
-        shaped = pending.entry.shaped
-        leaves, taken = self._dy(pending, dy)
+        shaped = self.entry.shaped
+        leaves, taken = self._dy(dy)
         outs = self._run_backward(pending, "dgrad", leaves, dy)
         given, new = [*pending.residuals, *leaves], iter(outs[shaped.num_dx :])
         pending.stash = [next(new) if source is None else given[source] for source in shaped.stash_from]
-        pending.early = dict(zip(pending.entry.parts["dgrad"].new, new, strict=True))
+        pending.early = dict(zip(self.entry.parts["dgrad"].new, new, strict=True))
         pending.residuals = pending.residuals[shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
-        if self._pools:
+        if self._lent:
             pending.hold(shaped.last_use_of_dy, taken)
             self._hold(pending, "stash", "wgrad", pending.stash, shaped.stash_from)
-            pending.release("dgrad")
-        return self._dx(pending, outs)
+            pending.release("dgrad", by=f"the dgrad of callable {self.index}")
+        return self._dx(outs)
 
     def _wgrad(self, pending: Microbatch) -> Tree:
         # Where nothing is delayed there is nothing to run: dgrad gave every gradient.
-        outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in pending.entry.parts else []
+        outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.entry.parts else []
+        return self._finish(pending, "wgrad", outs)
+
+    def _finish(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
+        """Forgets a microbatch; returns gradients as params: new arrays, handles on main_grad, and None for integers."""
         self._waiting.end(pending)
-        gradients = self._gradients(pending, "wgrad", outs)
-        pending.release("wgrad")
+        new = self.entry.parts[kind].new if kind in self.entry.parts else ()
+        gradients = self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
+        pending.release(by=f"the {kind} of callable {self.index}")
         return gradients
 
-    def _dx(self, pending: Microbatch, outs: Sequence[Any]) -> Tree:
-        shaped = pending.entry.shaped
-        return shaped.x.unflatten(self._pools.lend("gradient", outs[: shaped.num_dx])) if shaped.takes_gradient else None
+    def _dx(self, outs: Sequence[Any]) -> Tree:
+        shaped = self.entry.shaped
+        return shaped.x.unflatten(self._lent.lend("gradient", outs[: shaped.num_dx])) if shaped.takes_gradient else None
 
-    def _run(self, entry: Entry, kind: str, arrays: Sequence[Any], number: int = -1) -> list[Any]:
-        part = entry.parts[kind]
+    def _run(self, kind: str, arrays: Sequence[Any], number: int = -1) -> list[Any]:
+        part = self.entry.parts[kind]
         places = part.updates
         sums = self.gradients.open() if places else {}
-        new, outs = part.executable.compiled([sums[i] for i in places], [], [arrays[i] for i in part.reads])
+        executable = part.executable
+        new, outs = executable.compiled([sums[i] for i in places], [], [arrays[i] for i in executable.io.read])
         if places:
             self.gradients.update(dict(zip(places, new, strict=True)), f"the {kind} of microbatch {number}")
         return outs
@@ -262,12 +260,12 @@ class Graphed:
         """Runs a backward part; looks for the cause only if something went wrong."""
         read = [*pending.params, *pending.residuals, *rest]
         try:
-            return self._run(pending.entry, kind, read, pending.number)
+            return self._run(kind, read, pending.number)
         except OwnershipError:
             raise
         except (TypeError, ValueError, RuntimeError) as e:
-            shaped = pending.entry.shaped
-            self._check_concrete(read)
+            shaped = self.entry.shaped
+            check_concrete(f"callable {self.index}", read)
             if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
                 raise OwnershipError(
                     f"callable {self.index}: {kind} updates main_grad, {shaped.params.paths[shared[0]]!r}, in place, and reads "
@@ -286,23 +284,15 @@ class Graphed:
                 raise
             raise mismatch(shaped, texts) from e
 
-    def _check_concrete(self, *leaves: Sequence[Any]) -> None:
-        check_concrete(f"callable {self.index}", leaves)
-
-    def _dy(self, pending: Microbatch, dy: Tree) -> tuple[list[Any], list[Slot]]:
-        """Returns the leaves of dy, and the places that they are on."""
-        side, taken = pending.entry.shaped.y, self._pools.slots_of(dy)
+    def _dy(self, dy: Tree) -> tuple[list[Any], list[Lease]]:
+        """Returns the leaves of dy, and the leases on their places."""
+        shaped, taken = self.entry.shaped, self._lent.leases_in(dy)
         if handles_in(dy):
             dy = arrays_of(dy)
         leaves, tree = jax.tree.flatten(dy)
-        if tree != side.tree:
-            raise mismatch(pending.entry.shaped, differences(side, dy, "dy", pending.entry.shaped.device))
+        if tree != shaped.y.tree:
+            raise mismatch(shaped, differences(shaped.y, dy, "dy", shaped.device))
         return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves], taken
-
-    def _gradients(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
-        """Returns gradients as params: new arrays, handles on main_grad, and None for integers."""
-        new = pending.entry.parts[kind].new if kind in pending.entry.parts else ()
-        return self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
 
     def _hold(
         self, microbatch: Microbatch, pool: str, until: str, arrays: Sequence[Any], sources: Sequence[int | None]
@@ -310,4 +300,4 @@ class Graphed:
         """Takes a place, until a part has run, for those arrays that were made and not handed on: only jgraph sees them."""
         own = [array for array, source in zip(arrays, sources, strict=False) if source is None]
         if own:
-            microbatch.hold(until, [self._pools[pool].take(own)])
+            microbatch.hold(until, [self._lent.take(pool, own)])

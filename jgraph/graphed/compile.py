@@ -45,23 +45,6 @@ class Task:
 
 
 @dataclass(frozen=True)
-class TaskGroup:
-    """Tasks that become one executable.
-
-    Attributes:
-        tasks: in their order.
-        wanted: registers that are read outside.
-        dying: registers that nothing reads afterwards.
-        stored: (register to write, register in whose buffer): both of one shape; what was in the buffer is not read.
-    """
-
-    tasks: Sequence[Task]
-    wanted: Collection[int]
-    dying: Collection[int] = ()
-    stored: Sequence[tuple[int, int]] = ()
-
-
-@dataclass(frozen=True)
 class Interface:
     """The tasks of an executable, and the registers that it reads and writes: `sums, outs = compiled(sums, donated, read)`.
 
@@ -71,6 +54,7 @@ class Interface:
         donated: read for the last time, in buffers that outputs fit into.
         read: the other inputs.
         outs: registers that leave, besides the sums.
+        shapes: shape and dtype of each input.
     """
 
     tasks: tuple[Task, ...]
@@ -78,6 +62,7 @@ class Interface:
     donated: tuple[int, ...]
     read: tuple[int, ...]
     outs: tuple[int, ...]
+    shapes: tuple[tuple[Any, Any], ...]
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -96,18 +81,12 @@ class Interface:
         def renamed(registers: Iterable[int | None]) -> tuple[Any, ...]:
             return tuple(r if r is None else names.setdefault(r, len(names)) for r in registers)
 
-        sums, donated, read = renamed(self.sums), renamed(self.donated), renamed(self.read)
-        tasks = tuple(
-            replace(
-                task,
-                ins=renamed(task.ins),
-                outs=renamed(task.outs),
-                params=renamed(task.params),
-                grads=tuple((place, *renamed([register]), how) for place, register, how in task.grads),
-            )
-            for task in self.tasks
-        )
-        return Interface(tasks, sums, donated, read, renamed(self.outs))
+        def of_task(task: Task) -> Task:
+            grads = tuple((place, *renamed([register]), how) for place, register, how in task.grads)
+            return replace(task, ins=renamed(task.ins), outs=renamed(task.outs), params=renamed(task.params), grads=grads)
+
+        ins = {name: renamed(getattr(self, name)) for name in ("sums", "donated", "read")}
+        return replace(self, **ins, tasks=tuple(map(of_task, self.tasks)), outs=renamed(self.outs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,51 +104,46 @@ class Executable:
     io: Interface
 
 
-def compile_groups(
-    groups: Sequence[TaskGroup],
+def compile_tasks(
+    interfaces: Sequence[Interface],
     callables: Sequence[Shaped],
-    avals: Mapping[int, jax.ShapeDtypeStruct],
     options: Mapping[str, Any],
     *,
     loss_fn: Callable[..., Any] | None = None,
     copies: Literal["shared", "each"] = "shared",
 ) -> list[Executable]:
-    """Compiles, several at a time.
+    """Compiles executables, several at a time.
 
     Args:
-        groups: for each executable.
+        interfaces: of each executable.
         callables: those of the tasks.
-        avals: of all registers.
         options: for XLA.
         loss_fn: of `loss` tasks: a function of y and of the leaves of its other arguments.
-        copies: whether equal groups are one executable, or `each` has its own; the latter on a GPU only.
+        copies: whether equal tasks on equal shapes are one executable, or `each` has its own; the latter on a GPU only.
 
     Raises:
         DonationError: a sum is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
-    every = [interface(group, avals) for group in groups]
-    # Equal tasks on equal shapes; the copies of a GPU are told apart by their number.
-    shapes = [tuple((avals[r].shape, avals[r].dtype) for r in io.inputs) for io in every]
-    names = [(io.numbered(), shape, n * (copies == "each")) for n, (io, shape) in enumerate(zip(every, shapes, strict=True))]
-    lowered = {name: _lower(*name, of_index, loss_fn) for name in dict.fromkeys(name[:2] for name in names)}
+    # The copies of a GPU are told apart by their number.
+    names = [(io.numbered(), n * (copies == "each")) for n, io in enumerate(interfaces)]
+    lowered = {io: _lower(io, of_index, loss_fn) for io in dict.fromkeys(io for io, _ in names)}
     distinct = list(dict.fromkeys(names))
 
-    def compiled(name: Any) -> tuple[jax.stages.Compiled, CaptureReport | None]:
+    def compiled(name: tuple[Interface, int]) -> tuple[jax.stages.Compiled, CaptureReport | None]:
         # On a GPU the report's own directory is among the options, so that jax does not give back an executable it has.
-        return compile_and_report(lowered[name[:2]][0], dict(options), platform=lowered[name[:2]][1])
+        program, platform = lowered[name[0]]
+        return compile_and_report(program, dict(options), platform=platform)
 
     with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors(), for_elsewhere():
         made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
-    for (io, shape, _), (executable, _) in made.items():
+    for (io, _), (executable, _) in made.items():
         if io.sums:
-            check_identity(executable, [jax.ShapeDtypeStruct(*aval) for aval in shape[: len(io.sums)]])
-    return [Executable(*made[name], io) for name, io in zip(names, every, strict=True)]
+            check_identity(executable, [jax.ShapeDtypeStruct(*shape) for shape in io.shapes[: len(io.sums)]])
+    return [Executable(*made[name], io) for name, io in zip(names, interfaces, strict=True)]
 
 
-def _lower(
-    io: Interface, shapes: Sequence[tuple[Any, Any]], callables: Mapping[int, Shaped], loss_fn: Callable[..., Any] | None
-) -> tuple[Any, str]:
+def _lower(io: Interface, callables: Mapping[int, Shaped], loss_fn: Callable[..., Any] | None) -> tuple[Any, str]:
     def run(sums, donated, read):
         env = dict(zip(io.inputs, (*sums, *donated, *read), strict=True))
         for task in io.tasks:
@@ -179,18 +153,37 @@ def _lower(
     run.__name__ = run.__qualname__ = io.name
     device = callables[io.tasks[0].index].device
     sharding = jax.sharding.SingleDeviceSharding(device)
-    avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+    avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in io.shapes]
     a, b = len(io.sums), len(io.sums) + len(io.donated)
     jitted = jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
     return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
 
 
-def interface(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> Interface:
-    """Returns what an executable of these tasks reads and writes."""
+def interface(
+    tasks: Sequence[Task],
+    avals: Any,
+    wanted: Collection[int],
+    *,
+    dying: Collection[int] = (),
+    stored: Sequence[tuple[int, int]] = (),
+) -> Interface:
+    """Returns the registers that an executable of these tasks reads and writes.
+
+    Args:
+        tasks: in their order.
+        avals: by register, of these at least.
+        wanted: registers that are read outside.
+        dying: registers that nothing reads afterwards.
+        stored: (register to write, register in whose buffer): both of one shape; what was in the buffer is not read.
+    """
+
+    def kind(register: int) -> tuple[Any, Any]:
+        return avals[register].shape, avals[register].dtype
+
     sums: dict[int, None] = {}
     made: dict[int, None] = {}
     taken: dict[int, None] = {}
-    for task in group.tasks:
+    for task in tasks:
         taken |= dict.fromkeys(r for r in (*task.params, *task.ins) if r not in made)
         made |= dict.fromkeys(r for r in task.outs if r is not None)
         for _, register, how in task.grads:
@@ -198,17 +191,16 @@ def interface(group: TaskGroup, avals: Mapping[int, jax.ShapeDtypeStruct]) -> In
                 sums[register] = None
             made[register] = None
     # jax pairs donated arguments with outputs of their shape in the order of both: what has a buffer to go to comes first.
-    stored = dict(group.stored)
-    outs = [*stored, *(r for r in made if r in group.wanted and r not in sums and r not in stored)]
-    room = Counter((avals[r].shape, avals[r].dtype) for r in outs[len(stored) :])
-    donated = list(stored.values())
+    buffers = dict(stored)
+    outs = [r for r in made if r in wanted and r not in sums and r not in buffers]
+    room, donated = Counter(map(kind, outs)), list(buffers.values())
     for r in taken:
-        kind = (avals[r].shape, avals[r].dtype)
-        if r in group.dying and room[kind]:
-            room[kind] -= 1
+        if r in dying and room[kind(r)]:
+            room[kind(r)] -= 1
             donated.append(r)
-    read = tuple(r for r in taken if r not in donated)
-    return Interface(tuple(group.tasks), tuple(sums), tuple(donated), read, tuple(outs))
+    read = [r for r in taken if r not in donated]
+    shapes = tuple(map(kind, (*sums, *donated, *read)))
+    return Interface(tuple(tasks), tuple(sums), tuple(donated), tuple(read), (*buffers, *outs), shapes)
 
 
 def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
@@ -224,7 +216,7 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
 
 
 def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[..., Any] | None) -> None:
-    """Computes a task and writes what it gives into `env`."""
+    """Computes a task and writes its results into `env`."""
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
     outs: list[Any]
     if task.kind == "key":

@@ -214,7 +214,7 @@ class Flow:
 
 
 def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
-    """Returns the actions of all ranks by tick, layer by layer, with the ticks that say what may be joined."""
+    """Returns the actions of all ranks by tick, layer by layer, with the ticks by which they may be joined."""
     ends = np.cumsum(schedule.num_layers).tolist()
     rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     # The ticks of forwards and dgrads, and none before the first stage and after the last.
@@ -247,7 +247,7 @@ def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
 
 
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
-    """Units that are one executable, by their first tick.
+    """Returns the units of each executable, by their first tick.
 
     Consecutive actions of a rank are joined where no transfer stands between them: what they need from other ranks was made
     before the first of them starts, and nobody waits for what they make until the last has ended, both by the schedule's ticks.

@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 
-from jgraph.graphed.compile import Executable, How, Task, TaskGroup, compile_groups
-from jgraph.graphed.shaped import Shaped
+from jgraph.graphed.compile import Executable, How, Interface, Task, compile_tasks, interface
+from jgraph.graphed.shaped import Shaped, Side
 from jgraph.schedule.action import Kind
 
 
@@ -18,14 +17,13 @@ class Part:
 
     Attributes:
         executable: gives what the part computes; new gradients come last, and what it only hands on is not given.
-        reads: which arrays the executable reads: places in (params, x, extra) of `forward`, in (params, residuals, dy) of
-            `dgrad` and `backward`, in (params, residuals that wgrad needs, stash) of `wgrad`.
+            What it reads are places in (params, x, extra) of `forward`, in (params, residuals, dy) of `dgrad` and `backward`,
+            in (params, residuals that wgrad needs, stash) of `wgrad`.
         updates: places of the gradients added into main_grad: argument 0 and output 0.
         new: places of the gradients that are arrays of their own.
     """
 
     executable: Executable
-    reads: tuple[int, ...]
     updates: tuple[int, ...]
     new: tuple[int, ...]
 
@@ -36,11 +34,6 @@ class Entry:
 
     shaped: Shaped
     parts: Mapping[str, Part]
-
-    @cached_property
-    def aliased(self) -> frozenset[int]:
-        """Places of the gradients that lie in main_grad."""
-        return frozenset(place for part in self.parts.values() for place in part.updates)
 
 
 def compile_entries(
@@ -54,58 +47,47 @@ def compile_entries(
         aliased: places of the parameters whose gradients are added into main_grad, for each callable.
         options: for XLA.
     """
-    avals: dict[int, jax.ShapeDtypeStruct] = {}
-    tasks = [_tasks(*one, avals) for one in zip(callables, kinds, aliased, strict=True)]
-    every = set(avals)
     names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
-    groups = [TaskGroup([tasks[n][1][kind]], every) for n, kind in names]
-    executables = compile_groups(groups, callables, avals, options)
+    interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
     parts: list[dict[str, Part]] = [{} for _ in callables]
-    for (n, kind), executable in zip(names, executables, strict=True):
-        params, task = tasks[n][0], tasks[n][1][kind]
-        place = {r: i for i, r in enumerate((*params, *task.ins))}
-        updates, new = (tuple(p for p, _, how in task.grads if how == that) for that in ("add", "new"))
-        parts[n][kind] = Part(executable, tuple(place[r] for r in executable.io.read), updates, new)
+    for (n, kind), executable in zip(names, compile_tasks(interfaces, callables, options), strict=True):
+        grads = executable.io.tasks[0].grads
+        updates, new = (tuple(place for place, _, how in grads if how == that) for that in ("add", "new"))
+        parts[n][kind] = Part(executable, updates, new)
     return [Entry(shaped, made) for shaped, made in zip(callables, parts, strict=True)]
 
 
-def _tasks(
-    shaped: Shaped, kinds: Sequence[Kind], aliased: Collection[int], avals: dict[int, jax.ShapeDtypeStruct]
-) -> tuple[tuple[int, ...], dict[Kind, Task]]:
-    """Registers of a callable's params, new in `avals`, and its parts as tasks."""
+def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
+    """Returns a part as a task. Its first registers are its arguments, as `Part` counts them; all that it makes is wanted."""
+    avals = list(shaped.params.avals)
 
-    def registers(side_avals: Sequence[Any]) -> tuple[int, ...]:
-        new = tuple(range(len(avals), len(avals) + len(side_avals)))
-        avals.update(zip(new, side_avals, strict=True))
-        return new
+    def new(*more: Any) -> tuple[int, ...]:
+        avals.extend(more)
+        return tuple(range(len(avals) - len(more), len(avals)))
 
-    params = registers(shaped.params.avals)
-    inputs = registers([*shaped.x.avals, *shaped.extra.avals])
-    y, residuals = registers(shaped.y.avals), registers(shaped.residuals.avals)
-    dy, stash = registers(shaped.y.avals), registers(shaped.stash.avals)
-    dx = registers(shaped.x.avals if shaped.takes_gradient else ())
-    gradients = registers(
-        [
-            jax.ShapeDtypeStruct(aval.shape, "float32" if place in aliased else aval.dtype)
-            for place, aval in enumerate(shaped.params.avals)
-        ]
-    )
+    def made(side: Side, sources: Sequence[int | None]) -> list[int | None]:
+        return [new(aval)[0] if source is None else None for aval, source in zip(side.avals, sources, strict=True)]
 
-    def read(kind: str) -> tuple[int, ...]:
-        return tuple(params[place] for place in shaped.reads[kind])
-
-    def grads(places: Sequence[int]) -> tuple[tuple[int, int, How], ...]:
-        return tuple((place, gradients[place], "add" if place in aliased else "new") for place in places)
-
-    made = (*y, *(r if source is None else None for r, source in zip(residuals, shaped.residuals_from, strict=True)))
-    if list(kinds) == ["forward"]:  # no backward will come
-        made = (*y, *[None] * len(residuals))
-    kept = residuals[shaped.num_dgrad :]
-    left = (*dx, *(r if source is None else None for r, source in zip(stash, shaped.stash_from, strict=True)))
-    late, every = grads(shaped.late), grads((*shaped.early, *shaped.late))
-    return params, {
-        "forward": Task("forward", shaped.index, inputs, made, read("forward")),
-        "dgrad": Task("dgrad", shaped.index, (*residuals, *dy), left, read("dgrad"), grads(shaped.early)),
-        "wgrad": Task("wgrad", shaped.index, (*kept, *stash), (), read("wgrad"), late),
-        "backward": Task("backward", shaped.index, (*residuals, *dy), dx, read("dgrad") + read("wgrad"), every),
-    }
+    outs: list[int | None] = []
+    places, reads = {"dgrad": shaped.early, "wgrad": shaped.late}.get(kind, ()), (kind,)
+    if kind == "forward":
+        ins = new(*shaped.x.avals, *shaped.extra.avals)
+        # Where no backward will come, nothing is left for it.
+        outs = [*new(*shaped.y.avals), *([] if is_alone else made(shaped.residuals, shaped.residuals_from))]
+        outs += [None] * (len(shaped.y) + len(shaped.residuals) - len(outs))
+    elif kind == "wgrad":
+        ins = new(*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals)
+    else:
+        ins = new(*shaped.residuals.avals, *shaped.y.avals)
+        outs = [*new(*shaped.x.avals[: shaped.num_dx])]
+        if kind == "dgrad":
+            outs += made(shaped.stash, shaped.stash_from)
+        else:
+            places, reads = (*shaped.early, *shaped.late), ("dgrad", "wgrad")
+    params = tuple(place for part in reads for place in shaped.reads[part])
+    grads: list[tuple[int, int, How]] = []
+    for place in places:
+        aval, is_sum = shaped.params.avals[place], place in aliased
+        (register,) = new(jax.ShapeDtypeStruct(aval.shape, "float32" if is_sum else aval.dtype))
+        grads.append((place, register, "add" if is_sum else "new"))
+    return interface([Task(kind, shaped.index, ins, tuple(outs), params, tuple(grads))], avals, range(len(avals)))

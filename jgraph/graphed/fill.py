@@ -78,7 +78,7 @@ def _params(callables: Sequence[Shaped], params: Sequence[Tree]) -> list[list[An
 
 
 def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: jax.Array | None) -> None:
-    """Raises CallableError if what callables take besides params and x cannot be given."""
+    """Raises CallableError if the arguments of callables besides params and x cannot be given."""
     for i, shaped in enumerate(callables):
         for place in range(len(shaped.positional), len(shaped.extra)):
             name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]

@@ -9,11 +9,12 @@ import jax
 
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each
+from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
 from jgraph.graphed.fill import check_extra, filled, per_microbatch, put, tuples
+from jgraph.graphed.match import signature
 from jgraph.graphed.plan import ExecutionPlan, make_plan, play
-from jgraph.graphed.pool import Pools
 from jgraph.graphed.shaped import shape_of
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport
@@ -43,7 +44,7 @@ class GraphedCallables(Sequence[Graphed]):
     """Graphed callables in the order of the data. Made by `make_graphed_callables`.
 
     Attributes:
-        pools: of single calls with `reuse_buffers`, by name; empty without.
+        lent: counts of the buffers of single calls, with `reuse_buffers`; none without.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class GraphedCallables(Sequence[Graphed]):
         *,
         parse: Callable[[Any], tuple[Schedule | None, Any]],
         homes: Callable[[Schedule], list[Any]],
-        pools: Pools,
+        lent: LentBuffers,
         options: Mapping[str, Any],
     ):
         self._graphed, self._params, self._schedule = graphed, params, schedule
         self._parse, self._homes, self._options = parse, homes, dict(options)
-        self.pools = pools
+        self.lent = lent
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
 
@@ -78,13 +79,13 @@ class GraphedCallables(Sequence[Graphed]):
         return self._schedule
 
     def reports(self) -> list[tuple[str, CaptureReport | None]]:
-        """Name of each executable, and what of it is captured; None where there are no command buffers."""
+        """Returns the name of each executable and its capture report; None where there are no command buffers."""
         executables = [part.executable for graphed in self._graphed for part in graphed.entry.parts.values()]
         executables += [instruction.executable for plan in self._plans.values() for instruction in plan.instructions]
         return [(executable.io.name, executable.report) for executable in executables]
 
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Params of all callables, each on the device of its callable."""
+        """Returns the params of all callables, each on the device of its callable."""
         given = each("params", params, len(self))
         return tuple(
             jax.tree.map(lambda leaf, g=g: put(g.entry.shaped.device, leaf), tree)
@@ -177,31 +178,22 @@ class GraphedCallables(Sequence[Graphed]):
                 raise CallableError(wrong, field="params")
             shaped = [graphed.entry.shaped for graphed in self._graphed]
             check_extra(shaped, extra, key)
-            plan = self._plan(schedule, loss_fn, rest[0], outputs, join, "given" if key is None else "folded")
+            keyed = "given" if key is None else "folded"
+            plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join, keyed=keyed)
             given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
             return self._play(plan, filled(plan.flow, shaped, **given, key=key, step=step))
 
     def _turns(self) -> ExitStack:
-        """Every callable's turn, for this thread."""
+        """Takes every callable's turn, for this thread."""
         with ExitStack() as stack:
             for turn in {id(graphed.turn): graphed.turn for graphed in self._graphed}.values():
                 stack.enter_context(turn)
             return stack.pop_all()
 
-    def _plan(
-        self,
-        schedule: Schedule,
-        loss_fn: Callable[..., jax.Array],
-        loss_args: tuple[Tree, ...],
-        outputs: Outputs,
-        join: Join,
-        keyed: Any,
-    ) -> ExecutionPlan:
-        shapes = jax.tree.map(shape_of, tuple(loss_args))
-        leaves, tree = jax.tree.flatten(shapes)
+    def _plan(self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[Tree, ...], **how: Any) -> ExecutionPlan:
+        """Returns the plan for a schedule, a loss and choices as `make_plan` takes them; compiled, if it is new."""
         ticks = tuple(row.tobytes() for row in schedule.ticks)
-        avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        name = (schedule.orders, schedule.placement, ticks, loss_fn, tree, avals, outputs, join, keyed)
+        name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), *how.values())
         if name not in self._plans:
             shaped = [graphed.entry.shaped for graphed in self._graphed]
             if self._homes(schedule) != [one.device for one in shaped]:
@@ -213,13 +205,11 @@ class GraphedCallables(Sequence[Graphed]):
                 shaped,
                 schedule,
                 aliased=[graphed.gradients.places for graphed in self._graphed],
-                reuse=bool(self.pools),
-                join=join,
-                outputs=outputs,
-                keyed=keyed,
+                reuse=bool(self.lent),
                 loss_fn=loss_fn,
-                loss_args=shapes,
+                loss_args=jax.tree.map(shape_of, loss_args),
                 options=self._options,
+                **how,
             )
         return self._plans[name]
 

@@ -17,6 +17,7 @@ class MainGrad:
     """The float32 accumulator of a callable's aliased gradients, and the lease on what it holds now.
 
     Attributes:
+        places: of the parameters whose gradients are aliased.
         arrays: by place of the parameter; empty until the first gradient.
         updates: how often it was updated.
     """
@@ -24,9 +25,8 @@ class MainGrad:
     def __init__(self, entry: Entry):
         self._callable = f"callable {entry.shaped.index}"
         self._name = f"main_grad of {self._callable}"
-        self._params = entry.shaped.params
-        self._device = entry.shaped.device
-        self.places = sorted(entry.aliased)
+        self._params, self._device = entry.shaped.params, entry.shaped.device
+        self.places = sorted({place for part in entry.parts.values() for place in part.updates})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)
@@ -41,7 +41,12 @@ class MainGrad:
             return self.renew()
         for place, array in self.arrays.items():
             if array.is_deleted():
-                raise self._gone(place)
+                raise OwnershipError(
+                    f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a call that "
+                    f"failed: call zero_grads(), which makes it anew and starts all sums from zero; donate a .copy() of a sum "
+                    f"that is to go on",
+                    owner=self._name,
+                )
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
@@ -51,7 +56,7 @@ class MainGrad:
         return self.arrays
 
     def blank(self, places: tuple[int, ...]) -> list[jax.Array]:
-        """New float32 zeros, in one program."""
+        """Returns new float32 zeros, made by one program."""
         shapes = tuple(self._params.avals[place].shape for place in places)
         arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))() if shapes else []
         check_concrete(self._callable, arrays)
@@ -67,7 +72,7 @@ class MainGrad:
             self.arrays = dict(zip(sums, zeros, strict=True))
 
     def update(self, arrays: dict[int, jax.Array], by: str) -> None:
-        """Takes over what a program made of the arrays; ends every handle on what they held before."""
+        """Takes over the arrays that a program gave back; ends every handle on their numbers of before."""
         self.updates += 1
         self.end(f"updated in place by {by} (update {self.updates})")
         self.arrays.update(arrays)
@@ -85,24 +90,15 @@ class MainGrad:
         self.arrays = {}
 
     def tree(self, owned: Mapping[int, Any]) -> Any:
-        """Returns gradients as params: those owned by the caller, handles on the others, None for those that there are not."""
-        handles = {place: self.handle(place) for place in self.places if place not in owned}
+        """Returns gradients as params: those owned by the caller, handles on the others, None for those that there are not.
+
+        Raises:
+            OwnershipError: as `open`.
+        """
+        sums = self.open() if self.places else {}
+        handles = {place: Borrowed(array, self._lease, self._params.paths[place]) for place, array in sums.items()}
         every = {**handles, **owned} if handles else owned
         return self._params.unflatten([every.get(place) for place in range(len(self._params.avals))])
-
-    def handle(self, place: int) -> Borrowed:
-        """Returns a handle on the sum as it is now. Raises OwnershipError as `open` does."""
-        array = (self.arrays or self.renew())[place]
-        if array.is_deleted():
-            raise self._gone(place)
-        return Borrowed(array, self._lease, self._params.paths[place])
-
-    def _gone(self, place: int) -> OwnershipError:
-        return OwnershipError(
-            f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a call that failed: "
-            f"call zero_grads(), which makes it anew and starts all sums from zero; donate a .copy() of a sum that is to go on",
-            owner=self._name,
-        )
 
 
 @functools.cache

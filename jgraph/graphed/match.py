@@ -1,90 +1,31 @@
-"""Whether a call is for the shapes that a callable was built for, and the executables for others."""
+"""Whether a call is for the shapes that a callable was built for."""
 
-from collections.abc import Callable, Sequence
-from logging import getLogger
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from jgraph.errors import CallableError
-from jgraph.graphed.entry import Entry
 from jgraph.graphed.shaped import Shaped, Side, shape_of
 
 Tree = Any
-OnMismatch = Literal["error", "recompile"]
-_LOG = getLogger(__name__)
-
-# Entries that on_mismatch="recompile" may add: more of them means shapes that do not repeat.
-_MOST_ENTRIES = 8
 
 
-class Entries:
-    """A callable's executables, by the shapes of a call.
-
-    Attributes:
-        built: those for the sample.
-    """
-
-    def __init__(self, build: Callable[..., Entry], built: Entry, sample: Any, on_mismatch: OnMismatch):
-        self.built, self._build, self._on_mismatch = built, build, on_mismatch
-        self._entries = {signature(*sample): built}
-
-    def clear(self) -> None:
-        """Frees the executables; shapes are still known."""
-        self.built = Entry(self.built.shaped, {})
-        self._entries.clear()
-
-    def differences(self, params: Tree, args: Sequence[Tree], kwargs: dict[str, Tree]) -> list[str]:
-        """Returns everything in which arguments differ from the sample."""
-        shaped = self.built.shaped
-        device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
-        texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
-        if len(args) - 1 != num_extra:
-            return [*texts, f"{len(args) - 1} arguments after x, built for {num_extra}"]
-        return texts + differences(shaped.extra, (tuple(args[1:]), kwargs), "extra", device)
-
-    def other(self, params: Tree, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Entry:
-        """Returns executables for other shapes, compiled if those may be. Raises CallableError if not."""
-        texts, shaped = self.differences(params, args, kwargs), self.built.shaped
-        positional, named = shaped.extra.shapes()
-        # Other shapes are another program; other arguments are another function, and a program does not move.
-        same_arguments = len(args) - 1 == len(positional) and set(kwargs) == set(named)
-        here = all(
-            leaf.devices() == {shaped.device} or not leaf.committed
-            for leaf in jax.tree.leaves((params, args, kwargs))
-            if isinstance(leaf, jax.Array)
-        )
-        # main_grad has the shapes of the parameters that it was made for.
-        other_sums = self.built.aliased and differences(shaped.params, params, "params", shaped.device)
-        if self._on_mismatch == "error" or not same_arguments or not here or other_sums:
-            raise mismatch(shaped, texts)
-        key, name = signature(params, args, kwargs), f"callable {shaped.index}"
-        if key not in self._entries:
-            if len(self._entries) >= _MOST_ENTRIES:
-                raise CallableError(
-                    f"{name} was compiled for {len(self._entries)} sets of shapes, the most that on_mismatch='recompile' "
-                    f"allows; pad the inputs to few shapes; the last differs in: {'; '.join(texts)}",
-                    mismatches=tuple(texts),
-                )
-            _LOG.warning("%s is compiled again (entry %d): %s", name, len(self._entries) + 1, "; ".join(texts))
-            entry = self._build(params, args, kwargs)
-            if entry.aliased != self.built.aliased:
-                paths = ", ".join(shaped.params.paths[i] for i in sorted(entry.aliased ^ self.built.aliased))
-                raise CallableError(
-                    f"{name}: with these shapes other gradients live in main_grad than it was built for ({paths}); build "
-                    f"another callable for them: {'; '.join(texts)}",
-                    mismatches=tuple(texts),
-                )
-            self._entries[key] = entry
-        return self._entries[key]
+def call_differences(shaped: Shaped, params: Tree, args: Sequence[Tree], kwargs: dict[str, Tree]) -> list[str]:
+    """Returns everything in which the arguments of a call differ from the sample."""
+    device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
+    texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
+    if len(args) - 1 != num_extra:
+        return [*texts, f"{len(args) - 1} arguments after x, built for {num_extra}"]
+    return texts + differences(shaped.extra, (tuple(args[1:]), kwargs), "extra", device)
 
 
 def mismatch(shaped: Shaped, texts: Sequence[str]) -> CallableError:
     """Returns the error for a call with other shapes."""
     return CallableError(
         f"callable {shaped.index} is called with something else than it was built for: {'; '.join(texts)}; "
-        f"pass what was built, or build with on_mismatch='recompile'",
+        f"pass what was built, or build another one",
         mismatches=tuple(texts),
     )
 
@@ -133,7 +74,7 @@ def _show(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def signature(params: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the structures, shapes and dtypes that an entry is for."""
-    leaves, tree = jax.tree.flatten((params, args, kwargs))
+def signature(sample: Any) -> Any:
+    """Returns the structure, shapes and dtypes of a tree."""
+    leaves, tree = jax.tree.flatten(sample)
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))

@@ -1,13 +1,15 @@
-"""Microbatches of a callable between their forward and their last backward part, and the places that they hold in pools."""
+"""Microbatches of a callable between their forward and their last backward part, and the thread whose they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock, get_ident
 from typing import Any, Literal
 
 from jgraph.errors import CallableError
-from jgraph.graphed.entry import Entry
-from jgraph.graphed.pool import Slot
-from jgraph.graphed.turn import Turn
+from jgraph.graphed.borrowed import Lease
+
+_ADVICE = "build callables for each thread, or call evaluate, which keeps nothing"
 
 
 @dataclass(eq=False, slots=True)
@@ -16,31 +18,68 @@ class Microbatch:
 
     Attributes:
         number: of its forward, from 0.
-        entry: the executables that ran its forward.
         params, residuals, stash: leaves; residuals are those of both pools until dgrad, of wgrad's alone after it.
         early: by place of the parameter, the gradients that dgrad gave.
         held: by the part that is the last to read them, the places in pools.
     """
 
     number: int
-    entry: Entry
     params: list[Any]
     residuals: list[Any]
     stash: list[Any] = field(default_factory=list)
     early: dict[int, Any] = field(default_factory=dict)
-    held: dict[str, list[Slot]] = field(default_factory=dict)
+    held: dict[str, list[Lease]] = field(default_factory=dict)
 
-    def hold(self, until: str, slots: Sequence[Slot]) -> None:
+    def hold(self, until: str, leases: Sequence[Lease]) -> None:
         """Notes that this microbatch reads these places until a part has run."""
-        for slot in slots:
-            slot.consumers += 1
-        self.held.setdefault(until, []).extend(slots)
+        for lease in leases:
+            lease.consumers += 1
+        self.held.setdefault(until, []).extend(leases)
 
-    def release(self, *parts: str, by: str = "") -> None:
-        """Gives up the places that are held until these parts."""
-        for part in parts:
-            for slot in self.held.pop(part, ()):
-                slot.release(f"the {by or part} of callable {self.entry.shaped.index}")
+    def release(self, *parts: str, by: str) -> None:
+        """Gives up the places that are held until these parts; all of them, if none is named."""
+        for part in parts or list(self.held):
+            for lease in self.held.pop(part, ()):
+                lease.release(by)
+
+
+class Turn:
+    """Lets one thread at a time in, and no other while microbatches of the last one wait. Enter it with `with`.
+
+    Attributes:
+        waiting: microbatches between their forward and their last backward part.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._lock, self._thread = name, RLock(), 0
+        self.waiting = 0
+
+    def __enter__(self) -> None:
+        self._acquire()
+        if self.waiting and self._thread != get_ident():
+            self._lock.release()
+            raise CallableError(
+                f"{self._name} is called from another thread than the one whose {self.waiting} microbatches wait for their "
+                f"backward; finish or drop() those, or {_ADVICE}"
+            )
+        self._thread = get_ident()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Lets in any thread, to end the microbatches that wait."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _acquire(self) -> None:
+        # Waiting for the other thread would only make the order of microbatches a matter of luck.
+        if not self._lock.acquire(False):
+            raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
 
 class Waiting:
@@ -59,9 +98,9 @@ class Waiting:
         """Numbers of the microbatches, those after a dgrad first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
-    def add(self, entry: Entry, params: list[Any], residuals: list[Any]) -> Microbatch:
+    def add(self, params: list[Any], residuals: list[Any]) -> Microbatch:
         """Numbers the microbatch whose forward just ran."""
-        microbatch = self.after["forward"][self._count] = Microbatch(self._count, entry, params, residuals)
+        microbatch = self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
         self._turn.waiting += 1
         return microbatch
@@ -98,7 +137,7 @@ class Waiting:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
             self.end(microbatch)
-            microbatch.release(*list(microbatch.held), by="drop")
+            microbatch.release(by=f"the drop of {self._name}")
 
     def check_none(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError
-from jgraph.graphed.compile import Executable, TaskGroup, compile_groups
+from jgraph.graphed.compile import Executable, compile_tasks, interface
 from jgraph.graphed.dataflow import Flow, Join, Outputs, Unit, segments_of, units_of
 from jgraph.graphed.shaped import Shaped, Side, shape_of
 from jgraph.schedule.schedule import Schedule
@@ -62,7 +62,7 @@ def make_plan(
     loss_args: Any,
     options: Mapping[str, Any],
 ) -> ExecutionPlan:
-    """Plans and compiles.
+    """Returns a schedule as instructions, compiled.
 
     Args:
         callables: in the order of the data.
@@ -119,7 +119,7 @@ def _compile(
     for n, tasks in enumerate(every):
         last |= dict.fromkeys((*(r for task in tasks for r in task.ins), *(a for a, _, _ in sends[n])), n)
         made_in |= dict.fromkeys((*(r for task in tasks for r in task.outs if r is not None), *(b for _, b, _ in sends[n])), n)
-    groups = []
+    interfaces = []
     for n, tasks in enumerate(every):
         outs = {r for task in tasks for r in task.outs if r is not None}
         wanted = {r for r in outs if r in result or r in sent or last.get(r, n) > n}
@@ -130,12 +130,12 @@ def _compile(
             dying = {r for task in tasks for r in task.ins if last[r] == n and r not in kept and r not in sent}
             busy: set[int] = set()
             stored = [(a, flow.send_buffer(a, segments[n][0].rank, busy)) for a, _, _ in sends[n]]
-        groups.append(TaskGroup(tasks, wanted, dying, stored))
+        interfaces.append(interface(tasks, flow.avals, wanted, dying=dying, stored=stored))
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/develop/measurements.md).
     captures = any(shaped.device.platform != "cpu" for shaped in flow.callables)
-    copies = "each" if captures and len(groups) <= _MOST_EXECUTABLES else "shared"
-    executables = compile_groups(groups, flow.callables, flow.avals, options, loss_fn=loss_fn, copies=copies)
+    copies = "each" if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
+    executables = compile_tasks(interfaces, flow.callables, options, loss_fn=loss_fn, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():
         if r not in kept and r not in flow.send_buffers and (made_in[r] < n or r in sent):

@@ -124,18 +124,18 @@ class Shaped:
         return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Leaves of (y, residuals)."""
+        """Returns the leaves of (y, residuals)."""
         return jax.tree.leaves(self.split.forward(*self.arguments(params, inputs)))
 
     def dgrad(self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]):
-        """Leaves of dx; gradients by place; leaves of the stash."""
+        """Returns the leaves of dx, gradients by place, and the leaves of the stash."""
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
         gradients = self.params.tree.flatten_up_to(early)
         return jax.tree.leaves(dx), {i: gradients[i] for i in self.early}, jax.tree.leaves(stash)
 
     def wgrad(self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: dict[int, Any] | None):
-        """Gradients by place, of the parameters' dtypes; or, given float32 sums by place, the sums with them added."""
+        """Returns gradients by place, of the parameters' dtypes; or, given float32 sums by place, the sums with them added."""
         if not self.late:
             return {}
         weights, kept = self.params.unflatten(params), self.residuals.unflatten(residuals)
@@ -150,14 +150,14 @@ class Shaped:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype alone: not where it is, nor whether its dtype is a weak one."""
+    """Returns shape and dtype alone: not where it is, nor whether its dtype is a weak one."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def shape_callable(
-    fn: Callable[..., Tree], index: int, params: Tree, args: Sequence[Tree], kwargs: dict[str, Any], device: Any
+    fn: Callable[..., Tree], index: int, params: Tree, args: Sequence[Tree], kwargs: dict[str, Any], *, device: Any
 ) -> Shaped:
     """Traces a callable's parts; computes nothing.
 
@@ -207,7 +207,7 @@ def shape_callable(
 
 
 def _flows(shaped: Shaped) -> dict[str, Any]:
-    """Reads off the traces what each part reads and what it hands on."""
+    """Returns the fields of `Shaped` that are read off the traces: parameters read, arrays handed on."""
     weights, count = list(shaped.params.avals), len(shaped.params)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
     residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)

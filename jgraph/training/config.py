@@ -5,6 +5,7 @@ A field's docstring is the help text of its flag.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError, check_types, require, require_positive
@@ -45,16 +46,12 @@ class OptimizerConfig:
     def __post_init__(self):
         check_types(self, prefix="optimizer.")
         require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or positive")
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)")
-        require(0 <= self.final_learning_rate <= 1, "optimizer.final_learning_rate", self.final_learning_rate, "in [0, 1]")
-        require(
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
-            "optimizer.weight_decay",
-            self.weight_decay,
-            "0 or positive",
-        )
+        must = partial(_must, self, "optimizer.")
+        must("warmup_steps", self.warmup_steps >= 0, "0 or positive")
+        must("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
+        must("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
+        must("final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
+        must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +75,14 @@ class DistributedConfig:
             require(value is not None, f"distributed.{name}", value, f"given where `distributed.{given[0]}` is")
         if self.num_processes is None or self.process_id is None:
             return
-        require(self.setup != "off", "distributed.setup", "off", "auto where `distributed.coordinator` is given")
+        must = partial(_must, self, "distributed.")
+        must("setup", self.setup != "off", "auto where `distributed.coordinator` is given")
         host, _, port = self.coordinator.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        require(is_address, "distributed.coordinator", self.coordinator, "HOST:PORT, as all processes reach process 0")
+        must("coordinator", is_address, "HOST:PORT, as all processes reach process 0")
         require_positive(self, "num_processes", prefix="distributed.")
-        require(
-            0 <= self.process_id < self.num_processes,
-            "distributed.process_id",
-            self.process_id,
-            f"at least 0 and less than `distributed.num_processes` {self.num_processes}",
-        )
+        allowed = f"at least 0 and less than `distributed.num_processes` {self.num_processes}"
+        must("process_id", 0 <= self.process_id < self.num_processes, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,88 +169,60 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types(self)
-        require(self.module.count(":") == 1 and all(self.module.split(":")), "module", self.module, "package.module:Class")
+        must = partial(_must, self, "")
+        must("module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
             object.__setattr__(self, "model", kind())
-        require_positive(
-            self,
-            "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches checkpoint_every "
-            "checkpoint_keep",
-        )
-        require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "0 or positive")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
-        require(bool(self.data), "data", repr(self.data), "a corpus name, a text file or a directory of token files")
-        require(
-            self.batch_size % self.num_microbatches == 0,
-            "num_microbatches",
-            self.num_microbatches,
-            f"a divisor of `batch_size` {self.batch_size}",
-        )
+        counts = "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches"
+        require_positive(self, f"{counts} checkpoint_every checkpoint_keep")
+        must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
+        must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
+        require(bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
+        must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
         rows = self.batch_size // self.num_microbatches
-        sequences = (
-            f"the {rows} sequences of a microbatch (`batch_size` {self.batch_size}, `num_microbatches` {self.num_microbatches})"
-        )
-        require(rows % self.dp == 0, "dp", self.dp, f"a divisor of {sequences}")
-        require(rows // self.dp % self.fsdp == 0, "fsdp", self.fsdp, f"such that `dp` {self.dp} x `fsdp` divides {sequences}")
-        if self.fsdp == 1:
-            require(not self.reshard_after_forward, "reshard_after_forward", "set", "unset where `fsdp` is 1")
-            require(not self.shard_rules, "shard_rules", " ".join(self.shard_rules), "empty where `fsdp` is 1")
+        of = f"`batch_size` {self.batch_size}, `num_microbatches` {self.num_microbatches}"
+        must("dp", rows % self.dp == 0, f"a divisor of the {rows} sequences of a microbatch ({of})")
+        shared = f"such that `dp` {self.dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
+        must("fsdp", rows // self.dp % self.fsdp == 0, shared)
+        must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "unset where `fsdp` is 1")
+        must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty where `fsdp` is 1")
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
             require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
         if self.is_pipeline:
-            # Before the rule below, whose advice it would refuse.
-            require(
-                self.main_grads_dtype == "float32",
-                "main_grads_dtype",
-                self.main_grads_dtype,
-                "float32 in a pipeline, whose products add onto float32; parameters may be bfloat16 (`main_params_dtype`)",
-            )
+            # Before the rule on differing dtypes, whose advice it would refuse.
+            advice = "whose products add onto float32; parameters may be bfloat16 (`main_params_dtype`)"
+            must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline, {advice}")
+            advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
+            must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
-        require(
-            not differ or self.on_dtype_mismatch == "copy",
+        must(
             "main_grads_dtype",
-            self.main_grads_dtype,
+            not differ or self.on_dtype_mismatch == "copy",
             f"`main_params_dtype` {self.main_params_dtype}, or take `decoupled_grad` (the optimizer reads "
             f"{self.main_grads_dtype}), or `on_dtype_mismatch` copy (one cast more)",
         )
-        require(math.isfinite(self.memory_limit) and self.memory_limit >= 0, "memory_limit", self.memory_limit, "0 or positive")
-        if self.schedule != "auto":
-            require(not self.memory_limit, "memory_limit", self.memory_limit, "0 where `schedule` is not auto")
+        must("memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
+        must("memory_limit", self.schedule == "auto" or not self.memory_limit, "0 where `schedule` is not auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
-            require(self.chunks == 1, "chunks", self.chunks, f"1 with `schedule` {self.schedule}, which says it itself")
-        require(
-            self.schedule != "interleaved-1f1b" or self.chunks > 1,
-            "chunks",
-            self.chunks,
-            "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b",
-        )
-        if self.is_pipeline:
-            require(
-                not self.reshard_after_forward,
-                "reshard_after_forward",
-                "set",
-                "unset in a pipeline, where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or "
-                "`remat` layer",
-            )
+            must("chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which says it itself")
+        if self.schedule == "interleaved-1f1b":
+            must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b")
         for option in self.xla_options:
             require("=" in option, "xla_options", option, "name=value")
         if self.profile:
             first, stop = self.profile_steps
             steps = 2 * (stop - first) + 1
             is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
-            allowed = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to `steps` {self.steps}"
-            require(is_window, "profile", self.profile, allowed)
-        self._check_warmup()
-        if not self.run_dir:
-            object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
-
-    def _check_warmup(self) -> None:
+            room = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to `steps` {self.steps}"
+            must("profile", is_window, room)
         warmup = self.optimizer.warmup_steps
         if not isinstance(warmup, Usual):
             require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")
         elif warmup > self.steps // 10:
             object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
+        if not self.run_dir:
+            object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -270,7 +236,7 @@ class TrainConfig:
 
     @property
     def read_dtype(self) -> DtypeName:
-        """Of the gradient that the optimizer reads; where it is `main_grads_dtype`, that gradient is the accumulator."""
+        """Dtype of the gradient that the optimizer reads; where it is `main_grads_dtype`, that gradient is the accumulator."""
         if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
             return self.main_grads_dtype
         return self.main_params_dtype
@@ -288,26 +254,17 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
-        fields = as_written_now(fields)
         try:
+            fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
             kind, model = settings_of(fields["module"]), fields.pop("model")
             model = None if kind is None else kind(**model)
-            optimizer = OptimizerConfig(**fields.pop("optimizer"))
-            if optimizer.warmup_steps > fields["steps"]:  # as versions wrote it that took any
-                optimizer = replace(optimizer, warmup_steps=Usual(optimizer.warmup_steps))
-            distributed = DistributedConfig(**fields.pop("distributed", {}))
-            for name in ("xla_options", "shard_rules", "freeze"):
-                fields[name] = tuple(fields.get(name, ()))
-            return cls(**fields, model=model, optimizer=optimizer, distributed=distributed)
+            parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
+            parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
+            return cls(**fields, **parts, model=model)
         except (TypeError, KeyError) as e:
             raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e
 
 
-def as_written_now(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a stored configuration by today's names: the module was once one of the model's settings."""
-    fields, model = dict(fields), fields.get("model")
-    if isinstance(model, dict) and "module" in model:
-        module = model["module"]
-        fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
-        fields["model"] = {name: value for name, value in model.items() if name != "module"}
-    return fields
+def _must(config: Any, prefix: str, name: str, condition: bool, allowed: str) -> None:
+    """Raises ConfigError where a field does not meet its condition."""
+    require(condition, prefix + name, getattr(config, name), allowed)

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -50,31 +50,26 @@ class Reporter:
     """Writes to a console: one live line on a terminal, one plain line each time elsewhere. A context manager."""
 
     def __init__(self, console: Console, config: TrainConfig):
-        self._console = console
-        self._config = config
-        self._live: Progress | None = None
+        self._console, self._config = console, config
+        self._live = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._live.add_task("", total=config.steps, numbers="compiling")
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=10),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(compact=True),
-                console=self._console,
-            )
-            self._live.add_task("", total=self._config.steps, numbers="compiling")
-            self._live.start()
+        self._live.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> Literal[False]:
-        if self._live:
-            self._live.stop()
-            self._live = None
-        return False
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
 
     def line(self, text: str) -> None:
-        """A line of its own, above the progress line. What the console cannot show, a sample's U+FFFD say, becomes a `?`."""
+        """Writes a line above the progress line. What the console cannot show, a sample's U+FFFD say, becomes a `?`."""
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -84,30 +79,29 @@ class Reporter:
     def progress(self, entry: dict[str, Any]) -> None:
         """Shows an entry of metrics.jsonl."""
         # An evaluation is a line that stays, on a terminal too.
-        if not self._live or "eval_loss" in entry:
+        if self._live.disable or "eval_loss" in entry:
             self.line(f"step {entry['step'] + 1}/{self._config.steps}  {_numbers(entry)}")
-        if self._live:
-            numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
-            self._live.update(self._live.task_ids[0], completed=entry["step"] + 1, numbers=numbers)
+        numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
+        self._live.update(self._task, completed=entry["step"] + 1, numbers=numbers)
 
     def config(self) -> None:
-        """The resolved configuration, compactly."""
-        fields = dataclasses.asdict(self._config)
-        del fields["distributed"]  # differs from process to process; the trainer says how many there are
-        for title in ("model", "optimizer"):
-            fields[title] = _pairs(fields[title] or {})
-        nested = {title: fields.pop(title) for title in ("model", "optimizer")}
-        for title, text in {"run": _pairs(fields), **nested}.items():
-            self.line(f"{title}: {text}")
+        """Writes the resolved configuration, compactly."""
+        run = dataclasses.asdict(self._config)
+        del run["distributed"]  # differs from process to process; the trainer says how many there are
+        nested = {title: run.pop(title) or {} for title in ("model", "optimizer")}
+        for title, fields in {"run": run, **nested}.items():
+            words = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
+            self.line(f"{title}: {' '.join(words)}")
 
     def summary(self, summary: Summary) -> None:
-        """Closing words."""
+        """Writes how the run ended."""
+        rate, zlib = summary.tokens_per_second, summary.zlib_nats_per_token
         rows = {
             "outcome": f"{summary.outcome} at step {summary.steps}/{self._config.steps}",
-            "loss": _loss("train", summary.train_loss),
-            "held out": _held_out(summary),
-            "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s"
-            + (f", {summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else ""),
+            "loss": f"train {_number(summary.train_loss, '.4f')} nats/token",
+            "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
+            + ("" if zlib is None else f"; zlib -9 needs {zlib:.4f} on the same text"),
+            "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s" + (f", {rate:,.0f} tokens/s" if rate else ""),
         }
         if summary.skipped:
             rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"
@@ -135,18 +129,3 @@ def _numbers(entry: dict[str, Any]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "?" if value is None else format(value, form)
-
-
-def _loss(name: str, value: float | None) -> str:
-    return f"{name} {_number(value, '.4f')} nats/token"
-
-
-def _held_out(summary: Summary) -> str:
-    text = f"{_number(summary.heldout_loss, '.4f')} nats/token"
-    if summary.zlib_nats_per_token is not None:
-        text += f"; zlib -9 needs {summary.zlib_nats_per_token:.4f} on the same text"
-    return text
-
-
-def _pairs(fields: dict[str, Any]) -> str:
-    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())

@@ -4,6 +4,7 @@ import itertools
 import math
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,45 +27,40 @@ from jgraph.training.signals import StopRequest
 _RUN_AHEAD = 4
 
 
+@dataclass
 class Loop:
-    """One run of the loop; holds what the host has not looked at yet."""
+    """One run of the loop; holds what the host has not looked at yet.
 
-    def __init__(
-        self,
-        setup: TrainSetup,
-        step: CompiledStep,
-        batches: Batches,
-        evaluate: Callable[[TrainState], float],
-        checkpoints: Checkpoints,
-        log: MetricsLog,
-        reporter: Reporter,
-        clock: StepClock,
-        recorder: Recorder | None,
-        started: Callable[[], None],
-    ):
-        self.config = setup.config
-        self.place = setup.step.place
-        self.canonical = setup.step.canonical
-        self.num_devices = setup.num_devices
-        self.setup = setup
-        self.group_names = setup.group_names()
-        self.trained_groups = setup.trained_groups()
-        self.told_zero: set[str] = set()
-        self.step = step
-        self.batches = batches
-        self.evaluate = evaluate
-        self.checkpoints = checkpoints
-        self.log = log
-        self.reporter = reporter
-        self.clock = clock
-        self.recorder = recorder
-        self.started: Callable[[], None] | None = started
+    Attributes:
+        setup, step, batches, evaluate, checkpoints, log, reporter, clock: of the run.
+        recorder: of a profile; None where there is to be none.
+        started: is called after the first step, once.
+        pending: steps that were handed over, and their numbers.
+        skipped: updates of the run that were not applied.
+        told_zero: arrays whose gradient was told to be zero.
+    """
+
+    setup: TrainSetup
+    step: CompiledStep
+    batches: Batches
+    evaluate: Callable[[TrainState], float]
+    checkpoints: Checkpoints
+    log: MetricsLog
+    reporter: Reporter
+    clock: StepClock
+    recorder: Recorder | None
+    started: Callable[[], None] | None
+    pending: list[tuple[int, StepMetrics]] = field(default_factory=list)
+    skipped: int = 0
+    told_zero: set[str] = field(default_factory=set)
+
+    def __post_init__(self):
+        self.config, self.place = self.setup.config, self.setup.step.place
+        self.group_names, self.trained_groups = self.setup.group_names(), self.setup.trained_groups()
         self.device = jax.local_devices()[0]
-        self.pending: list[tuple[int, StepMetrics]] = []
-        self.skipped = 0
 
     def run(self, done: int, state: TrainState, stop: StopRequest) -> tuple[int, TrainState]:
-        """From `done` steps to the end or to a signal; what is reached is saved."""
+        """Runs from `done` steps to the end or to a signal, and saves the state there."""
         config = self.config
         self.skipped = int(state.skipped)
         while done < config.steps and not self._stops(done, stop):
@@ -90,7 +86,7 @@ class Loop:
         return done, state
 
     def _stops(self, done: int, stop: StopRequest) -> bool:
-        """Whether a signal is to end the run before step `done`: one that any process has had, told to all."""
+        """Returns whether a signal ends the run before step `done`: one that any process has had, told to all."""
         # Only where a step was just logged and no device is at work: to ask takes a word with every process.
         if jax.process_count() > 1 and (done - 1) % self.config.log_every:
             return False
@@ -111,7 +107,7 @@ class Loop:
             "grad_norm": float(last.grad_norm),
             "tokens_per_second": self.config.tokens_per_step / step_seconds,
             "step_time_ms": 1e3 * step_seconds,
-            "mfu": self.setup.flops_per_step / step_seconds / (peak * self.num_devices) if peak else None,
+            "mfu": self.setup.flops_per_step / step_seconds / (peak * self.setup.num_devices) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "skipped": self.skipped,
             "seconds": self.clock.seconds,
@@ -124,7 +120,7 @@ class Loop:
         self.reporter.progress({key: value if value is None or math.isfinite(value) else None for key, value in entry.items()})
 
     def _profile(self, recorder: Recorder, done: int, state: TrainState) -> tuple[int, TrainState]:
-        """Steps that are traced, of which the clock and the log know nothing; and the report."""
+        """Traces steps, of which the clock and the log know nothing, and writes the report."""
         if self.pending:
             self._settle()
         batches = (self.place(self.batches[index]) for index in itertools.count(done))
@@ -143,7 +139,7 @@ class Loop:
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
-        canonical = self.canonical.of(state)
+        canonical = self.setup.step.canonical.of(state)
         self.checkpoints.save(done, canonical)
         # Orbax keeps hold of it until all is written; the next step needs the room.
         for leaf in jax.tree.leaves(canonical):
@@ -158,7 +154,7 @@ class Loop:
         return fetched[-1][1]
 
     def _look(self, fetched: list[tuple[int, StepMetrics]]) -> None:
-        """Tells of what is not as it should be."""
+        """Warns of numbers that are not finite and of gradients that are zero."""
         for index, metrics in fetched:
             if problem := _non_finite(metrics, self.group_names):
                 self._tell_non_finite(index, problem)
@@ -188,15 +184,15 @@ class Loop:
 
 
 def _zeros(metrics: StepMetrics, group_names: list[str]) -> set[str]:
-    """Groups whose gradient was zero in every element."""
+    """Returns the groups whose gradient was zero in every element."""
     return {name for name, square_sum in zip(group_names, metrics.grad_square_sums, strict=True) if square_sum == 0}
 
 
 def _non_finite(metrics: StepMetrics, group_names: list[str]) -> str:
-    """What of a step's numbers is infinite or NaN; empty if nothing is."""
+    """Says which of a step's numbers are infinite or NaN; empty if none is."""
     problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
-    sums = np.asarray(metrics.grad_square_sums)
-    groups = [name for name, square_sum in zip(group_names, sums, strict=True) if not np.isfinite(square_sum)]
+    sums = zip(group_names, metrics.grad_square_sums, strict=True)
+    groups = [name for name, square_sum in sums if not np.isfinite(square_sum)]
     if groups:
         problems.append(f"the gradient of {', '.join(groups)} is not finite")
     elif not np.isfinite(metrics.grad_norm):

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def peak_memory_bytes(device: Any) -> int:
-    """Most bytes ever in use on a `jax.Device`; where the device does not count (a CPU), the process's largest resident set."""
+    """Returns the most bytes ever in use on a `jax.Device`; on one that does not count (a CPU), the process's largest set."""
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -40,7 +40,8 @@ class MetricsLog:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Appends an entry, which has a "step". Numbers that are not finite become null: JSON has no others."""
-        self._file.write(_line(entry))
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -48,7 +49,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Entries in the order of the file; none where it is missing. What is not an entry, such as half a line, is left out."""
+    """Returns the entries of the file, none where it is missing. What is not an entry, such as half a line, is left out."""
     return [entry for _, entry in _entries(path)]
 
 
@@ -60,18 +61,16 @@ class StepClock:
     """
 
     def __init__(self, seconds: float = 0.0):
-        self.seconds = seconds
-        self._lap_seconds = 0.0
-        self._lap_steps = 0
+        self.seconds, self._lap_seconds, self._lap_steps = seconds, 0.0, 0
         self._started: float | None = None
 
     def start(self) -> None:
-        """Before steps are handed to the device; does nothing while running."""
+        """Starts, before steps are handed to the device; does nothing while running."""
         if self._started is None:
             self._started = time.perf_counter()
 
     def stop(self, steps: int) -> None:
-        """After the device has finished `steps` steps since `start`."""
+        """Stops, after the device has finished `steps` steps since `start`."""
         if self._started is not None:
             elapsed, self._started = time.perf_counter() - self._started, None
             self.seconds += elapsed
@@ -79,7 +78,7 @@ class StepClock:
         self._lap_steps += steps
 
     def lap(self) -> float:
-        """Mean seconds of a step since the last lap; not a number before the first step."""
+        """Returns the mean seconds of a step since the last lap; not a number before the first step."""
         mean = self._lap_seconds / self._lap_steps if self._lap_steps else math.nan
         self._lap_seconds, self._lap_steps = 0.0, 0
         return mean
@@ -96,13 +95,6 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _has_numbers(entry: dict[str, Any]) -> bool:
-    """Whether what a run reads of an entry is a number where it is there; the time of steps is never null."""
-    numbers = [entry.get(name, 0) for name in ("loss", "eval_loss")]
-    return all(value is None or isinstance(value, int | float) for value in numbers) and isinstance(
-        entry.get("seconds", 0), int | float
-    )
-
-
-def _line(entry: dict[str, Any]) -> str:
-    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    """Returns whether losses and seconds are numbers where they are there; a loss may be null."""
+    losses = all(isinstance(entry.get(name, 0), int | float | None) for name in ("loss", "eval_loss"))
+    return losses and isinstance(entry.get("seconds", 0), int | float)

@@ -29,14 +29,14 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """The configuration whose step keeps its command buffers under a profiler."""
+    """Returns the configuration whose step keeps its command buffers under a profiler."""
     if platform != "gpu" or config.graph == "off":
         return config
     return dataclasses.replace(config, xla_options=(*config.xla_options, _PROFILED))
 
 
 def uncaptured(config: TrainConfig) -> TrainConfig:
-    """The configuration of the same step without command buffers."""
+    """Returns the configuration of the same step without command buffers."""
     return dataclasses.replace(config, graph="off")
 
 
@@ -92,7 +92,7 @@ def _trace(directory: Path):
 
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
-    """What a report says of the run."""
+    """Returns the facts of the run for its report."""
     config, devices = setup.config, jax.local_devices()[: setup.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
@@ -116,10 +116,8 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
 
 
 def _flags(config: TrainConfig) -> str:
-    """Those that differ from the preset's."""
+    """Returns the fields that differ from the preset's, with their values."""
     base, own = (flatten(dataclasses.asdict(of)) for of in (PRESETS.get(config.preset, config), config))
-    words = [f"preset {config.preset}"]
-    for name, value in own.items():
-        if value != base[name] and name not in ("run_dir", "preset"):
-            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
-    return " ".join(words)
+    differ = {name: value for name, value in own.items() if value != base[name] and name != "run_dir"}
+    words = (f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in differ.items())
+    return " ".join([f"preset {config.preset}", *words])

@@ -10,67 +10,31 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from jgraph.errors import ConfigError
-from jgraph.training.config import TrainConfig, as_written_now
+from jgraph.training.config import TrainConfig
 
 # A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
-FREE_FIELDS = frozenset(
-    {
-        "run_dir",
-        "resume",
-        "log_every",
-        "checkpoint_every",
-        "checkpoint_keep",
-        "compile_cache",
-        "on_nonfinite",
-        "dp",
-        "fsdp",
-        "reshard_after_forward",
-        "shard_rules",
-        "pp",
-        "chunks",
-        "schedule",
-        "memory_limit",
-        "remat",
-        "distributed",
-        "graph",
-        "xla_options",
-        "profile",
-        "sample_tokens",
-        "eval_every",
-        "eval_batches",
-    }
+_FREE = (
+    "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
+    "shard_rules pp chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
+    "eval_batches"
 )
+FREE_FIELDS = frozenset(_FREE.split())
 
 
-@dataclass(frozen=True)
 class RunDir:
     """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
+        self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
 
     def has_checkpoint(self) -> bool:
-        """Whether any checkpoint was written to its end, damaged or not."""
+        """Returns whether any checkpoint was written to its end, damaged or not."""
         return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
 
     @contextlib.contextmanager
@@ -127,32 +91,23 @@ class RunDir:
         holder = _holder(file)
         who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
         file.close()
-        return _error(f"`run_dir` is {self.path}: {who} is writing there; {advice}, or name another `run_dir`")
+        return self._error(f"{who} is writing there; {advice}, or name another `run_dir`")
 
-    def check(self, config: TrainConfig, corpus: dict[str, Any]) -> None:
-        """Changes nothing.
+    def check(self, config: TrainConfig, fingerprint: str) -> None:
+        """Raises ConfigError if a run of this configuration, on the text of this fingerprint, may not write there.
 
-        Args:
-            config: of this run.
-            corpus: its name, fingerprint and sizes, as `write` stores them.
-
-        Raises:
-            ConfigError: the path is a file or holds something else than a run, or, with `config.resume`, checkpoints of
-                another run.
+        It may not where the path is a file or holds something else than a run, or, with `config.resume`, checkpoints of another
+        run.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise _error(f"`run_dir` is {self.path}: a file; name a directory")
+            raise self._error("a file; name a directory")
         if not self.config.exists():
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
-                raise _error(
-                    f"`run_dir` is {self.path}: not empty, and not a run directory (no config.json); name a new or empty one"
-                )
+                raise self._error("not empty, and not a run directory (no config.json); name a new or empty one")
             return
-        if config.resume and not self._is_free() and (differences := self._differences(config, corpus)):
-            raise _error(
-                f"`run_dir` is {self.path}: holds a run of another configuration: {'; '.join(differences)}; "
-                "use another `run_dir`, or `resume` off to start over and replace that run"
-            )
+        if config.resume and not self._is_free() and (differences := self._differences(config, fingerprint)):
+            advice = "use another `run_dir`, or `resume` off to start over and replace that run"
+            raise self._error(f"holds a run of another configuration: {'; '.join(differences)}; {advice}")
 
     def reset(self) -> None:
         """Removes checkpoints and metrics, so that the run starts over. The config stays until `write` replaces it."""
@@ -172,14 +127,11 @@ class RunDir:
         scratch.write_text(text + "\n")
         os.replace(scratch, self.config)
 
-    def read(self) -> tuple[TrainConfig, dict[str, Any], dict[str, str]]:
-        """Inverse of `write`. Raises ConfigError where config.json is not one that this version writes."""
-        fields = self._read_fields()
-        corpus, versions = fields.pop("corpus", {}), fields.pop("versions", {})
-        return TrainConfig.from_dict(fields), corpus, versions
+    def _error(self, wrong: str) -> ConfigError:
+        return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
 
     def _is_free(self) -> bool:
-        """Whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
+        """Returns whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
         return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self._read_fields().keys()
 
     def _read_fields(self) -> dict[str, Any]:
@@ -189,27 +141,30 @@ class RunDir:
                 raise ValueError("it is not an object")
             flatten(fields)  # which ends as json does where it is nested too deeply
         except (ValueError, RecursionError) as e:
-            raise _error(f"`run_dir` is {self.path}: its config.json is damaged ({e}); name another `run_dir`") from e
-        return as_written_now(fields)
+            raise self._error(f"its config.json is damaged ({e}); name another `run_dir`") from e
+        model = fields.get("model")
+        if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
+            module = model.pop("module")
+            fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
+        return fields
 
-    def _differences(self, config: TrainConfig, corpus: dict[str, Any]) -> list[str]:
-        there = flatten(self._read_fields())
+    def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
+        """Returns the differences from the run that is there, one text each."""
         # Through JSON, so that a tuple there and a list here are the same.
-        here = flatten(json.loads(json.dumps(dataclasses.asdict(config) | {"corpus": {"fingerprint": corpus["fingerprint"]}})))
+        here, there = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), flatten(self._read_fields())
         names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
         differences = [
-            f"`{name}` is {_show(here, name)} and was {_show(there, name)}"
+            f"`{name}` is {here.get(name, 'absent')} and was {there.get(name, 'absent')}"
             for name in names
             if here.get(name) != there.get(name)
         ]
-        now, before = (str(fields.get("corpus.fingerprint"))[:12] for fields in (here, there))
-        if now != before:
-            differences.append(f"the text of `data` {config.data} has fingerprint {now} and had {before}")
+        if fingerprint[:12] != (before := str(there.get("corpus.fingerprint"))[:12]):
+            differences.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {before}")
         return differences
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields by dotted name."""
+    """Returns fields by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -217,12 +172,12 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what a step computes."""
+    """Returns the versions of the packages that decide what a step computes."""
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:
-    """Pid and host in a lock file; None where it says nothing, because its owner ended well or has not written yet."""
+    """Returns pid and host in a lock file; None where it says nothing: its owner ended well or has not written yet."""
     file.seek(0)
     try:
         holder = json.loads(file.read())
@@ -239,11 +194,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _show(fields: dict[str, Any], name: str) -> str:
-    return str(fields[name]) if name in fields else "absent"
-
-
-def _error(message: str) -> ConfigError:
-    return ConfigError(message, field="run_dir")

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -86,16 +86,14 @@ class TrainSetup:
             strategy = _pipelined(config, mesh, model, loss)
         elif config.is_sharded:
             assert mesh is not None
-            loss, strategy = (
-                mean_loss,
-                FullySharded(
-                    mesh,
-                    model.shapes,
-                    rules=config.shard_rules,
-                    annotations=model.annotations,
-                    compute_dtype=_compute_dtype(config),
-                    reshard_after_forward=config.reshard_after_forward,
-                ),
+            loss = mean_loss
+            strategy = FullySharded(
+                mesh,
+                model.shapes,
+                rules=config.shard_rules,
+                annotations=model.annotations,
+                compute_dtype=_compute_dtype(config),
+                reshard_after_forward=config.reshard_after_forward,
             )
         else:
             loss, strategy = mean_loss, Replicated(mesh, model.shapes)
@@ -118,10 +116,6 @@ class TrainSetup:
     def num_devices(self) -> int:
         return self.step.num_devices
 
-    def on(self, devices: Sequence[Any]) -> "TrainSetup":
-        """Returns the same run over as many other devices, for example some that are described and not here."""
-        return replace(self, step=self.step.on(devices))
-
     def place_whole(self, tokens_BS: np.ndarray) -> Array | np.ndarray:
         """Returns a batch of which every process has all rows; those that the ranks cannot share evenly go to each."""
         sharding = self.step.batch_sharding
@@ -140,11 +134,10 @@ class TrainSetup:
     @cached_property
     def flops_per_step(self) -> float:
         """FLOPs of a step by the model's own count, or those of its loss's products and twice as many for their gradients."""
-        shape = jax.ShapeDtypeStruct((self.config.batch_size, self.config.seq_len + 1), jnp.int32)
-        count = getattr(self.config.model, "flops", None)
-        if count is not None:
-            return count(self.config.batch_size, self.config.seq_len)
-        return 3 * product_flops(self.loss, self.step.state, shape)
+        rows, length = self.config.batch_size, self.config.seq_len
+        if (count := getattr(self.config.model, "flops", None)) is not None:
+            return count(rows, length)
+        return 3 * product_flops(self.loss, self.step.state, jax.ShapeDtypeStruct((rows, length + 1), jnp.int32))
 
     def check_loss(self) -> None:
         """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
@@ -236,17 +229,18 @@ class TrainSetup:
         state = self.step.state
 
         def own(tree: Tree) -> int:
-            leaves = jax.tree.leaves(tree)
-            shapes = [(leaf, leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves]
-            return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
+            def shape(leaf: Any) -> tuple[int, ...]:
+                return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
-        held = {"parameters": own(state.params), "optimizer": own(state.opt_state)}
+            return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+        held, predicted = {"parameters": own(state.params), "optimizer": own(state.opt_state)}, None
         if self.pipeline is not None:
             pools = {name.replace("forward_", "residuals to "): size for name, size in self._pipeline_bytes().items()}
+            predicted = sum((*held.values(), *pools.values()))
         else:
-            itemsize = jnp.dtype(self.config.main_params_dtype).itemsize
-            pools = {"main_grad": held["parameters"] // itemsize * jnp.dtype(self.config.main_grads_dtype).itemsize}
-        predicted = sum((*held.values(), *pools.values())) if self.pipeline else None
+            itemsize, of_sum = (jnp.dtype(t).itemsize for t in (self.config.main_params_dtype, self.config.main_grads_dtype))
+            pools = {"main_grad": held["parameters"] // itemsize * of_sum}
         if (memory := compiled.memory) is not None:
             pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
         pools = {name: size for name, size in (held | pools).items() if size}
@@ -268,8 +262,9 @@ class TrainSetup:
         return f"{text}; a step takes {predicted / 2**30:.2f} GiB predicted, {compiled.memory.temporaries / 2**30:.2f} compiled"
 
     def _pipeline_bytes(self) -> dict[str, int]:
-        assert isinstance(self.step.bound, BoundPipeline)
-        return self.step.bound.pipeline.bytes_per_rank(self.step.bound.shapes, _tokens_by_microbatch(self.config))
+        bound = self.step.bound
+        assert isinstance(bound, BoundPipeline)
+        return bound.pipeline.bytes_per_rank(bound.shapes, _tokens_by_microbatch(self.config))
 
 
 def _model(config: TrainConfig) -> FunctionalModel:

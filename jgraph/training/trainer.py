@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -63,19 +62,18 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     with contextlib.ExitStack() as held:
         compiles = held.enter_context(cache.watch())
         with all_or_raise():
-            kept_in = (
-                ""
-                if config.compile_cache == "off"
-                else cache.enable(Path(config.compile_cache) if config.compile_cache else None)
-            )
+            where = config.compile_cache
+            kept_in = "" if where == "off" else cache.enable(Path(where) if where else None)
             corpus = load(config.data, seq_len=config.seq_len, vocab_size=getattr(config.model, "vocab_size", None))
-            run_dir.check(config, _corpus_entry(corpus))
+            run_dir.check(config, corpus.fingerprint)
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
                 # Again: until now another process may have been there.
-                run_dir.check(config, _corpus_entry(corpus))
+                run_dir.check(config, corpus.fingerprint)
             setup = TrainSetup.of(config)
-            no_sample = _check_model(setup)
+            # Traced now, called long after the start.
+            setup.check_loss()
+            no_sample = setup.sampling_problem() if config.sample_tokens else ""
         _check_alike(config, corpus)
         reporter.config()
         if kept_in:
@@ -93,19 +91,9 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
         return _train(setup, corpus, run_dir, reporter, stop, started, samples=bool(config.sample_tokens) and not no_sample)
 
 
-def _check_model(setup: TrainSetup) -> str:
-    """Traces what is first called long after the start. Returns why there can be no sample; empty if there can or need not be.
-
-    Raises:
-        ConfigError: the model's loss cannot be evaluated.
-    """
-    setup.check_loss()
-    return setup.sampling_problem() if setup.config.sample_tokens else ""
-
-
 @contextlib.contextmanager
 def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
-    """A device that is too small is a matter of flags."""
+    """Raises ConfigError where the memory of a device does not suffice: that is a matter of flags."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
@@ -133,7 +121,10 @@ def _train(
     if config.profile:
         setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
-    batches = _batches(setup, corpus, check_files)
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+    process_index, process_count = setup.step.batch_part(config.batch_size)
+    part = {"process_index": process_index, "process_count": process_count}
+    batches = Batches(corpus.train, **sizes, **part, check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
@@ -146,7 +137,10 @@ def _train(
         if is_process_zero():
             if not config.resume:
                 run_dir.reset()
-            run_dir.write(config, _corpus_entry(corpus), _versions())
+            about = {"name": corpus.name, "fingerprint": corpus.fingerprint}
+            about |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
+            machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
+            run_dir.write(config, about, versions() | machine)
     checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn)
     try:
         with all_or_raise():
@@ -176,12 +170,25 @@ def _train(
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
     finally:
         checkpoints.close()
-    if done < config.steps:
+    is_done = done >= config.steps
+    if not is_done:
         reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to go on")
-    sample = _sample(setup, state, corpus) if done >= config.steps and samples else ("", "")
-    stopped_by = stop.name if done < config.steps else ""
-    summary = dataclasses.replace(_summary(config, corpus, run_dir, outcome, state, sample), stopped_by=stopped_by)
-    if done >= config.steps:
+    entries = read_metrics(run_dir.metrics)
+    last = entries[-1] if entries else {}
+    summary = Summary(
+        outcome=outcome,
+        steps=int(state.step),
+        skipped=int(state.skipped),
+        tokens=int(state.step) * config.tokens_per_step,
+        seconds=last.get("seconds", 0.0),
+        train_loss=last.get("loss"),
+        heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
+        zlib_nats_per_token=corpus.zlib_nats_per_token,
+        run_dir=run_dir.path,
+        sample=_sample(setup, state, corpus) if is_done and samples else ("", ""),
+        stopped_by="" if is_done else stop.name,
+    )
+    if is_done:
         reporter.summary(summary)
     return summary
 
@@ -189,13 +196,13 @@ def _train(
 def _start(
     setup: TrainSetup, init: Callable[[], TrainState], checkpoints: Checkpoints, shapes: TrainState
 ) -> tuple[int, TrainState]:
-    """Steps done, and the state after them: the last that was saved, or the first. A function, so that it is held once."""
+    """Returns the steps done and the state after them, saved or the first. A function, so that the state is held once."""
     saved = checkpoints.restore_latest(shapes)
     return (0, init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
 def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
-    """Refuses processes that would not compute the same step, or not write to the same place."""
+    """Raises ConfigError where processes would not compute the same step, or not write to the same place."""
     fields = dataclasses.asdict(config) | {"distributed": None, "corpus": corpus.fingerprint}
     sums = all_gather_scalar(zlib.crc32(json.dumps(fields).encode()) >> 1)  # into an int32
     differing = [process for process, total in enumerate(sums) if total != sums[0]]
@@ -219,7 +226,7 @@ def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
 
 
 def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profiling.Recorder:
-    """Compiled before the loop, so that no pause cools the devices that are to be traced."""
+    """Compiles for the profile, before the loop, so that no pause cools the devices that are to be traced."""
     first, stop = setup.config.profile_steps
     plain = dataclasses.replace(setup, config=profiling.uncaptured(setup.config))
     is_captured = jax.default_backend() == "gpu" and setup.config.graph != "off"
@@ -234,22 +241,8 @@ def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profili
     )
 
 
-def _batches(setup: TrainSetup, corpus: Corpus, check_files: Callable[[], None]) -> Batches:
-    config = setup.config
-    process_index, process_count = setup.step.batch_part(config.batch_size)
-    return Batches(
-        corpus.train,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        process_index=process_index,
-        process_count=process_count,
-        check=check_files,
-    )
-
-
 def _evaluator(setup: TrainSetup, corpus: Corpus) -> Callable[[TrainState], float]:
-    """Mean held-out loss. In microbatches, whose activations are known to fit, over `eval_batches` whole batches' windows."""
+    """Returns the function for the held-out loss, in microbatches, whose activations fit, of `eval_batches` whole batches."""
     config = setup.config
     batches = heldout_batches(
         corpus.heldout,
@@ -268,44 +261,9 @@ def _evaluator(setup: TrainSetup, corpus: Corpus) -> Callable[[TrainState], floa
 
 
 def _sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
+    """Returns a held-out prompt and its continuation."""
     config = setup.config
     prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, config.seq_len)]).astype(np.int32)
-    tokens = generate(
-        setup.logits,
-        state,
-        prompt,
-        jax.random.key(config.seed),
-        num_tokens=config.sample_tokens,
-        window=config.seq_len,
-    )
+    sizes = {"num_tokens": config.sample_tokens, "window": config.seq_len}
+    tokens = generate(setup.logits, state, prompt, jax.random.key(config.seed), **sizes)
     return corpus.decode(prompt), corpus.decode(np.asarray(tokens))
-
-
-def _summary(config: TrainConfig, corpus: Corpus, run_dir: RunDir, outcome: str, state: TrainState, sample) -> Summary:
-    entries = read_metrics(run_dir.metrics)
-    last = entries[-1] if entries else {}
-    return Summary(
-        outcome=outcome,
-        steps=int(state.step),
-        skipped=int(state.skipped),
-        tokens=int(state.step) * config.tokens_per_step,
-        seconds=last.get("seconds", 0.0),
-        train_loss=last.get("loss"),
-        heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
-        zlib_nats_per_token=corpus.zlib_nats_per_token,
-        run_dir=run_dir.path,
-        sample=sample,
-    )
-
-
-def _corpus_entry(corpus: Corpus) -> dict[str, Any]:
-    return {
-        "name": corpus.name,
-        "fingerprint": corpus.fingerprint,
-        "train_tokens": len(corpus.train),
-        "heldout_tokens": len(corpus.heldout),
-    }
-
-
-def _versions() -> dict[str, str]:
-    return versions() | {"python": platform.python_version(), "device": jax.devices()[0].device_kind}

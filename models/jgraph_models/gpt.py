@@ -50,16 +50,16 @@ class GPT(nnx.Module):
         return pipeline_model(config, ranks)
 
     def loss(self, tokens_BS: Array) -> Array:
-        """Mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 of them predicted per row."""
-        x_BTD = self.hidden(tokens_BS[:, :-1])
-        return jgraph.cross_entropy(x_BTD, self.output(), tokens_BS[:, 1:], chunk=self.config.loss_chunk)
+        """Returns the mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 predicted per row."""
+        x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1]), tokens_BS[:, 1:]
+        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=self.config.chunk_of(labels_BT.size))
 
     def logits(self, tokens_BT: Array) -> Array:
-        """Float32 logits (B, T, V) of the token after each position."""
+        """Returns the float32 logits (B, T, V) of the token after each position."""
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BT: Array) -> Array:
-        """What the head reads: normed hidden states (B, T, D) in `compute_dtype`."""
+        """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`."""
         # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary(tokens_BT.shape[1], self.config.head_size, self.config.rope_theta)
@@ -72,13 +72,13 @@ class GPT(nnx.Module):
         return self.norm(x_BTD)
 
     def output(self) -> Array:
-        """The output projection (D, V) in `compute_dtype`."""
+        """Returns the output projection (D, V) in `compute_dtype`."""
         weights_DV = self.embedding_VD[...].T if self.config.head == "tied" else self.head_DV[...]
         return weights_DV.astype(self.config.compute_dtype)
 
 
 def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-    """A GPT for a pipeline of `ranks`, each with 1/ranks of the vocabulary, padded with zeros where it is indivisible."""
+    """Returns a GPT for a pipeline of `ranks`, each with 1/ranks of the vocabulary, padded with zeros where indivisible."""
     block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
     padding = -config.vocab_size % ranks
@@ -97,7 +97,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
             x_BTD,
             head_DV.astype(config.compute_dtype),
             labels_BT,
-            chunk=config.loss_chunk,
+            chunk=config.chunk_of(labels_BT.size),
             axis="pipe",
             vocab_size=size,
         )
@@ -190,7 +190,7 @@ def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
 
 
 def rotary(length: int, head_size: int, theta: float) -> Rotary:
-    """Float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
+    """Returns float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
 
     Constants of the program, made here in float64: computed in it, they would be computed at every step.
     """
@@ -210,7 +210,7 @@ def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
 
 @jax.custom_vjp
 def gelu(x: Array) -> Array:
-    """GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, dtype kept.
+    """Returns GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the dtype of x.
 
     Written in the order that XLA recognises after a matrix product: there it can become the product's epilogue, which stores
     `x` and `gelu(x)` at once. The gradient starts from `x` alone.

@@ -55,6 +55,12 @@ class GPTConfig:
     def head_size(self) -> int:
         return self.d_model // self.num_heads
 
+    def chunk_of(self, num_tokens: int) -> int:
+        """Returns `loss_chunk`. Raises ConfigError where it does not divide the tokens of a microbatch."""
+        allowed = f"a divisor of the {num_tokens} tokens of a microbatch, or 0"
+        require(not self.loss_chunk or num_tokens % self.loss_chunk == 0, "model.loss_chunk", self.loss_chunk, allowed)
+        return self.loss_chunk
+
     def check_cudnn(self) -> None:
         """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
         require(

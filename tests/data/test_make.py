@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from jgraph.cli.data import main
 from jgraph.data import load, make_token_files, read_header, read_tokens, verify
+from jgraph.data.__main__ import main
 from jgraph.data.tokenizer import Encoder
 from jgraph.errors import ConfigError, DataError
 

@@ -334,8 +334,8 @@ def test_slots_of_single_calls_are_as_many_as_the_order_has():
             graphed[0].dgrad(jnp.ones_like(y.value))
     slots = assign(Schedule((Order.parse(order),)))
     for pool in ("forward_dgrad", "forward_wgrad", "stash"):
-        assert graphed.pools[pool].peak in (0, int(slots.counts[pool][0]))
-    assert graphed.pools["stash"].peak > 0
+        assert graphed.lent.peak[pool] in (0, int(slots.counts[pool][0]))
+    assert graphed.lent.peak["stash"] > 0
 
 
 @pytest.mark.parametrize("join", ["segments", "nothing"])

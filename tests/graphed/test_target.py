@@ -47,7 +47,7 @@ def test_main_grad_is_updated_in_place_on_the_target(h200):
 
 def test_a_joined_order_is_one_command_buffer(h200):
     graphed = blocks(2, h200[0], order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
-    plan = graphed._plan(graphed.schedule, half_square, (), "drop", "segments", "given")
+    plan = graphed._plan(graphed.schedule, half_square, (), outputs="drop", join="segments", keyed="given")
     (instruction,) = plan.instructions
     assert instruction.executable.report.command_buffers == 1
     assert instruction.executable.report.captured == instruction.executable.report.total
@@ -61,7 +61,7 @@ def test_every_instruction_has_an_executable_of_its_own(h200):
     params = jax.eval_shape(functools.partial(chain.make_params, 0))
     graphed = jgraph.make_graphed_callables(chain.stage, params, (chain.sample(1)[0][0],), order=[1, -1] * 2, devices=[h200[0]])
     args = (jax.ShapeDtypeStruct((chain.B, chain.D), jnp.float32),)
-    plan = graphed._plan(graphed.schedule, chain.loss_fn, args, "drop", "nothing", "given")
+    plan = graphed._plan(graphed.schedule, chain.loss_fn, args, outputs="drop", join="nothing", keyed="given")
     assert len({id(i.executable.compiled.runtime_executable()) for i in plan.instructions}) == 4
 
 

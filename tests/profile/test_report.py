@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from jgraph.cli.profile import main
 from jgraph.errors import ConfigError, ProfileError
 from jgraph.profile import report
+from jgraph.profile.__main__ import main
 from jgraph.training.config import TrainConfig
 from tests import tiny
 from tests.profile.checks import check

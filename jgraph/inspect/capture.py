@@ -1,4 +1,4 @@
-"""`python -m jgraph.inspect capture`: what of a training step, or of a function of one's own, becomes command buffers."""
+"""Shows which parts of a training step, or of a function of one's own, become command buffers."""
 
 import dataclasses
 import importlib
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from jgraph.cli.flags import Count, File, Name, optional, write_file
-from jgraph.errors import ConfigError, JgraphError
+from jgraph.cli import Count, File, Name, optional, write_file
+from jgraph.errors import ConfigError, JgraphError, require
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import settings_of
 from jgraph.training.presets import PRESETS, preset
@@ -43,9 +43,8 @@ class CaptureOptions:
     """Write the report here."""
 
     def __post_init__(self):
-        for flag, value in (("--batch-size", self.batch_size), ("--seq-len", self.seq_len)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag} is {value}: must be at least 1", field=flag.strip("-").replace("-", "_"))
+        for name, value in (("batch_size", self.batch_size), ("seq_len", self.seq_len)):
+            require(value is None or value >= 1, name, value, "at least 1")
         if self.preset is not None:
             preset(self.preset)
 
@@ -65,28 +64,25 @@ def show_capture(options: CaptureOptions, console: Console) -> None:
         raise ConfigError(f"{options.name} cannot be compiled: {said}", field="name") from e
     if options.json:
         text = report.to_json() + "\n"
-        write_file("--json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        write_file("json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 
 def _explain(options: CaptureOptions) -> "Explanation":
     config = _training_config(options)
     # Only now: jax takes its time.
+    import jax
+
+    from jgraph.dispatch import check_devices
     from jgraph.xla import compiler_options
     from jgraph.xla.explain import explain
 
+    platform = "gpu"
     if options.target is None:
-        import jax
-
-        from jgraph.dispatch import check_devices
-
         check_devices()
         platform = jax.default_backend()
-    else:
-        platform = "gpu"
-    xla_options = (*(config.xla_options if config else ()), *options.xla_options)
-    chosen = compiler_options(options.graph, xla_options, platform=platform)
     if config is None:
+        chosen = compiler_options(options.graph, options.xla_options, platform=platform)
         fn, args, donated = _example(options.name)
         report = explain(fn, *args, donate_argnums=donated, target=options.target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{options.name}, {report.name}")
@@ -94,7 +90,7 @@ def _explain(options: CaptureOptions) -> "Explanation":
 
     setup = TrainSetup.of(config)
     shapes = (setup.step.state, setup.tokens())
-    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=chosen)
+    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=setup.options(platform))
     name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
     notes = report.notes
     if options.target is not None and getattr(config.model, "attention", "") == "xla":
@@ -103,53 +99,45 @@ def _explain(options: CaptureOptions) -> "Explanation":
 
 
 def _training_config(options: CaptureOptions) -> TrainConfig | None:
-    """The run whose step is meant; None if the name is not that of a model or preset."""
+    """Returns the run whose step is meant; None if the name is not that of a model or preset."""
     module, _, name = options.name.rpartition(":")
     called = name.replace("_", "-")
-    sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    sizes = {field: value for field, value in sizes.items() if value is not None}
-    if called in PRESETS and (not module or not _has(module, name)):
+    sizes = {field: value for field in ("batch_size", "seq_len") if (value := getattr(options, field)) is not None}
+    if called in PRESETS and (not module or not hasattr(_import(module), name)):
         base = preset(called)
         if module and base.module.partition(":")[0] != module:
-            raise ConfigError(f"{options.name} names no class: give {module}:CLASS --preset {called}", field="name")
+            raise ConfigError(f"{options.name} names no class: give {module}:CLASS `preset` {called}", field="name")
         if options.preset is not None:
-            raise ConfigError(f"{options.name} is a preset: leave out --preset {options.preset}", field="preset")
+            raise ConfigError(f"{options.name} is a preset: leave out `preset` {options.preset}", field="preset")
     elif not module:
         raise ConfigError(f"{name!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
     elif inspect.isclass(_find(options.name)):
         if options.preset is None:
-            raise ConfigError(f"{options.name} is a class: give its sizes, --preset {'|'.join(PRESETS)}", field="preset")
-        base = preset(options.preset)
-        base = _of_model(base, options.name)
+            raise ConfigError(f"{options.name} is a class: give its sizes, `preset` {'|'.join(PRESETS)}", field="preset")
+        base, settings = preset(options.preset), settings_of(options.name)
+        # In the preset's sizes, if it has the same settings.
+        model = base.model if settings and isinstance(base.model, settings) else None
+        base = dataclasses.replace(base, module=options.name, model=model)
     else:
-        given = [f"--{field.replace('_', '-')}" for field in ("preset", *sizes) if getattr(options, field) is not None]
+        given = [f"`{field}`" for field in ("preset", *sizes) if getattr(options, field) is not None]
         if given:
             raise ConfigError(f"{options.name} is no class, and says everything: leave out {', '.join(given)}", field="name")
         return None
     if options.target is not None and getattr(base.model, "attention", "") == "auto":
         # cuDNN's attention cannot be compiled without a GPU, also where there is one of another kind.
         base = dataclasses.replace(base, model=dataclasses.replace(base.model, attention="xla"))
-    return dataclasses.replace(base, **sizes)
-
-
-def _of_model(base: TrainConfig, name: str) -> TrainConfig:
-    """Returns a preset with another model, in the preset's sizes if it has the same settings."""
-    settings = settings_of(name)
-    return dataclasses.replace(base, module=name, model=base.model if settings and isinstance(base.model, settings) else None)
+    xla_options = (*base.xla_options, *options.xla_options)
+    return dataclasses.replace(base, **sizes, graph=options.graph, xla_options=xla_options)
 
 
 def _example(name: str) -> tuple[Any, Sequence[Any], Any]:
-    """(function, arguments, donate_argnums) that the function of that name returns."""
+    """Returns function, arguments and donate_argnums, as the function of that name gives them."""
     match _find(name)():
         case (fn, (*args,)) if callable(fn):
             return fn, args, ()
         case (fn, (*args,), donated) if callable(fn):
             return fn, args, donated
     raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), args a tuple", field="name")
-
-
-def _has(module: str, name: str) -> bool:
-    return hasattr(_import(module), name)
 
 
 def _find(name: str) -> Any:

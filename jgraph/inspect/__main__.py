@@ -14,12 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-import tyro
 from rich.console import Console
 
-from jgraph.cli.inspect_capture import CaptureOptions, show_capture
-from jgraph.cli.inspect_schedule import ScheduleOptions, show_schedule
-from jgraph.cli.parse import FlagConsole, exit_code, fields_of, one_line
+from jgraph.cli import FlagConsole, fields_of, parse, run
+from jgraph.inspect.capture import CaptureOptions, show_capture
+from jgraph.inspect.schedule import ScheduleOptions, show_schedule
 
 _PROG = "jgraph.inspect"
 _FIELDS = fields_of(ScheduleOptions) | fields_of(CaptureOptions)
@@ -28,26 +27,12 @@ _PIPE_WIDTH = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: the arguments; those of the process by default.
-
-    Returns:
-        Exit code: 0 when done or asked for help, 2 for input that cannot work (one line on stderr), 130 after Ctrl-C.
-    """
-    return exit_code(_PROG, lambda: _run(list(sys.argv[1:] if argv is None else argv)), _FIELDS)
+    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
+    return run(_PROG, _run, argv, _FIELDS)
 
 
 def _run(args: list[str]) -> None:
-    options = one_line(
-        lambda: tyro.extras.subcommand_cli_from_dict(
-            {"schedule": ScheduleOptions, "capture": CaptureOptions},
-            prog=f"python -m {_PROG}",
-            description=__doc__,
-            args=args,
-        )
-    )
+    options = parse({"schedule": ScheduleOptions, "capture": CaptureOptions}, _PROG, __doc__, args)
     if isinstance(options, ScheduleOptions):
         show_schedule(options, _console())
     elif isinstance(options, CaptureOptions):
@@ -59,3 +44,7 @@ def _console() -> Console:
         # Dots and lines become question marks, not errors, where the encoding has none.
         sys.stdout.reconfigure(errors="replace")
     return FlagConsole(_FIELDS, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,21 +1,42 @@
-"""Command lines through tyro, whose errors are told in one line."""
+"""Command lines through tyro: flags that may be left out, errors in one line, a field of an error turned into its flag."""
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
+import tyro
 from rich.console import Console
+from tyro.constructors import PrimitiveConstructorSpec
 
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 
 T = TypeVar("T")
+
+
+def optional(kind: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[T | None]:
+    """Returns the type of a flag that may be left out. tyro shows `int | None` as `{None}|INT`, and its errors are as long."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: kind(words[0]),
+        is_instance=lambda value: value is None or not isinstance(value, str),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+Count = Annotated[int | None, optional(int, "INT"), tyro.conf.arg(help_behavior_hint="")]
+Name = Annotated[str | None, optional(str, "NAME"), tyro.conf.arg(help_behavior_hint="")]
+File = Annotated[Path | None, optional(Path, "FILE"), tyro.conf.arg(help_behavior_hint="")]
+Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(help_behavior_hint="")]
 
 
 def fields_of(kind: Any) -> set[str]:
@@ -46,7 +67,7 @@ def as_flags(text: str, fields: Collection[str]) -> str:
 
 
 class FlagConsole(Console):
-    """A console that tells of flags where the library names fields, and leaves a pipe that nobody reads to `exit_code`."""
+    """A console that tells of flags where the library names fields, and leaves a pipe that nobody reads to `run`."""
 
     def __init__(self, fields: Collection[str] = (), **settings: Any):
         super().__init__(**settings)
@@ -59,19 +80,23 @@ class FlagConsole(Console):
         raise
 
 
-def exit_code(prog: str, act: Callable[[], int | None], fields: Collection[str] = ()) -> int:
-    """Runs a command and returns what the process is to exit with.
+def run(
+    prog: str, act: Callable[[list[str]], int | None], argv: Sequence[str] | None = None, fields: Collection[str] = ()
+) -> int:
+    """Runs a command and returns the exit code of its process.
 
     Args:
         prog: name of the command.
-        act: runs it.
+        act: runs it with the arguments; what it returns is the exit code, None for 0.
+        argv: the arguments; None for those of the process.
         fields: names that are flags of this command.
 
-    That is what `act` returns, or 0; 1 for a loss or gradient that is not finite, 2 for input that cannot work, both told in
-    one line on stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`.
+    Returns:
+        That of `act`; 1 for a loss or gradient that is not finite and 2 for input that cannot work, both told in one line on
+        stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`.
     """
     try:
-        code = act() or 0
+        code = act(list(sys.argv[1:] if argv is None else argv)) or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -85,19 +110,45 @@ def exit_code(prog: str, act: Callable[[], int | None], fields: Collection[str] 
         return 130
 
 
+def run_command(acts: Iterable[Callable[..., None]], prog: str, about: str, args: Sequence[str]) -> None:
+    """Runs the function that the first argument names, with the arguments after it."""
+
+    def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+        return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
+
+    if call := parse({act.__name__: later(act) for act in acts}, prog, about, args):
+        call()
+
+
+def write_file(field: str, path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file that a flag named. Raises ConfigError where that fails."""
+    try:
+        write(path)
+    except OSError as e:
+        raise ConfigError(f"`{field}` {path} cannot be written: {e.strerror or e}", field=field) from None
+
+
 _RULE = r"[─-]{3,}"
 
 
-def one_line(parse: Callable[[], T]) -> T | None:
-    """What `parse` returns (a call of tyro's), or None after --help, which is printed.
+def parse(kind: Any, prog: str, about: str | None, args: Sequence[str], **settings: Any) -> Any:
+    """Parses arguments through tyro; returns the instance that they make, or None after --help, which is printed.
+
+    Args:
+        kind: a dataclass or a function; or those of the subcommands, by name.
+        prog: name of the command.
+        about: the text of its help.
+        args: the arguments.
+        settings: for `tyro.cli`.
 
     Raises:
         ConfigError: what tyro would have drawn a box around, in one line; or the JgraphError that a field's check raised.
     """
     messages = io.StringIO()
+    ask: Any = tyro.extras.subcommand_cli_from_dict if isinstance(kind, dict) else tyro.cli
     try:
         with contextlib.redirect_stderr(messages):
-            return parse()
+            return ask(kind, prog=f"python -m {prog}", description=about, args=args, **settings)
     except SystemExit as e:
         if e.code in (0, None):
             return None
@@ -111,7 +162,7 @@ def one_line(parse: Callable[[], T]) -> T | None:
 
 
 def _unboxed(text: str) -> str:
-    """One line of tyro's box: its first paragraph, and what it suggests or says about the flag.
+    """Returns tyro's box in one line: its first paragraph, and its advice about the flag.
 
     tyro's parse errors have no public structure. What the box holds is prose between rules, so this needs to know only how
     boxes are drawn, in Unicode or ASCII: a title, rules between paragraphs, of which the last points to --help.

@@ -1,4 +1,4 @@
-"""`python -m jgraph.inspect schedule`: a timeline, idle time, slots; a picture and the numbers in files. No jax."""
+"""Shows a schedule: a timeline, idle time, slots; a picture and the numbers in files. No jax."""
 
 import json
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jgraph import schedule as schedules
-from jgraph.cli.flags import Count, File, write_file
-from jgraph.errors import ConfigError
+from jgraph.cli import Count, File, write_file
+from jgraph.errors import ConfigError, require
 from jgraph.schedule import draw
 
 # Sums of more could be infinite.
@@ -46,35 +46,26 @@ class ScheduleOptions:
     """Write the numbers here."""
 
     def __post_init__(self):
-        for flag, value in self.sizes().items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag} is {value}: must be at least 1", field=flag.strip("-"))
-        if not 0 <= self.latency <= _LONGEST:
-            raise ConfigError(f"--latency is {self.latency:g}: must be a time, 0 to {_LONGEST:g}", field="latency")
+        given = [name for name in ("pp", "microbatches", "chunks") if getattr(self, name) is not None]
+        for name in given:
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(0 <= self.latency <= _LONGEST, "latency", f"{self.latency:g}", f"a time, 0 to {_LONGEST:g}")
         self.times()
-        if self.order is not None:
-            given = [self.name] * bool(self.name) + [flag for flag, value in self.sizes().items() if value is not None]
-            if given:
-                raise ConfigError(f"--order {self.order} says everything: leave out {', '.join(given)}", field="order")
-        elif not self.name:
-            raise ConfigError(f"name a schedule, one of {', '.join(schedules.NAMES)}, or give --order FILE", field="name")
-
-    def sizes(self) -> dict[str, int | None]:
-        """What goes with a name."""
-        return {"--pp": self.pp, "--microbatches": self.microbatches, "--chunks": self.chunks}
+        if self.order is not None and (words := [self.name] * bool(self.name) + [f"`{name}`" for name in given]):
+            raise ConfigError(f"`order` {self.order} says everything: leave out {', '.join(words)}", field="order")
+        if self.order is None and not self.name:
+            raise ConfigError(f"name a schedule, one of {', '.join(schedules.NAMES)}, or give `order` FILE", field="name")
 
     def times(self) -> tuple[float, float, float]:
-        """Of forward, dgrad and wgrad. Raises ConfigError."""
+        """Returns the times of forward, dgrad and wgrad. Raises ConfigError."""
         try:
             forward, dgrad, wgrad = (float(part) for part in self.costs.split(","))
             if all(1 / _LONGEST <= time <= _LONGEST for time in (forward, dgrad, wgrad)):
                 return forward, dgrad, wgrad
         except ValueError:
             pass
-        raise ConfigError(
-            f"--costs is {self.costs!r}: must be forward,dgrad,wgrad, numbers > 0 ({1 / _LONGEST:g} to {_LONGEST:g})",
-            field="costs",
-        )
+        allowed = f"forward,dgrad,wgrad, numbers > 0 ({1 / _LONGEST:g} to {_LONGEST:g})"
+        raise ConfigError(f"`costs` is {self.costs!r}: must be {allowed}", field="costs")
 
 
 def show_schedule(options: ScheduleOptions, console: Console) -> None:
@@ -92,10 +83,10 @@ def show_schedule(options: ScheduleOptions, console: Console) -> None:
     run = schedules.simulate(schedule, costs, latency=options.latency, execution=execution)
     slots = schedules.assign(schedule)
     if options.svg:
-        write_file("--svg", options.svg, lambda path: draw.write_svg(run, path))
+        write_file("svg", options.svg, lambda path: draw.write_svg(run, path))
     if options.json:
         text = json.dumps(_numbers(options, run, slots, execution)) + "\n"
-        write_file("--json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        write_file("json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
     # The 16 colours of the oldest terminals are the user's own, and too few for tints.
     colour = console.color_system in ("256", "truecolor") and not console.no_color
     console.print(draw.timeline(run, width=console.width, colour=colour), soft_wrap=True)
@@ -115,14 +106,14 @@ def _schedule(options: ScheduleOptions) -> schedules.Schedule:
     if options.name not in schedules.NAMES:
         raise ConfigError(f"no schedule is called {options.name!r}: take one of {', '.join(schedules.NAMES)}", field="name")
     if options.pp is None or options.microbatches is None:
-        missing = [flag for flag in ("--pp", "--microbatches") if options.sizes()[flag] is None]
-        raise ConfigError(f"{options.name} needs {' and '.join(missing)}", field=missing[0].strip("-"))
+        missing = [name for name in ("pp", "microbatches") if getattr(options, name) is None]
+        raise ConfigError(f"{options.name} needs `{'` and `'.join(missing)}`", field=missing[0])
     chunks = 1 if options.chunks is None else options.chunks
     if options.name == "interleaved-1f1b" and chunks == 1:
-        raise ConfigError("--chunks is 1: must be at least 2 for interleaved-1f1b; with 1, take 1f1b", field="chunks")
+        raise ConfigError("`chunks` is 1: must be at least 2 for interleaved-1f1b; with 1, take 1f1b", field="chunks")
     if (forwards := options.pp * options.microbatches * chunks) > _MOST_FORWARDS:
         raise ConfigError(
-            f"--pp {options.pp} --microbatches {options.microbatches} --chunks {chunks} make {forwards:,} forwards: "
+            f"`pp` {options.pp} `microbatches` {options.microbatches} `chunks` {chunks} make {forwards:,} forwards: "
             f"must be at most {_MOST_FORWARDS:,}",
             field="microbatches",
         )
@@ -130,7 +121,7 @@ def _schedule(options: ScheduleOptions) -> schedules.Schedule:
 
 
 def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Table:
-    """Idle time and slots of each rank, or of the first and last of many."""
+    """Returns idle time and slots by rank, or by the first and last of many ranks."""
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,

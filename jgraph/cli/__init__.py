@@ -1,1 +1,0 @@
-"""Command lines: arguments parsed, results printed, a field of an error turned into its flag."""

@@ -1,0 +1,1 @@
+"""Looks at schedules and programs before they run."""
