@@ -136,7 +136,7 @@ def explain(
         raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
     options = compiler_options or {}
     device = targets.devices(gpu=target)[0] if target else jax.devices()[0]
-    with _donations_unwarned(), targets.needs_no_gpu() if target else contextlib.nullcontext():
+    with _donations_unwarned(), targets.lowering_for(target) if target else contextlib.nullcontext():
         traced = jitted.trace(*(targets.placed(args, gpu=target) if target else args))
         lowered = traced.lower()
     if target:
