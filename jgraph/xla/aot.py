@@ -1,21 +1,24 @@
 """Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
 
-    python -m jgraph.aot install     # 125 MB, once for each jax version
+    python -m jgraph.aot install     # 133 MB, once for each jax version
 
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
-Programs that call cuDNN attention, Triton kernels, cuSOLVER or Python cannot be compiled this way, and matrix products come out
-untuned: nothing compiled here says anything about time.
+Beside it lies the one library that kernels of Pallas' Mosaic are linked with.
+Pallas kernels are compiled, by Triton and by Mosaic. Programs that call cuDNN attention, cuSOLVER or Python cannot be compiled this
+way, and matrix products come out untuned: nothing compiled here says anything about time.
 """
 
 import contextlib
 import functools
 import importlib.metadata
 import importlib.resources
+import os
 import platform
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +35,7 @@ Device: TypeAlias = Any  # jax.Device, which a type checker takes for a variable
 PyTree: TypeAlias = Any
 
 _LIBRARY = "xla_cuda_plugin.so"
+_MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
 GPUS = tuple(device.aot for device in DEVICES if device.aot)
 """GPUs that can be compiled for. Each has its description beside this file."""
 
@@ -78,7 +82,7 @@ def compile_for(
     """
     assert isinstance(jitted, jax.stages.Wrapped), "compile_for takes what jax.jit returns"
     avals = placed(args, gpu=gpu)
-    with needs_no_gpu():
+    with lowering_for(gpu):
         lowered = jitted.lower(*avals)
     return compile_lowered(lowered, compiler_options or {})
 
@@ -114,11 +118,27 @@ def compile_lowered(
 
 
 @contextlib.contextmanager
+def lowering_for(gpu: str) -> Iterator[None]:
+    """Traces and lowers for a GPU that is not here: around `.trace(...)`, `.lower(...)`, with `placed` arguments.
+
+    A Pallas kernel asks while it is lowered which GPU it is for. The answer is the abstract device of jax's mesh in context, which
+    keeps its axes; errors are those of `needs_no_gpu`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
+    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
+    with needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+@contextlib.contextmanager
 def needs_no_gpu() -> Iterator[None]:
     """Turns errors of lowering and compiling what only a GPU's own software can supply into a TargetError."""
     try:
         yield
     except RuntimeError as e:  # of jax and of XLA
+        if "MOSAIC_GPU_RUNTIME_LIB_PATH" not in os.environ and "mosaic" in str(e).lower():
+            raise TargetError(f"kernels of Mosaic need {_MOSAIC}: run python -m jgraph.aot install") from e
         raise TargetError(f"this program cannot be compiled without a GPU: {str(e).partition(chr(10))[0]}") from e
 
 
@@ -135,7 +155,7 @@ def find_library(directory: Path | None = None) -> Path | None:
 
 
 def install(directory: Path | None = None) -> Path:
-    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library.
+    """Downloads the plugin for the installed jax, with pip, and what Mosaic needs, unless they are there; returns the plugin.
 
     Several processes may call it at once.
 
@@ -145,31 +165,49 @@ def install(directory: Path | None = None) -> Path:
     Raises:
         TargetError: there is no plugin for this machine, pip failed, or the directory holds something else.
     """
-    if library := find_library(directory):
-        return library
+    library = find_library(directory) or _install_plugin(directory or cache_directory())
+    root = library.parents[2]
+    # A plugin of the environment is not ours to complete: jax looks beside it for what Mosaic needs.
+    if root == (directory or cache_directory()) and not (root / _MOSAIC).is_file():
+        _install_mosaic(root)
+    return library
+
+
+def _install_plugin(final: Path) -> Path:
     if (sys.platform, platform.machine()) not in (("linux", "x86_64"), ("linux", "aarch64")):
         raise TargetError(f"NVIDIA's plugin exists for Linux only, not for {sys.platform} {platform.machine()}")
-    final = directory or cache_directory()
     final.parent.mkdir(parents=True, exist_ok=True)
     # A sibling, so that the rename is atomic: others see the whole plugin or none of it.
     with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as scratch:
         new = Path(scratch) / "plugin"
-        # The PJRT half is enough: the other package registers kernels that only a running program calls.
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        pip = subprocess.run(
-            [*command, "--target", str(new), f"jax-cuda13-pjrt=={version()}"], capture_output=True, text=True, check=False
-        )
-        if pip.returncode:
-            raise TargetError(f"pip could not install jax-cuda13-pjrt=={version()}: {(pip.stderr or pip.stdout).strip()}")
+        _pip("install", "jax-cuda13-pjrt", "--target", str(new))
         try:
             new.rename(final)
         except OSError as e:  # not empty: another process was faster, or the directory is someone's
-            if find_library(directory) is None:
+            if find_library(final) is None:
                 message = f"`directory` {final} holds something else than the plugin: name another, or empty it"
                 raise TargetError(message, field="directory") from e
-    library = find_library(directory)
+    library = find_library(final)
     assert library is not None, f"jax-cuda13-pjrt {version()} holds no {_LIBRARY}"
     return library
+
+
+def _install_mosaic(root: Path) -> None:
+    """Takes one library out of a wheel. The wheel's other files register kernels that only a running program calls."""
+    with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as scratch:
+        _pip("download", "jax-cuda13-plugin", "--dest", scratch)
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            extracted = Path(archive.extract(_MOSAIC, scratch))
+        (root / _MOSAIC).parent.mkdir(exist_ok=True)
+        extracted.replace(root / _MOSAIC)
+
+
+def _pip(action: str, package: str, *args: str) -> None:
+    command = [sys.executable, "-m", "pip", action, "--quiet", "--no-deps", "--disable-pip-version-check", *args]
+    pip = subprocess.run([*command, f"{package}=={version()}"], capture_output=True, text=True, check=False)
+    if pip.returncode:
+        raise TargetError(f"pip could not {action} {package}=={version()}: {(pip.stderr or pip.stdout).strip()}")
 
 
 @functools.cache
@@ -199,6 +237,10 @@ def _load_plugin(library: str) -> object:
     name = f"jgraph_target:{library}"
     api = xla_client.load_pjrt_plugin_dynamically(name, library)
     xla_client.initialize_pjrt_plugin(name)
+    mosaic = Path(library).parents[2] / _MOSAIC
+    if mosaic.is_file():
+        # Mosaic reads it when it compiles; jax sets it itself where its own CUDA wheels are installed.
+        os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(mosaic))
     return api
 
 

@@ -136,7 +136,7 @@ def explain(
         raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
     options = compiler_options or {}
     device = targets.devices(gpu=target)[0] if target else jax.devices()[0]
-    with warnings.catch_warnings(), targets.needs_no_gpu() if target else contextlib.nullcontext():
+    with warnings.catch_warnings(), targets.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*(targets.placed(args, gpu=target) if target else args))
         lowered = traced.lower()
