@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from jgraph.parallel import elementwise as elementwise
     from jgraph.parallel import split_embedding as split_embedding
     from jgraph.parallel import train_step as train_step
-    from jgraph.precision import fp8 as fp8
     from jgraph.precision.config import FP8Config as FP8Config
+    from jgraph.precision.transform import fp8 as fp8
     from jgraph.schedule import Order as Order
     from jgraph.schedule import Schedule as Schedule
     from jgraph.scopes import scope as scope
@@ -53,7 +53,7 @@ _MODULES = {
     "loss": "cross_entropy",
     "modules": "functional",
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
-    "precision": "fp8",
+    "precision.transform": "fp8",
     "precision.config": "FP8Config",
     "schedule": "Order Schedule",
     "scopes": "scope",

@@ -25,8 +25,8 @@ from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.objective import Reduction, Sums, WithHistory
 from jgraph.parallel.strategy import Binding, Bound, Strategy
-from jgraph.precision import FP8Function
 from jgraph.precision.config import FP8Config
+from jgraph.precision.transform import FP8Function
 from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jgraph.backward.linear import DelayedProduct
+from jgraph.kernels import cast_transpose
 from jgraph.precision.config import FP8Config
-from jgraph.precision.scaling import amax, quantize, scale_for
+from jgraph.precision.scaling import amax, scale_for, seen
 
 # M rows of x, K contracted, N columns of w
 
@@ -129,7 +130,7 @@ def why_not(site: DelayedProduct) -> str:
     if not site.moved or len(site.params) != 1:
         return "its weight is computed, not a parameter"
     for aval in (site.x_aval, site.w_aval):
-        if aval.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        if aval.dtype not in (jnp.bfloat16, jnp.float32):
             return f"an operand is {aval.dtype}"
     sizes = Shape.of(site).sizes
     if any(size % _MULTIPLE for size in sizes):
@@ -147,7 +148,7 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
         return forward(x, w, tap)[0]
 
     def forward(x: Array, w: Array, tap: Tap) -> tuple[Array, Any]:
-        rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config.margin)
+        rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config)
         y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
         kept = (columns, scale) if config.wgrad == "fp8" else x
         return shape.y(y), (kept, largest, tap)
@@ -155,7 +156,7 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
     def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
         kept, largest, tap = residuals
         dy_MN, weight = shape.dy_matrix(dy), tap.weight
-        rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, config.margin)
+        rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, config)
         dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
         if config.wgrad == "fp8":
             dw = _matmul(*kept, columns, scale, site.w_aval.dtype, "full")
@@ -163,19 +164,18 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
             dw = lax.dot_general(
                 shape.x_matrix(kept), dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=site.w_aval.dtype
             )
-        seen = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
-        return shape.dx(dx), shape.dw(dw), Tap(None, None, seen)  # pyright: ignore[reportArgumentType]
+        observed = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
+        return shape.dx(dx), shape.dw(dw), Tap(None, None, observed)  # pyright: ignore[reportArgumentType]
 
     run.defvjp(forward, backward)
     return run(x, w, tap)
 
 
-def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, margin: int) -> tuple[Array, Array, Array, Array]:
-    """Returns the array in FP8, transposed, its scale and its amax."""
-    largest = amax(x_MK)
-    scale = scale_for(largest, dtype) if scales is None else scales[which]
-    rows = quantize(x_MK, scale, dtype)
-    return rows, rows.T, scale, largest
+def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config: FP8Config) -> tuple[Any, Any, Array, Array]:
+    """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
+    scale = scale_for(amax(x_MK), dtype) if scales is None else scales[which]
+    found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
+    return found.rows_MN, found.columns_NM, seen(scale, found.amax), found.amax
 
 
 def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"]) -> Array:

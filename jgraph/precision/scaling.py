@@ -53,21 +53,16 @@ def amax(x: Array) -> Array:
 def scale_for(amax: Array, dtype: Any, margin: int = 0) -> Array:
     """Returns the largest power of two that brings `amax` into the range of an FP8 dtype, divided by 2**margin.
 
-    1 for an amax of 0. NaN for one that is not finite: what is scaled by it is NaN, so that a step's finite gate sees it.
+    1 for an amax of 0 or one that is not finite.
     """
     ratio = jnp.minimum(float(jnp.finfo(dtype).max) / amax.astype(jnp.float32), _LARGEST_SCALE)
     power = lax.bitcast_convert_type(lax.bitcast_convert_type(ratio, jnp.uint32) & _EXPONENT, jnp.float32)
-    power = jnp.where(amax > 0, power * 2.0**-margin, 1.0)
-    return jnp.where(jnp.isfinite(amax), power, jnp.nan)
+    return jnp.where((amax > 0) & jnp.isfinite(amax), power * 2.0**-margin, 1.0)
 
 
-def quantize(x: Array, scale: Array, dtype: Any) -> Array:
-    """Returns x * scale in FP8, rounded to nearest even; beyond the range the largest number, NaN where x is not finite."""
-    scaled = x.astype(jnp.float32) * scale
-    top = float(jnp.finfo(dtype).max)
-    rounded = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -top, top), jnp.nan).astype(dtype)
-    # Else XLA takes this conversion and the one back for one of excess precision, and leaves both out.
-    return lax.optimization_barrier(rounded)
+def seen(scale: Array, amax: Array) -> Array:
+    """Returns a scale to read an array by: NaN where its amax is not finite, as what lies beyond the range was cut off."""
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
 def observe(history: History, config: FP8Config, dtypes: Sequence[Any]) -> tuple[list[Array], list[Array]]:

@@ -19,9 +19,10 @@ from jax import Array
 from jgraph.backward import find
 from jgraph.backward.linear import DelayedProduct
 from jgraph.errors import ConfigError
+from jgraph.kernels import cast
 from jgraph.precision.config import KEPT, FP8Config
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
-from jgraph.precision.scaling import History, amax, observe, quantize, scale_for
+from jgraph.precision.scaling import History, amax, observe, scale_for, seen
 from jgraph.tree import leaf_names, matching
 
 Tree = Any
@@ -187,13 +188,13 @@ class Plan:
                     if earlier_S3 is None
                     else scale_for(earlier_S3[start, 1], dtype, self.config.margin)
                 )
-                found[name] = Quantized(quantize(parts[name], scale, dtype), scale, largest)
+                found[name] = Quantized(cast(parts[name], scale, dtype), seen(scale, largest), largest)
         return found
 
     def apply(self, params: Tree, state: Tree, weights: Mapping[str, Quantized], *args: Tree) -> Tree:
         """Returns the function's result, with weights as `quantize` gives them, whole."""
         taps: list[Tap | None] = [None] * len(self.sites)
-        scales, seen = observe(state, self.config, formats(self.config)) if isinstance(state, History) else ([], [])
+        scales, observed = observe(state, self.config, formats(self.config)) if isinstance(state, History) else ([], [])
         views = self._views(weights)
         for i, start, stop in self._in_fp8():
             lead, weight = self.sites[i].lead, weights[self._weight_of(i)]
@@ -202,7 +203,7 @@ class Plan:
                 return jnp.stack(rows).reshape(*lead, 3) if rows else None
 
             scale, largest = (jnp.broadcast_to(leaf, lead) for leaf in (weight.scale, weight.amax))
-            taps[i] = Tap(Weight(*views[i], scale, largest), over_loops(scales[start:stop]), over_loops(seen[start:stop]))
+            taps[i] = Tap(Weight(*views[i], scale, largest), over_loops(scales[start:stop]), over_loops(observed[start:stop]))
 
         def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap | None) -> Array:
             return site.run(x, w, extra) if tap is None else product(self.config, site, x, w, tap)
