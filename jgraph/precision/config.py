@@ -8,32 +8,28 @@ from jgraph.errors import check_types, require
 KEPT = ("*embed*", "*head*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    """A recipe for matrix products in FP8, as Transformer Engine has them, with scales that are powers of two.
-
-    Attributes:
-        recipe: `current` takes the scale of an array from the array itself, `delayed` from those of the steps before,
-            which saves a pass over memory and needs state.
-        format: `hybrid` has E4M3 for activations and weights and E5M2 for gradients; `e4m3` has it for all.
-        wgrad: whether the products that give a weight's gradient are in `fp8` too, or in `bf16`.
-        keep: names of parameters whose products stay as they are, patterns as in a shell.
-        blocks: whether products are in FP8 in `all` numbered blocks, or in the `inner` ones, without the first and the last.
-        history: steps whose amax delayed scaling remembers.
-        amax: whether delayed scaling takes the `max` of these, or the `most_recent`.
-        margin: powers of two that delayed scaling leaves free above the amax.
-        emulate: computes the same numbers in bfloat16 products on a GPU without FP8. CPUs always do.
-    """
+    """Matrix products in FP8, by recipes of Transformer Engine's, with scales that are powers of two."""
 
     recipe: Literal["current", "delayed"] = "current"
+    """Scales come from an array itself (current), or from those of the steps before: a pass over memory less, and state."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
+    """E4M3 for activations and weights with E5M2 for gradients, or E4M3 for all."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
+    """What the products are computed in that give the gradients of weights."""
     keep: tuple[str, ...] = KEPT
+    """Names of parameters whose products stay as they are; patterns as in a shell."""
     blocks: Literal["all", "inner"] = "all"
+    """Which numbered blocks have products in FP8: all, or all but the first and the last."""
     history: int = 1024
+    """Steps whose amax delayed scaling remembers."""
     amax: Literal["max", "most_recent"] = "max"
+    """What delayed scaling takes of these."""
     margin: int = 0
+    """Powers of two that delayed scaling leaves free above the amax."""
     emulate: bool = False
+    """Multiply the same numbers in bfloat16 on a GPU that has no FP8; CPUs always do."""
 
     def __post_init__(self):
         check_types(self, prefix="fp8.")

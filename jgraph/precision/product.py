@@ -20,6 +20,9 @@ from jgraph.precision.scaling import amax, scale_for, seen
 
 # M rows of x, K contracted, N columns of w
 
+# Else XLA may give a product to Triton, which multiplies what it has converted to bfloat16.
+XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false",)
+
 _MULTIPLE = 16  # of every size of cuBLASLt's FP8 products
 
 

@@ -4,11 +4,12 @@ A field's docstring is the help text of its flag.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError, check_types, require, require_positive
+from jgraph.precision.config import FP8Config
 from jgraph.training.model import settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
@@ -121,6 +122,8 @@ class TrainConfig:
     """The optimizer reads gradients in `main_grads_dtype` though the parameters have another one."""
     on_dtype_mismatch: Literal["error", "copy"] = "error"
     """Where these two dtypes differ and the gradient is not decoupled: refuse, or cast it to the parameters' dtype."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """What the blocks' matrices are multiplied in; with fp8, all else stays as the model computes it."""
     pp: int = 1
     """Ranks of the pipeline, each with its part of the layers and of the vocabulary."""
     chunks: int = 1
@@ -164,6 +167,7 @@ class TrainConfig:
     names; profile/profile.html and profile.json are written in the run directory."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 for none."""
+    fp8: FP8Config = field(default_factory=FP8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -195,6 +199,7 @@ class TrainConfig:
             must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline, {advice}")
             advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
             must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
+            must("precision", self.precision == "bf16", "bf16 in a pipeline")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         must(
             "main_grads_dtype",
@@ -210,6 +215,9 @@ class TrainConfig:
             must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b")
         for option in self.xla_options:
             require("=" in option, "xla_options", option, "name=value")
+        if self.precision == "bf16" and self.fp8 != FP8Config():
+            name = next(f.name for f in fields(FP8Config) if getattr(self.fp8, f.name) != getattr(FP8Config(), f.name))
+            require(False, f"fp8.{name}", getattr(self.fp8, name), "left out where `precision` is bf16")
         if self.profile:
             first, stop = self.profile_steps
             steps = 2 * (stop - first) + 1

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.mesh import Axis
@@ -35,6 +36,9 @@ from jgraph.parallel import (
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.precision import product
+from jgraph.precision.config import FP8Config
+from jgraph.precision.report import about
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.trace.flops import product_flops
@@ -109,6 +113,8 @@ class TrainSetup:
             read_dtype=config.read_dtype,
             freeze=config.freeze,
             carried=model.carried,
+            fp8=_fp8(config),
+            batch=jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32),
         )
         return cls(config, model, step)
 
@@ -210,11 +216,12 @@ class TrainSetup:
         return (*self.chosen_options(platform), *self.config.xla_options)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns, on GPUs and with sharded parameters, the options that were fastest, as far as the installed XLA has them."""
-        if self.config.fsdp == 1 or platform not in ("gpu", "cuda"):
+        """Returns what was chosen on GPUs for sharded parameters and for FP8, as far as the installed XLA has it."""
+        if platform not in ("gpu", "cuda"):
             return ()
         known = installed_options() or {}
-        return tuple(option for option in fsdp.XLA_OPTIONS if option.partition("=")[0] in known)
+        chosen = fsdp.XLA_OPTIONS * (self.config.fsdp > 1) + product.XLA_OPTIONS * (self.config.precision == "fp8")
+        return tuple(option for option in chosen if option.partition("=")[0] in known)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -245,6 +252,14 @@ class TrainSetup:
             pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
         pools = {name: size for name, size in (held | pools).items() if size}
         return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
+
+    def about_fp8(self, compiled: CompiledStep) -> str:
+        """Returns a line on the products in FP8, in the trace and in the compiled step; empty where there are none."""
+        binding = self.step.binding
+        if binding.fp8 is None:
+            return ""
+        products = binding.fp8.plan(self.model.shapes, *binding.microbatch).products
+        return about(products, binding.fp8.config, compiled.as_text() if jax.default_backend() == "gpu" else "")
 
     def about_pipeline(self, compiled: CompiledStep) -> str:
         """Returns a line on the schedule and on the memory of a step, predicted and taken; empty without a pipeline."""
@@ -280,6 +295,20 @@ def _model(config: TrainConfig) -> FunctionalModel:
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
         return functional(make, tokens_BS, key=config.seed)
+
+
+def _fp8(config: TrainConfig) -> FP8Config | None:
+    """Returns the recipe, if products are in FP8. Raises ConfigError for a GPU that has none."""
+    if config.precision == "bf16":
+        return None
+    kind, device = jax.default_backend(), device_info(jax.devices()[0].device_kind)
+    if kind == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
+        name = jax.devices()[0].device_kind
+        raise ConfigError(
+            f"`precision` is fp8: must be bf16 on {name}, which is not known to have FP8; `fp8.emulate` gives the same numbers",
+            field="precision",
+        )
+    return config.fp8
 
 
 def _compute_dtype(config: TrainConfig) -> Any:

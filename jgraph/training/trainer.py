@@ -220,7 +220,7 @@ def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
         reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
     if step.capture is not None:
         reporter.line(str(step.capture))
-    if about := setup.about_pipeline(step):
+    for about in filter(None, (setup.about_pipeline(step), setup.about_fp8(step))):
         reporter.line(about)
     return step
 
