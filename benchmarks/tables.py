@@ -94,7 +94,7 @@ def comparison(works: Row) -> list[str]:
     """Draws a row for each work with peers; parameters that are kept are not compared with those that are gathered again."""
     rows = []
     for work, result in works.items():
-        groups = alike(result["rows"]) if fastest(result["rows"], "torch") else {}
+        groups = alike(result["rows"]) if any(row["system"] == "torch" for row in result["rows"]) else {}
         for kind, own in groups.items():
             rows += [versus(f"{work}, parameters {kind}" if len(groups) > 1 else work, result, [own])]
     return markdown(HEADS, rows) if rows else []

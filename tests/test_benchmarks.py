@@ -103,7 +103,9 @@ def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_
     assert ours["temp_bytes"] > 0
     assert {"forward", "dgrad", "wgrad", "idle"} <= set(ours["categories"])
     assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: 0 of 1 GPUs are here"}
-    assert "| torch eager | skipped: 0 of 1 GPUs are here |" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "| torch eager | skipped: 0 of 1 GPUs are here |" in table
+    assert "\n| launch-bound | 1 x cpu | 1 failed | " in table
 
 
 @pytest.fixture
