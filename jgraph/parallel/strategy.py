@@ -19,7 +19,7 @@ from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import accumulate, by_microbatch
 from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, finished, summed
-from jgraph.precision.transform import FP8Function, Quantized
+from jgraph.precision.transform import FP8Function
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -256,32 +256,33 @@ class DataParallel:
         model, history = carried if isinstance(carried, WithHistory) else (carried, {})
         state = (model,) if jax.tree.leaves(model) else ()
         if self.binding.fp8 is None:
-            return self._differentiated(lambda whole, history, weights, *args: self.loss(whole, *args, *state), history, {})
+            return self._differentiated(lambda whole, history, *args: self.loss(whole, *args, *state), history)
         first = jax.tree.map(lambda leaf: leaf[0], by_microbatch(batch, self.binding.num_microbatches))
         plan = self.binding.fp8.plan(jax.eval_shape(self._whole, params), first, key, *state)
-        if self.shards:
-            weights = plan.quantize(params, history, lambda amax: jax.lax.pmax(amax, fsdp.AXIS))
-        else:
-            leaves = jax.tree.leaves(self.packing.unpack(params))
-            weights = plan.quantize(dict(zip(plan.names, leaves, strict=True)), history)
-        return self._differentiated(
-            lambda whole, history, weights, *args: plan.apply(whole, history, weights, *args, *state), history, weights
-        )
+        if not self.shards:
+            weights = plan.quantize(self.packing.unpack(params), history)
+            return self._differentiated(
+                lambda whole, history, *args: plan.apply(whole, history, weights, *args, *state), history
+            )
+        scales = plan.scales(params, history, lambda amax: jax.lax.pmax(amax, fsdp.AXIS))
+        parts = plan.cast(params, scales)
+
+        def loss(whole: Tree, history: Tree, *args: Tree) -> Array | Loss:
+            gathered = {name: self.shards[name].gather(part) for name, part in parts.items()}
+            return plan.apply(whole, history, plan.views(gathered, scales), *args, *state)
+
+        return self._differentiated(loss, history)
 
     def _differentiated(
-        self, loss: Callable[..., Array | Loss], history: Tree, weights: dict[str, Quantized]
+        self, loss: Callable[..., Array | Loss], history: Tree
     ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        """Returns the sums and gradients of a microbatch, from `loss(params, history, weights, batch, key)`."""
+        """Returns the sums and gradients of a microbatch, from `loss(params, history, batch, key)`."""
 
         def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
             def of(arrays: Tree, history: Tree) -> tuple[Array, Sums]:
-                return summed(loss)(self.packing.unpack(arrays), history, gathered, batch, key)
+                return summed(loss)(self.packing.unpack(arrays), history, batch, key)
 
-            gathered = weights
             if self.shards:
-                gathered = {
-                    name: weight._replace(values=self.shards[name].gather(weight.values)) for name, weight in weights.items()
-                }
                 sums, grads, after = fsdp.value_and_grads(
                     of,
                     params,

@@ -19,7 +19,7 @@ from jax import Array
 from jgraph.backward import find
 from jgraph.backward.linear import DelayedProduct
 from jgraph.errors import ConfigError
-from jgraph.kernels import cast
+from jgraph.kernels import cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
 from jgraph.precision.scaling import History, amax, observe, scale_for, seen
@@ -44,16 +44,9 @@ class Product(NamedTuple):
     kept: str
 
 
-class Quantized(NamedTuple):
-    """A parameter in FP8.
+class Scale(NamedTuple):
+    """Float32 scalars of a parameter: the scale that it is multiplied by, and its amax."""
 
-    Attributes:
-        values: of the parameter's shape, or of a device's part of it.
-        scale: float32 scalar that it was multiplied by.
-        amax: float32 scalar, the largest magnitude of the whole.
-    """
-
-    values: Array
     scale: Array
     amax: Array
 
@@ -115,12 +108,11 @@ class FP8Function:
         """Returns the state before the first step, for arrays or shapes: amax histories if scaling is delayed, else nothing."""
         return self.plan(params, *args).init()
 
-    def quantize(self, params: Tree, state: Tree, *args: Tree) -> dict[str, Quantized]:
-        """Returns the weights in FP8 by the names of their parameters, for all calls of `apply` in a step."""
-        plan = self.plan(params, *args)
-        return plan.quantize(dict(zip(plan.names, jax.tree.leaves(params), strict=True)), state)
+    def quantize(self, params: Tree, state: Tree, *args: Tree) -> list[Weight | None]:
+        """Returns the weights in FP8, in the order of the products, for all calls of `apply` in a step."""
+        return self.plan(params, *args).quantize(params, state)
 
-    def apply(self, params: Tree, state: Tree, *args: Tree, weights: Mapping[str, Quantized] | None = None) -> Tree:
+    def apply(self, params: Tree, state: Tree, *args: Tree, weights: Sequence[Weight | None] | None = None) -> Tree:
         """Returns `fn(params, *args)`.
 
         Args:
@@ -129,9 +121,8 @@ class FP8Function:
             args: of `fn`.
             weights: from `quantize`; None quantizes them here.
         """
-        if weights is None:
-            weights = self.quantize(*jax.lax.stop_gradient((params, state)), *args)
-        return self.plan(params, *args).apply(params, state, weights, *args)
+        plan = self.plan(params, *args)
+        return plan.apply(params, state, weights or plan.quantize(*jax.lax.stop_gradient((params, state))), *args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +158,15 @@ class Plan:
             return {}
         return History.zeros(sum(stop - start for _, start, stop in self._in_fp8()), self.config.history)
 
-    def quantize(
+    def quantize(self, params: Tree, state: Tree) -> list[Weight | None]:
+        """Returns the weights in FP8, in the order of the products."""
+        named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
+        return self.views(named, self.scales(named, state))
+
+    def scales(
         self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[Array], Array] = lambda amax: amax
-    ) -> dict[str, Quantized]:
-        """Returns the weights in FP8 by the names of their parameters.
+    ) -> dict[str, Scale]:
+        """Returns the scales of the weights, by the names of their parameters.
 
         Args:
             parts: the parameters by name, or a device's parts of them.
@@ -178,32 +174,57 @@ class Plan:
             over_devices: the maximum over the devices that have parts.
         """
         dtype, found = formats(self.config)[1], {}
-        earlier_S3 = state.amax(self.config) if isinstance(state, History) else None
+        earlier = state.amax(self.config) if isinstance(state, History) else None
         for i, start, _ in self._in_fp8():
-            name = self._weight_of(i)
-            if name not in found:
+            if (name := self._weight_of(i)) not in found:
                 largest = over_devices(amax(parts[name]))
-                scale = (
-                    scale_for(largest, dtype)
-                    if earlier_S3 is None
-                    else scale_for(earlier_S3[start, 1], dtype, self.config.margin)
-                )
-                found[name] = Quantized(cast(parts[name], scale, dtype), seen(scale, largest), largest)
+                known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
+                found[name] = Scale(scale_for(known, dtype, margin), largest)
         return found
 
-    def apply(self, params: Tree, state: Tree, weights: Mapping[str, Quantized], *args: Tree) -> Tree:
-        """Returns the function's result, with weights as `quantize` gives them, whole."""
+    def cast(self, parts: Mapping[str, Array], scales: Mapping[str, Scale]) -> dict[str, Array]:
+        """Returns the parts of the weights in FP8, by name."""
+        return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
+
+    def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> list[Weight | None]:
+        """Returns every product's weight in FP8, with the lengths of the loops around it in front.
+
+        Args:
+            arrays: whole parameters by name, as they are trained or as `cast` gives them.
+            scales: of them.
+        """
+        missing, dtype = find.MISSING, formats(self.config)[1]
+        given = [arrays[name] if name in scales else missing for name in self.names]
+        given += [missing] * (len(self.closed.jaxpr.invars) - len(given))
+        found = find.run_weights(self.block, [missing] * len(self.closed.consts), given, keep_dtype=True)[1]
+        views: list[Weight | None] = [None] * len(found)
+        for i, _, _ in self._in_fp8():
+            (scale, largest), lead, matrix = scales[self._weight_of(i)], self.sites[i].lead, Shape.of(self.sites[i]).w_matrix
+
+            def both(w: Array, scale=scale, matrix=matrix, lead=lead) -> tuple[Array, Array]:
+                rows_KN = matrix(w)
+                if rows_KN.dtype == dtype:
+                    return rows_KN, rows_KN.T
+                found = cast_transpose(rows_KN, scale, dtype, implementation="xla" if lead else "auto")
+                return found.rows_MN, found.columns_NM  # pyright: ignore[reportReturnType]
+
+            for _ in lead:
+                both = jax.vmap(both)
+            views[i] = Weight(*both(found[i]), *(jnp.broadcast_to(leaf, lead) for leaf in (seen(scale, largest), largest)))
+        return views
+
+    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree) -> Tree:
+        """Returns the function's result, with weights as `views` gives them."""
         taps: list[Tap | None] = [None] * len(self.sites)
         scales, observed = observe(state, self.config, formats(self.config)) if isinstance(state, History) else ([], [])
-        views = self._views(weights)
         for i, start, stop in self._in_fp8():
-            lead, weight = self.sites[i].lead, weights[self._weight_of(i)]
 
-            def over_loops(rows: list[Array], lead=lead) -> Array | None:
+            def over_loops(rows: list[Array], lead=self.sites[i].lead) -> Array | None:
                 return jnp.stack(rows).reshape(*lead, 3) if rows else None
 
-            scale, largest = (jnp.broadcast_to(leaf, lead) for leaf in (weight.scale, weight.amax))
-            taps[i] = Tap(Weight(*views[i], scale, largest), over_loops(scales[start:stop]), over_loops(observed[start:stop]))
+            weight = weights[i]
+            assert weight is not None, "products in FP8 have weights in FP8"
+            taps[i] = Tap(weight, over_loops(scales[start:stop]), over_loops(observed[start:stop]))
 
         def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap | None) -> Array:
             return site.run(x, w, extra) if tap is None else product(self.config, site, x, w, tap)
@@ -224,21 +245,6 @@ class Plan:
         """Returns the name of the parameter that a product multiplies with."""
         (place,) = self.sites[i].params
         return self.names[place]
-
-    def _views(self, weights: Mapping[str, Quantized]) -> list[tuple[Array, Array]]:
-        """Returns every product's weight as [K, N] and as [N, K], loops in front."""
-        missing = find.MISSING
-        given = [weights[name].values if name in weights else missing for name in self.names]
-        given += [missing] * (len(self.closed.jaxpr.invars) - len(given))
-        found = find.run_weights(self.block, [missing] * len(self.closed.consts), given, keep_dtype=True)[1]
-        views: list[Any] = [None] * len(found)
-        for i, _, _ in self._in_fp8():
-            matrix = Shape.of(self.sites[i]).w_matrix
-            for _ in self.sites[i].lead:
-                matrix = jax.vmap(matrix)
-            rows = matrix(found[i])
-            views[i] = rows, jnp.swapaxes(rows, -1, -2)
-        return views
 
 
 def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
