@@ -15,13 +15,13 @@ from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
 
-def each(name: str, given: Any, count: int) -> tuple[Any, ...]:
-    """Returns the values for each callable as a tuple; None for each if none are given."""
+def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[Any, ...]:
+    """Returns the values for each callable, or microbatch, as a tuple; None for each if none are given."""
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
         number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
-        raise CallableError(f"`{name}`: {number} given for {count} callables; give a tuple with one for each", field=name)
+        raise CallableError(f"`{name}`: {number} given for {count} {of}; give a tuple with one for each", field=name)
     return tuple(given)
 
 

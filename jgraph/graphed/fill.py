@@ -96,22 +96,9 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: j
         raise CallableError("`extra` is given, but no callable takes arguments after x: leave it out", field="extra")
 
 
-def per_microbatch(name: str, given: Sequence[Any], count: int) -> list[Any]:
-    """Returns the values for each microbatch as a list. Raises CallableError for another number of them."""
-    if not isinstance(given, (tuple, list)):
-        wrong = f"`{name}` is {type(given).__name__}: must be a list of {count}, one for each microbatch"
-        raise CallableError(wrong, field=name)
-    if len(given) != count:
-        wrong = f"`{name}` has {len(given)} entries, but the order has {count} microbatches: give one for each"
-        raise CallableError(wrong, field=name)
-    return list(given)
-
-
 def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any, ...]]:
     """Returns the arguments for each microbatch; none for None."""
-    if given is None:
-        return [()] * count
-    for m, arguments in enumerate(per_microbatch(name, given, count)):
+    for m, arguments in enumerate(given := each(name, [()] * count if given is None else given, count, of="microbatches")):
         if not isinstance(arguments, (tuple, list)):
             raise CallableError(f"`{name}[{m}]` is {type(arguments).__name__}: must be a tuple of arguments", field=name)
     return [tuple(arguments) for arguments in given]

@@ -12,7 +12,7 @@ from jgraph.graphed.arguments import check_wgrads, each
 from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
-from jgraph.graphed.fill import check_extra, filled, per_microbatch, put, tuples
+from jgraph.graphed.fill import check_extra, filled, put, tuples
 from jgraph.graphed.match import signature
 from jgraph.graphed.plan import ExecutionPlan, make_plan, play
 from jgraph.graphed.shaped import shape_of
@@ -169,8 +169,8 @@ class GraphedCallables(Sequence[Graphed]):
                 wrong = "`order` is None, and no order was given when the callables were built: give one, e.g. [1, -1]"
                 raise OrderError(wrong, field="order")
             count = schedule.num_microbatches
-            inputs, rest = per_microbatch("inputs", inputs, count), tuples("loss_args", loss_args, count)
-            more = tuples("extra", extra, count)
+            inputs = each("inputs", inputs, count, of="microbatches")
+            rest, more = tuples("loss_args", loss_args, count), tuples("extra", extra, count)
             if params is not None:
                 self._params = None
             elif (params := self._params) is None:

@@ -16,13 +16,8 @@ from jgraph.errors import ConfigError, JgraphError
 def find_model(name: str) -> Any:
     """Returns the class that `package.module:Class` names. Raises ConfigError where there is none."""
     module, _, class_name = name.partition(":")
-    try:
+    with model_errors(name, "be package.module:Class of something that can be imported from here"):
         return getattr(importlib.import_module(module), class_name)
-    except Exception as e:  # whatever the module does when it is imported
-        raise ConfigError(
-            f"`module` is {name}: must be package.module:Class of something that can be imported from here ({_told(e)})",
-            field="module",
-        ) from e
 
 
 def settings_of(name: str) -> type | None:

@@ -42,7 +42,7 @@ def uncaptured(config: TrainConfig) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Recorder:
-    """What is needed to trace steps of a run.
+    """Records traces of a run's steps.
 
     Attributes:
         setup: of the run.

@@ -145,11 +145,11 @@ X = jnp.ones((chain.B, chain.D))
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"inputs": [X, X]}, "`inputs` has 2 entries, but the order has 1 microbatches"),
+        ({"inputs": [X, X]}, "`inputs`: 2 given for 1 microbatches; give a tuple with one for each"),
         ({"inputs": [X[:1]]}, r"inputs\[0\] is float32\[1, 4\], built for float32\[3, 4\]"),
-        ({"loss_args": [(X,), (X,)]}, "`loss_args` has 2 entries"),
+        ({"loss_args": [(X,), (X,)]}, "`loss_args`: 2 given for 1 microbatches"),
         ({"extra": [(X,)]}, "`extra` is given, but no callable takes arguments after x"),
-        ({"inputs": X[None]}, "`inputs` is ArrayImpl: must be a list of 1"),
+        ({"inputs": X[None]}, "`inputs`: one ArrayImpl given for 1 microbatches"),
         ({"loss_args": [X]}, r"`loss_args\[0\]` is ArrayImpl: must be a tuple of arguments"),
         ({"loss_fn": None}, "`loss_fn` is NoneType: must be a function"),
         ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn gives a tuple: must be a floating scalar alone"),
