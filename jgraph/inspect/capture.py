@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jgraph.cli import Count, File, Name, optional, write_file
 from jgraph.errors import ConfigError, JgraphError, require
+from jgraph.precision.config import FP8Config
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import settings_of
 from jgraph.training.presets import PRESETS, preset
@@ -39,6 +40,9 @@ class CaptureOptions:
     """Command buffers: XLA's default, none, or all that XLA can record on one device."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options as name=value, besides those of the preset."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """What the training step's matrices are multiplied in."""
+    fp8: FP8Config = field(default_factory=FP8Config)
     json: File = None
     """Write the report here."""
 
@@ -127,7 +131,8 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
         # cuDNN's attention cannot be compiled without a GPU, also where there is one of another kind.
         base = dataclasses.replace(base, model=dataclasses.replace(base.model, attention="xla"))
     xla_options = (*base.xla_options, *options.xla_options)
-    return dataclasses.replace(base, **sizes, graph=options.graph, xla_options=xla_options)
+    in_fp8 = {"precision": options.precision, "fp8": options.fp8}
+    return dataclasses.replace(base, **sizes, **in_fp8, graph=options.graph, xla_options=xla_options)
 
 
 def _example(name: str) -> tuple[Any, Sequence[Any], Any]:

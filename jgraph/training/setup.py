@@ -47,6 +47,7 @@ from jgraph.training.model import find_model, model_errors
 from jgraph.training.optimizer import adamw
 from jgraph.tree import leaf_names
 from jgraph.xla import compiler_options
+from jgraph.xla.explain import FP8Products
 from jgraph.xla.options import OptionValue, installed_options
 
 Tree = Any
@@ -259,7 +260,8 @@ class TrainSetup:
         if binding.fp8 is None:
             return ""
         products = binding.fp8.plan(self.model.shapes, *binding.microbatch).products
-        return about(products, binding.fp8.config, compiled.as_text() if jax.default_backend() == "gpu" else "")
+        on_gpu = jax.default_backend() == "gpu"
+        return about(products, binding.fp8.config, FP8Products.of(compiled.executable) if on_gpu else None)
 
     def about_pipeline(self, compiled: CompiledStep) -> str:
         """Returns a line on the schedule and on the memory of a step, predicted and taken; empty without a pipeline."""

@@ -17,6 +17,7 @@ from jgraph.errors import ConfigError
 from jgraph.xla import aot as targets
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import Donation, donations
+from jgraph.xla.hlo import HloModule
 from jgraph.xla.options import option_errors
 
 _SHOWN = 8
@@ -53,6 +54,29 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class FP8Products:
+    """Matrix products in FP8 of a program compiled for a GPU.
+
+    Attributes:
+        products: those whose operands are in FP8.
+        transposes: of FP8 arrays, by XLA: passes over memory that a kernel could have saved.
+    """
+
+    products: int
+    transposes: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "FP8Products":
+        """Counts them in a program's text."""
+        instructions = HloModule(compiled.as_text() or "").instructions.values()
+        transposes = [i for i in instructions if i.opcode == "transpose" and i.shapes[0].dtype.startswith("f8")]
+        return cls(sum("matmul$f8" in i.target for i in instructions), len(transposes))
+
+    def __str__(self) -> str:
+        return f"fp8: {self.products} products, {self.transposes} transposes by XLA"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Capture, donations and memory of a compiled program; `str` of it is the report.
 
@@ -62,6 +86,7 @@ class Explanation:
         capture: command buffers, thunks in and outside of them; None where XLA at hand does not tell, and `notes` say why.
         donations: every donated leaf and the output in its buffer.
         memory: None where XLA does not tell.
+        fp8: products in FP8, as far as a GPU has any.
         notes: what the report could not say, and why.
     """
 
@@ -70,6 +95,7 @@ class Explanation:
     capture: CaptureReport | None
     donations: tuple[Donation, ...]
     memory: Memory | None
+    fp8: FP8Products = FP8Products(0, 0)
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,6 +124,8 @@ class Explanation:
         lines += _donation_lines(self.donations)
         if self.memory is not None:
             lines.append(f"memory: {self.memory}")
+        if self.fp8.products:
+            lines.append(str(self.fp8))
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
             lines.append(f"note: {_HOW}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -151,6 +179,7 @@ def explain(
         capture=capture,
         donations=donations(lowered, compiled, _argument_names(traced, lowered)),
         memory=Memory.of(compiled),
+        fp8=FP8Products.of(compiled),
         notes=tuple(_notes(capture, target)),
     )
 

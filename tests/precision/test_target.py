@@ -1,0 +1,77 @@
+"""The step with FP8 as it is compiled for an H200 that is not here: kernels, products and capture."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jgraph
+from jgraph import FP8Config
+from jgraph.precision.product import XLA_OPTIONS
+from jgraph.xla import aot, compiler_options
+from jgraph_models.gpt import GPT, GPTConfig
+
+pytestmark = [pytest.mark.target, pytest.mark.long]
+
+CONFIG = GPTConfig(num_layers=2, d_model=128, num_heads=2, num_kv_heads=2, d_ff=512, vocab_size=256, attention="xla")
+TOKENS = jax.ShapeDtypeStruct((8, 129), jnp.int32)
+PRODUCTS = 2 * 4  # linears of two blocks
+
+
+def model_and_loss():
+    model = jgraph.functional(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
+    return model, lambda params, tokens, key: model.loss(params, tokens, key)[0]
+
+
+def explained(step):
+    options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=step.num_devices)
+    if step.mesh is not None:
+        step = step.on(aot.devices(step.num_devices))
+    return jgraph.explain(
+        step.jitted(),
+        step.state,
+        jax.tree.map(lambda leaf: placed(step, leaf), TOKENS),
+        target="h200",
+        compiler_options=options,
+    )
+
+
+def placed(step, leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.batch_sharding)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_step_is_one_command_buffer_with_every_product_in_fp8_and_no_transpose_by_xla(h200, recipe, microbatches):
+    model, loss = model_and_loss()
+    step = jgraph.train_step(
+        loss,
+        jgraph.elementwise(optax.adamw(1e-3)),
+        jgraph.Replicated(None, model.shapes),
+        num_microbatches=microbatches,
+        fp8=FP8Config(recipe=recipe),
+        batch=TOKENS,
+    )
+    report = explained(step)
+    assert (report.capture.command_buffers, report.capture.outside) == (1, ())
+    assert report.fp8.products == 3 * PRODUCTS * microbatches
+    assert report.fp8.transposes == 0
+    assert not report.dropped
+    assert not report.crosswise
+
+
+def test_a_bf16_wgrad_leaves_two_products_of_three_in_fp8(h200):
+    model, loss = model_and_loss()
+    strategy = jgraph.Replicated(None, model.shapes)
+    step = jgraph.train_step(loss, optax.sgd(1e-3), strategy, fp8=FP8Config(wgrad="bf16"), batch=TOKENS)
+    assert explained(step).fp8.products == 2 * PRODUCTS
+
+
+def test_a_sharded_step_has_its_products_in_fp8_too(h200):
+    model, loss = model_and_loss()
+    strategy = jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16)
+    step = jgraph.train_step(loss, jgraph.elementwise(optax.adamw(1e-3)), strategy, fp8=FP8Config(), batch=TOKENS)
+    assert explained(step).fp8.products == 3 * PRODUCTS
