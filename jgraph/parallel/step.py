@@ -25,12 +25,14 @@ from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.objective import Reduction, Sums, WithHistory
 from jgraph.parallel.strategy import Binding, Bound, Strategy
+from jgraph.precision import product
 from jgraph.precision.config import FP8Config
 from jgraph.precision.transform import FP8Function
 from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.xla.explain import Memory
+from jgraph.xla.options import installed_options
 
 Tree = Any
 
@@ -359,11 +361,19 @@ class TrainStep:
             DonationError: a leaf of the state is copied.
         """
         platform = jax.default_backend()
-        options = compiler_options(graph, xla_options, platform=platform, num_devices=self.num_devices)
+        chosen = (*self.chosen_options(platform), *xla_options)
+        options = compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
         with option_errors():
             compiled, report = compile_and_report(self.lower(batch), options)
         check_identity(compiled, self.state)
         return CompiledStep(compiled, report)
+
+    def chosen_options(self, platform: str) -> tuple[str, ...]:
+        """Returns the XLA options that products in FP8 need on a platform, as far as the installed XLA has them."""
+        if self.binding.fp8 is None or platform not in ("gpu", "cuda"):
+            return ()
+        known = installed_options() or {}
+        return tuple(option for option in product.XLA_OPTIONS if option.partition("=")[0] in known)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Returns the step, lowered for a whole batch of these arrays or shapes."""

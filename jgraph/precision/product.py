@@ -20,8 +20,8 @@ from jgraph.precision.scaling import amax, scale_for, seen
 
 # M rows of x, K contracted, N columns of w
 
-# Else XLA may give a product to Triton, which multiplies what it has converted to bfloat16.
-XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false",)
+# Else XLA may give a product to Triton, or put those of two microbatches side by side: both multiply in bfloat16 then.
+XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
 _MULTIPLE = 16  # of every size of cuBLASLt's FP8 products
 

@@ -36,7 +36,6 @@ from jgraph.parallel import (
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, TrainState
-from jgraph.precision import product
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
 from jgraph.processes import all_gather_scalar, devices_of_ranks
@@ -220,9 +219,9 @@ class TrainSetup:
         """Returns what was chosen on GPUs for sharded parameters and for FP8, as far as the installed XLA has it."""
         if platform not in ("gpu", "cuda"):
             return ()
-        known = installed_options() or {}
-        chosen = fsdp.XLA_OPTIONS * (self.config.fsdp > 1) + product.XLA_OPTIONS * (self.config.precision == "fp8")
-        return tuple(option for option in chosen if option.partition("=")[0] in known)
+        known, chosen = installed_options() or {}, fsdp.XLA_OPTIONS * (self.config.fsdp > 1)
+        own = self.step.chosen_options(platform)
+        return (*(option for option in chosen if option.partition("=")[0] in known), *own)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:

@@ -1,0 +1,71 @@
+"""`python -m jgraph.train --precision fp8`: what it prints, refuses, and how it goes on over other devices."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from jgraph.errors import ConfigError
+from jgraph.precision.config import FP8Config
+from jgraph.training.config import TrainConfig
+from tests import tiny
+
+DELAYED = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
+RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "--sample-tokens", "0")
+
+
+def test_a_recipe_without_its_precision_is_refused():
+    with pytest.raises(ConfigError) as error:
+        TrainConfig(fp8=FP8Config(margin=1))
+    assert error.value.field == "fp8.margin"
+
+
+def test_a_pipeline_in_fp8_is_refused():
+    with pytest.raises(ConfigError) as error:
+        TrainConfig(precision="fp8", pp=2)
+    assert error.value.field == "precision"
+
+
+def test_a_run_says_what_is_in_fp8_and_that_a_cpu_emulates_it(tmp_path, capsys):
+    assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp8 (current scaling): 4 of 4 products with parameters; emulated in bfloat16" in out
+
+
+def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(tmp_path, capsys):
+    assert tiny.train(tmp_path, *RUN, "--precision", "fp8", "--model.d-model", "24", "--model.d-ff", "40") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--precision is fp8" in line
+    assert "not all multiples of 16" in line
+
+
+def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
+    from jgraph.training import setup
+
+    monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ConfigError) as error:
+        setup._fp8(TrainConfig(precision="fp8"))
+    assert error.value.field == "precision"
+    assert setup._fp8(TrainConfig(precision="fp8", fp8=FP8Config(emulate=True))) is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--fsdp", "--seed")])
+def test_a_run_goes_on_over_other_devices_with_its_histories(tmp_path, before, after):
+    devices = {"--fsdp": "2", "--dp": "2", "--seed": "0"}
+    steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2")
+    assert tiny.train(tmp_path / "whole", *steps, before, devices[before]) == 0
+    assert tiny.train(tmp_path / "parts", *steps, before, devices[before]) == 0
+    for late in ("3", "6"):
+        assert (tmp_path / "parts" / "checkpoints" / late).is_dir()
+    _forget(tmp_path / "parts", step=3)
+    assert tiny.train(tmp_path / "parts", *steps, after, devices[after]) == 0
+    whole, parts = (np.array([loss for _, loss, _ in tiny.losses(tmp_path / name)]) for name in ("whole", "parts"))
+    np.testing.assert_allclose(parts, whole, rtol=2e-3)
+
+
+def _forget(run_dir, step):
+    """Makes a run one that ended after a step."""
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        if checkpoint.name.isdecimal() and int(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
