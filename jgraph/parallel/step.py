@@ -115,7 +115,8 @@ def train_step(
 
     Args:
         loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
-            carried state it takes that as a fourth argument and returns a `Loss` with it. For `Pipelined`, a `PipelineModel`.
+            carried state it takes that as a fourth argument and returns a `Loss` with it. For `Pipelined`, a `PipelineModel`, whose
+            layers take it.
         transform: any optax transform of the clipped gradient, which it gets in float32, as it gets the parameters. It sees the
             model's own tree, unless it is declared `elementwise`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
