@@ -21,7 +21,7 @@ from jgraph.backward.residuals import Plan, Products, Recompute, dgrad_leaves, i
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.trace import replay
-from jgraph.tree import path_name
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 
@@ -203,7 +203,7 @@ class Split:
         """Returns the shapes of the arrays that pass between the parts, from arrays or `jax.ShapeDtypeStruct`. Runs nothing."""
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
-        paths = _paths(params)
+        paths = leaf_names(params)
         delayed = tuple(path for path, late in zip(paths, residuals.plan.delayed, strict=True) if late)
         return Spec(y, residuals, stash, delayed, *aux)
 
@@ -253,7 +253,7 @@ class Split:
             raise SplitError(f"the stage computes with arrays on explicit axes of a mesh: {_AUTO}")
         if plan is None:
             trees = tuple(map(jax.tree.structure, (params, x, extra, y, aux)))
-            plan = self._plans[key] = make_plan(self, closed, trees, _paths(params), **self._options)
+            plan = self._plans[key] = make_plan(self, closed, trees, leaf_names(params), **self._options)
         return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
 
 
@@ -264,7 +264,7 @@ def _check_leaves(params: Tree, x: Tree) -> None:
     """Raises SplitError where a leaf cannot be differentiated."""
     for what, tree in (("params", params), ("x", x)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            name = _path_name(path)
+            name = path_name(path)
             if axes := replay.spread_over(jax.typeof(leaf)):
                 raise SplitError(f"{_named(what, name)} lies on the explicit axes {axes} of a mesh: {_AUTO}", path=name)
             if what == "x" and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -279,7 +279,7 @@ def _check_leaves(params: Tree, x: Tree) -> None:
 def _check_real(tree: Tree, what: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-            name, dtype = _path_name(path), jnp.result_type(leaf)
+            name, dtype = path_name(path), jnp.result_type(leaf)
             raise SplitError(
                 f"{_named(what, name)} is {dtype}; params, x and y must be real: pass its real and imaginary parts", path=name
             )
@@ -287,14 +287,6 @@ def _check_real(tree: Tree, what: str) -> None:
 
 def _named(what: str, name: str) -> str:
     return f"{what}/{name}" if name else what
-
-
-def _path_name(path: Any) -> str:
-    return path_name(path)
-
-
-def _paths(params: Tree) -> list[str]:
-    return [_path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
 
 
 def _kept(residuals: Residuals) -> dict[int, Any]:

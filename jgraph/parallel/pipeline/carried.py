@@ -93,9 +93,9 @@ class Carried:
             raise ShapeError(f"`layer` returns as carried state {found}: must return (x, carried), with carried {must}")
         return x, after
 
-    def start(self, chunks: int, places: int) -> Tree:
-        """Returns a rank's sums before the first forward, [C, N, ...]."""
-        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, places, *s.shape), s.dtype), self.layer)
+    def start(self, chunks: int, after_N: Tree) -> Tree:
+        """Returns a rank's sums before the first forward, [C, N, ...], from the shapes of what a forward gives."""
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 
     def add(self, total: Tree, new_N: Tree, chunk: Any, counts: Array) -> Tree:

@@ -98,13 +98,10 @@ class StageAssignment:
     def is_even(self) -> bool:
         return self.num_layers % self.num_stages == 0
 
-    def first_layers(self) -> np.ndarray:
-        """int32 [P, C]: the first layer of each rank's chunks."""
-        return np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
-
     def layers(self) -> np.ndarray:
         """int32 [P, C, n]: the layer of every place; of padding, the first of its stage."""
-        return (self.first_layers()[..., None] + np.arange(self.layers_per_stage) * self.active()).astype(np.int32)
+        first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
+        return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
 
     def active(self) -> np.ndarray:
         """bool [P, C, n]: which places hold a layer."""

@@ -23,7 +23,7 @@ from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
-from jgraph.tree import path_name
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -74,12 +74,15 @@ class Pipeline:
         # With the explicit axes of jax.make_mesh, arguments would have to lie where they belong before the call.
         mesh = Mesh(mesh.devices, mesh.axis_names)
         pipeline = cls(model, schedule, StageAssignment.of(schedule, num_layers), mesh, **choices)
-        if pipeline.runtime == "auto":
-            pipeline = replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")
-        if pipeline.runtime == "general":
-            return pipeline
-        _check_aligned(schedule)
-        return replace(pipeline, schedule=schedule.newest_first())
+        if pipeline.runtime != "general":
+            try:
+                _check_aligned(schedule)
+            except OrderError:
+                if pipeline.runtime == "aligned":
+                    raise
+            else:
+                return replace(pipeline, schedule=schedule.newest_first(), runtime="aligned")
+        return replace(pipeline, runtime="general")
 
     def shard_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
         """Returns the pipeline with parameters sharded over `fsdp` along the axes that are asked for.
@@ -104,7 +107,7 @@ class Pipeline:
 
     def specs(self, params: Tree) -> Tree:
         """Returns the PartitionSpec of every parameter. Raises ConfigError where `sharded` does not fit them."""
-        names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params["outer"])[0]]
+        names = leaf_names(params["outer"])
         for name in self.model.sharded:
             if name not in names:
                 raise ConfigError(f"PipelineModel.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
@@ -241,7 +244,7 @@ class Pipeline:
                 # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
                 own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
-                extra["first"] = self._own(layout.first_layers()[:, c])
+                extra["first"] = self._own(layout.layers()[:, c, 0])
             stages.append((own, extra))
         head_outer = self._cast(outer)
         rank = StageExecutor(self.model, self.split(impl), self.carried, outer, head_outer, stages, inputs, key, impl)
@@ -263,10 +266,9 @@ class Pipeline:
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         if ranks == 1:
             return jax.tree.map(lambda _: ShardSpec(None), params)
-        named, structure = jax.tree_util.tree_flatten_with_path(
-            params | {"layers": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])}
-        )
-        shapes = {sharding.place_name(path): leaf for path, leaf in named}
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+        leaves, structure = jax.tree.flatten(params | {"layers": own})
+        shapes = dict(zip(leaf_names(params), leaves, strict=True))
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False).values())
 
@@ -298,13 +300,13 @@ class Pipeline:
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _axis(self, path: Any) -> int | None:
-        return self.model.sharded.get(_name(path))
+        return self.model.sharded.get(path_name(path))
 
     def _check_divides(self, path: Any, leaf: Any) -> None:
         axis, ranks = self._axis(path), self.mesh.shape[AXIS]
         if axis is not None and leaf.shape[axis] % ranks:
             raise ConfigError(
-                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see `pp`",
+                f"axis {axis} of {path_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see `pp`",
                 field="pp",
             )
 
@@ -316,20 +318,8 @@ def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
     return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
 
 
-def _name(path: Any) -> str:
-    return path_name(path)
-
-
 def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError where the aligned runtime cannot play a schedule."""
     phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
         raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
-
-
-def _is_aligned(schedule: Schedule) -> bool:
-    try:
-        _check_aligned(schedule)
-    except OrderError:
-        return False
-    return True

@@ -103,8 +103,8 @@ class RankRuntime:
             "loss": (shapes.x,),
         }
         pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
-        rank = self.rank
-        return State(pools, rank.zero_grads(), rank.zero_outer(), jnp.zeros((), jnp.float32), rank.zero_carried())
+        carried = self.rank.carried.start(self.rank.num_chunks, shapes.carried)
+        return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 
     # What goes in
 
@@ -158,11 +158,10 @@ class RankRuntime:
 
     # What comes out
 
+    @scope("forward")
     def carry(self, state: State, row: Row, made: Made, is_forward: Array) -> State:
         """The carried state after a tick in which this rank may have done a forward."""
-        if not jax.tree.leaves(state.carried):
-            return state
-        return replace(state, carried=self.rank.add_carried(row["chunk"], state.carried, made.carried, is_forward))
+        return replace(state, carried=self.rank.carried.add(state.carried, made.carried, row["chunk"], is_forward))
 
     @scope("copies")
     def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:

@@ -38,6 +38,7 @@ class StageExecutor:
     """A rank's part of the model and of the batch.
 
     Attributes:
+        carried: what a layer carries.
         shapes: of what the actions give each other.
     """
 
@@ -61,7 +62,7 @@ class StageExecutor:
             inputs: of the microbatches, leaves [M, ...].
             key: key data of a random key of the kind `impl`, or None.
         """
-        self._model, self._split, self._carried, self._inputs = model, split, carried, inputs
+        self._model, self._split, self._inputs, self.carried = model, split, inputs, carried
         self._key, self._impl = key, impl
         self._outer, self._head_outer, self._stages = outer, head_outer, stages
         x = jax.eval_shape(model.embed, outer, self._of(0))
@@ -86,16 +87,6 @@ class StageExecutor:
     def zero_outer(self) -> Tree:
         """Float32 zeros as the parameters of embedding and head."""
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._outer)
-
-    def zero_carried(self) -> Tree:
-        """The carried state of all chunks before any microbatch."""
-        places = [leaf.shape[0] for leaf in jax.tree.leaves(self.shapes.carried)[:1]]
-        return self._carried.start(self.num_chunks, *places) if places else {}
-
-    @scope("forward")
-    def add_carried(self, chunk: Any, total: Tree, new: Tree, counts: Array) -> Tree:
-        """`total` with the state after a forward, where it counts."""
-        return self._carried.add(total, new, chunk, counts)
 
     # What a stage does. `chunk` is a number, or an int32 scalar where it is known only at run time.
 
