@@ -155,36 +155,56 @@ def test_a_carried_state_goes_on_elsewhere_bit_for_bit():
             np.testing.assert_array_equal(a, b)
 
 
+TWO = {"a": jnp.zeros((LAYERS, 2)), "b": jnp.zeros((LAYERS, 2))}
+
+
+def in_one(carried):
+    """Both arrays of a layer side by side."""
+    return list(jnp.concatenate([carried["a"], carried["b"]], 1))
+
+
+def one_each(carried):
+    """The first half of the layers have the one, the others the other."""
+    return [*carried["a"], *carried["b"]]
+
+
+def without_head(carried):
+    return split_carried({name: carried[name] for name in CARRIED})
+
+
 REFUSED = {
-    "a state of no layer": (CARRIED | {"of the head": jnp.zeros(3)}, {}, lambda carried: split_carried({**CARRIED})),
-    "too few layers": (CARRIED, {}, lambda carried: split_carried(carried)[1:]),
-    "no list of layers": (CARRIED, {}, lambda carried: carried),
-    "a reduction of its own": ({"a": jnp.zeros(2), "b": jnp.zeros(LAYERS - 2)}, {"a": "max", "b": "sum"}, None),
+    "of the head": (CARRIED | {"head": jnp.zeros(3)}, "mean", {"split_carried": without_head}, "carried"),
+    "too few layers": (CARRIED, "mean", {"split_carried": lambda carried: split_carried(carried)[1:]}, "carried"),
+    "no list of layers": (CARRIED, "mean", {"split_carried": lambda carried: carried}, "carried"),
+    "a reduction for some layers": (
+        {"a": jnp.zeros((2, 3)), "b": jnp.zeros((LAYERS - 2, 3))},
+        {"a": "max", "b": "sum"},
+        {
+            "split_carried": one_each,
+            "join_carried": lambda layers: {"a": jnp.stack(layers[:2]), "b": jnp.stack(layers[2:])},
+        },
+        "carried",
+    ),
+    "two reductions in an array": (
+        TWO,
+        {"a": "max", "b": "sum"},
+        {
+            "split_carried": in_one,
+            "join_carried": lambda layers: dict(zip("ab", jnp.split(jnp.stack(layers), 2, 1), strict=True)),
+        },
+        "reductions",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_state_that_the_layers_do_not_share_evenly_is_refused(name):
-    carried, reductions, take_apart = REFUSED[name]
-
-    def by_layer(carried):
-        return [{"one": leaf[i]} for leaf in carried.values() for i in range(len(leaf))]
-
-    def together(layers):
-        return {"a": jnp.stack([own["one"] for own in layers[:2]]), "b": jnp.stack([own["one"] for own in layers[2:]])}
-
-    functions = {"split_carried": take_apart} if take_apart else {"split_carried": by_layer, "join_carried": together}
+    carried, reductions, functions, field = REFUSED[name]
     strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), generate("1f1b", pp=2, microbatches=MICROBATCHES))
+    given = {"carried": carried, "reductions": reductions, "num_microbatches": MICROBATCHES}
     with pytest.raises(ConfigError) as error:
-        train_step(
-            replace(MODEL, **functions),
-            optax.sgd(0.1),
-            strategy,
-            num_microbatches=MICROBATCHES,
-            carried=carried,
-            reductions=reductions or "mean",
-        )
-    assert error.value.field == "carried"
+        train_step(replace(MODEL, **functions), optax.sgd(0.1), strategy, **given)
+    assert error.value.field == field
 
 
 @pytest.mark.parametrize("change", [lambda x, carried: x, lambda x, carried: (x, carried | {"sum": carried["sum"][:1]})])

@@ -59,9 +59,10 @@ class Carried:
         kinds = jax.tree.leaves(reductions)
         names = [jax.tree.map(lambda leaf: "|".join({kinds[i] for i in np.unique(leaf)}), layer) for layer in layers]
         parts = jax.eval_shape(model.split_carried, shapes)
-        found = [jax.tree.map(lambda name, s: (name, s.shape, str(s.dtype)), *pair) for pair in zip(names, parts, strict=True)]
-        if any(one != found[0] for one in found):
+        if any(pair != (names[0], _described(parts[0])) for pair in zip(names, map(_described, parts), strict=True)):
             raise ConfigError("`carried` differs from layer to layer: must agree in shapes and `reductions`", field="carried")
+        if any("|" in name for name in jax.tree.leaves(names)):
+            raise ConfigError(f"`reductions` has {names[0]} for a layer: must be one for each array of it", field="reductions")
         return cls(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), parts[0]), names[0])
 
     def bits(self, *lead: int) -> Tree:
@@ -87,11 +88,10 @@ class Carried:
 
     def taken(self, made: Any) -> tuple[Array, Tree]:
         """Returns x and the state after it from what a layer returned. Raises ShapeError where it is no such pair."""
-        x, after = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        found, must = (jax.tree.map(lambda s: f"{s.dtype}{list(s.shape)}", tree) for tree in (after, self.layer))
-        if found != must:
+        after = made[1] if isinstance(made, tuple) and len(made) == 2 else None
+        if (found := _described(after)) != (must := _described(self.layer)):
             raise ShapeError(f"`layer` returns as carried state {found}: must return (x, carried), with carried {must}")
-        return x, after
+        return made
 
     def start(self, chunks: int, after_N: Tree) -> Tree:
         """Returns a rank's sums before the first forward, [C, N, ...], from the shapes of what a forward gives."""
@@ -111,6 +111,10 @@ class Carried:
         """Returns the state of every layer, from all ranks' sums over so many microbatches; reduced over mesh axes."""
         whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, Axis.PIPE), reduced(self.reductions, total, count, axes))
         return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in layout.places()]
+
+
+def _described(tree: Tree) -> Tree:
+    return jax.tree.map(lambda s: f"{jnp.result_type(s)}{list(jnp.shape(s))}", tree)
 
 
 def _bits(dtype: Any) -> Any:
