@@ -230,9 +230,8 @@ class DataParallel:
         """Computes one device's part, and with `axes` sums over the devices."""
         binding = self.binding
         state = (carried,) if jax.tree.leaves(carried) else ()
-        sums_and_grads = self._sharded(state) if self.shards else self._whole(state)
         sums, grads = accumulate(
-            sums_and_grads, binding.num_microbatches, dtype=binding.grads_dtype, reductions=binding.reductions
+            self._of_microbatch(state), binding.num_microbatches, dtype=binding.grads_dtype, reductions=binding.reductions
         )(params, batch, key)
         sums = finished(binding.reductions, sums, binding.num_microbatches, axes, self.mesh.size if self.mesh else 1)
         if axes:
@@ -241,30 +240,21 @@ class DataParallel:
             grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
         return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
 
-    def _whole(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        def loss(params: Tree, batch: Tree, key: Array) -> tuple[Array, Sums]:
-            return summed(self.loss)(self.packing.unpack(params), batch, key, *carried)
-
-        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
-            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
-            return sums, grads
-
-        return sums_and_grads
-
-    def _sharded(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        matrices = self.is_matrix
+    def _of_microbatch(self, carried: tuple[Tree, ...]) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+        matrices, cast = self.is_matrix, self.compute_dtype
 
         def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
             def loss(whole: Tree) -> tuple[Array, Sums]:
                 return summed(self.loss)(self.packing.unpack(whole), batch, key, *carried)
 
-            cast = self.compute_dtype
-            dtypes = {name: cast if cast and matrices[name] else part.dtype for name, part in params.items()}
+            if not self.shards:
+                (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+                return sums, grads
             return fsdp.value_and_grads(
                 loss,
                 params,
                 self.shards,
-                dtypes,
+                {name: cast if cast and matrices[name] else part.dtype for name, part in params.items()},
                 grads_dtype=self.binding.grads_dtype,
                 reshard_after_forward=self.reshard_after_forward,
             )

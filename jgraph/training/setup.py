@@ -35,6 +35,7 @@ from jgraph.parallel import (
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.parallel.strategy import Binding
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.trace.flops import product_flops
@@ -335,7 +336,8 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
     sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
     if config.schedule != "auto":
         return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
-    pipeline = under(generate("gpipe", **sizes)).pipeline(model)
+    binding = Binding(carried=found.carried, reductions=jax.tree.map(lambda _: "mean", found.carried))
+    pipeline = under(generate("gpipe", **sizes)).pipeline(model, binding)
     params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
     choice = choose(
         pipeline,
