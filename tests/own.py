@@ -9,6 +9,8 @@ import optax
 from flax import nnx
 from jax import Array
 
+from jgraph import PipelineModel
+
 
 def next_token_loss(logits_BTV: Array, tokens_BS: Array) -> Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BS[:, 1:]))
@@ -32,6 +34,52 @@ class Normed(nnx.Module):
 
     def loss(self, tokens_BS: Array) -> Array:
         return next_token_loss(self.head(self.dropout(self.norm(self.embedding(tokens_BS[:, :-1])))), tokens_BS)
+
+
+class Block(nnx.Module):
+    """A layer with running statistics."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.norm, self.linear = nnx.BatchNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return x + nnx.gelu(self.linear(self.norm(x)))
+
+
+class Stacked(nnx.Module):
+    """Such layers, and how they are a pipeline."""
+
+    def __init__(self, config: Settings, *, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(256, config.width, rngs=rngs)
+        self.blocks = nnx.List([Block(config.width, rngs) for _ in range(3)])
+        self.head = nnx.Linear(config.width, 256, rngs=rngs)
+
+    def loss(self, tokens_BS: Array) -> Array:
+        x = self.embedding(tokens_BS[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return next_token_loss(self.head(x), tokens_BS)
+
+    @staticmethod
+    def pipeline_model(config: Settings, ranks: int) -> PipelineModel:
+        graph, _, _ = nnx.split(Block(config.width, nnx.Rngs(0)), nnx.Param, ...)
+
+        def layer(params, x, carried):
+            block = nnx.merge(graph, params, carried)
+            return block(x), nnx.to_pure_dict(nnx.state(block, nnx.Not(nnx.Param)))
+
+        def head(outer, x, tokens_BS):
+            return next_token_loss(x @ outer["head"]["kernel"] + outer["head"]["bias"], tokens_BS)
+
+        return PipelineModel(
+            embed=lambda outer, tokens_BS: outer["embedding"]["embedding"][tokens_BS[:, :-1]],
+            layer=layer,
+            head=head,
+            split=lambda params: ({k: v for k, v in params.items() if k != "blocks"}, list(params["blocks"].values())),
+            join=lambda outer, layers: outer | {"blocks": dict(enumerate(layers))},
+            split_carried=lambda carried: list(carried["blocks"].values()),
+            join_carried=lambda layers: {"blocks": dict(enumerate(layers))},
+        )
 
 
 class Bare(nnx.Module):

@@ -3,6 +3,7 @@
 import shlex
 import shutil
 
+import numpy as np
 import pytest
 
 from jgraph.train import main
@@ -27,6 +28,18 @@ def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_ne
         shutil.rmtree(tmp_path / "checkpoints" / step)
     assert run(tmp_path, module, *settings) == 0
     assert tiny.losses(tmp_path) == losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["aligned", "auto"])
+def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path, schedule):
+    settings = ("--num-microbatches", "4", "--model.width", "8")
+    assert run(tmp_path / "one", "Stacked", *settings) == 0
+    assert run(tmp_path / "two", "Stacked", *settings, "--pp", "2", "--schedule", schedule) == 0
+    one, two = (np.array(tiny.losses(tmp_path / name), float) for name in ("one", "two"))
+    # The last has a held-out loss too, which reads the statistics.
+    assert np.isfinite(one[-1]).all()
+    np.testing.assert_allclose(two, one, rtol=1e-4)
 
 
 def test_settings_of_a_model_are_flags_with_their_help(capsys):

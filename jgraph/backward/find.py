@@ -5,8 +5,9 @@ can be delayed if all that is made of it without data ends as the weight of a pr
 products' weight gradients, pulled back through casts, reshapes and slices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import jax
@@ -74,30 +75,33 @@ class _Value:
     moved: bool = True
 
 
-def find(jaxpr: core.Jaxpr, params: Sequence[int | None], data: Sequence[bool], *, only_hooked: bool) -> Found:
+def find(
+    jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool], *, only_hooked: bool
+) -> Found:
     """Finds the products with a delayed weight.
 
     Args:
         jaxpr: of the stage.
+        wanted: for each output, whether it is differentiated; what only the others need is passed over.
         params: for each input, which delayed parameter it is, or None.
         data: for each input, whether it is data.
         only_hooked: leave out the products that were not made with `jgraph.dot_general`.
     """
     found = Found(Block(jaxpr), taking=not only_hooked)
     given = [_Value(is_data, frozenset() if p is None else frozenset([p])) for p, is_data in zip(params, data, strict=True)]
-    for out in _walk(found, found.block, given, ()):
-        _mark(found, out, "the output itself")
+    _mark(found, _walk(found, found.block, given, (), wanted), "the output itself", wanted)
     return found
 
 
-def _mark(found: Found, value: _Value, by: str) -> None:
-    """Marks the parameters of a value as used in a way that no product's weight gradient covers."""
-    for p in () if value.data else value.params:
-        found.stray.setdefault(p, by)
+def _mark(found: Found, values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
+    """Marks the parameters of values as used in a way that no product's weight gradient covers."""
+    for value, is_wanted in zip(values, wanted, strict=False):
+        for p in value.params if is_wanted and not value.data else ():
+            found.stray.setdefault(p, by)
 
 
-def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, ...]) -> list[_Value]:
-    jaxpr = block.jaxpr
+def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, ...], wanted: Sequence[bool]) -> list[_Value]:
+    jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
     env: dict[Any, _Value] = dict.fromkeys(jaxpr.constvars, _Value(False)) | dict(zip(jaxpr.invars, given, strict=True))
 
     def read(atom: Any) -> _Value:
@@ -105,13 +109,14 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
 
     for i, eqn in enumerate(jaxpr.eqns):
         name, values = eqn.primitive.name, [read(v) for v in eqn.invars]
-        made = frozenset().union(*(v.params for v in values if not v.data))
+        flags = [v in live for v in eqn.outvars]
+        made = frozenset().union(*(v.params for v in values if not v.data and any(flags)))
         if not made:
             out = [_Value(any(v.data for v in values))] * len(eqn.outvars)
         elif name in replay.JITS + replay.CHECKPOINTS:
             inner = block.calls[i] = Block(replay.body(eqn))
             taking, found.taking = found.taking, found.taking or eqn.params.get("name") == HOOK
-            out = _walk(found, inner, values, lead)
+            out = _walk(found, inner, values, lead, flags)
             found.taking = taking
         elif not any(v.data for v in values):
             moved = name in _MOVES and all(v.moved for v in values)
@@ -123,16 +128,14 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             out = [_Value(True)]
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
-            consts, carry = replay.scan_counts(eqn)
-            for value in values[consts : consts + carry]:
-                _mark(found, value, "the carry of a scan")
+            (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
+            _mark(found, values[consts : consts + carry], "the carry of a scan", inside)
             entering = [*values[:consts], *[_Value(True)] * carry, *values[consts + carry :]]
-            for value in _walk(found, inner, entering, (*lead, eqn.params["length"])):
-                _mark(found, value, "the output of a scan")
+            stacked = _walk(found, inner, entering, (*lead, eqn.params["length"]), inside)
+            _mark(found, stacked, "the output of a scan", inside)
             out = [_Value(True)] * len(eqn.outvars)
         else:
-            for value in values:
-                _mark(found, value, name)
+            _mark(found, values, name)
             out = [_Value(True)] * len(eqn.outvars)
         env.update(zip(eqn.outvars, out, strict=True))
     return [read(v) for v in jaxpr.outvars]

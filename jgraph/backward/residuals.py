@@ -35,7 +35,7 @@ class Plan:
         owner: the Split that it is for.
         jaxpr: of the stage; its inputs are what it closes over, params, x, extra.
         consts: arrays that the stage closes over; None in the place of a tracer, which counts as data.
-        trees: structures of params, x, extra, and y.
+        trees: structures of params, x, extra, y and aux.
         delayed: for each leaf of params, whether its gradient comes from wgrad.
         exact: whether a gradient must go through the casts between a parameter and its product.
         block: the products, and where they are.
@@ -55,7 +55,7 @@ class Plan:
     owner: object
     jaxpr: core.Jaxpr
     consts: list[Any]
-    trees: tuple[Any, Any, Any, Any]
+    trees: tuple[Any, Any, Any, Any, Any]
     delayed: tuple[bool, ...]
     exact: bool
     block: find.Block
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def y_avals(self) -> list[Any]:
-        return [v.aval for v in self.jaxpr.outvars]
+        return [v.aval for v in self.jaxpr.outvars[: len(self.float_y)]]
 
     def closed_over(self, traced: Sequence[Any]) -> list[Any]:
         """Returns the arrays that the stage closes over, with these tracers."""
@@ -93,7 +93,7 @@ class Plan:
 def make_plan(
     owner: object,
     closed: Any,
-    trees: tuple[Any, Any, Any, Any],
+    trees: tuple[Any, Any, Any, Any, Any],
     paths: Sequence[str],
     *,
     delay: Sequence[str] | None,
@@ -107,7 +107,8 @@ def make_plan(
     whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
     noisy, whole = whole, replay.without_callbacks(whole)
     _check_callbacks(whole)
-    num_params, num_consts = len(paths), len(consts)
+    num_params, num_consts, num_y = len(paths), len(consts), trees[3].num_leaves
+    wanted = [i < num_y for i in range(len(whole.outvars))]
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals[:num_params]]
     delayed = [
         f and (delay is None or any(fnmatchcase(path, p) for p in delay)) for path, f in zip(paths, floating, strict=True)
@@ -118,7 +119,7 @@ def make_plan(
         params = [None] * num_consts + [i if late else None for i, late in enumerate(delayed)]
         data = [const is None for const in consts] + [not late for late in delayed]
         rest = len(jaxpr.invars) - num_params
-        found = find.find(whole, [*params, *[None] * rest], [*data, *[True] * rest], only_hooked=products == "hooked")
+        found = find.find(whole, wanted, [*params, *[None] * rest], [*data, *[True] * rest], only_hooked=products == "hooked")
         if not found.stray:
             break
         if delay is not None:
@@ -132,7 +133,7 @@ def make_plan(
         for i in found.stray:
             delayed[i] = False
     delayed = tuple(i in found.weights for i in range(num_params))
-    float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals]
+    float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals[:num_y]]
     # A stage that says with jax.checkpoint what to keep is taken at its word; and no policy of it can keep complex numbers.
     is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.values(whole))
     again = recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
@@ -169,7 +170,7 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
     """Forward with taps, and its vjp with respect to (x, early parameters, taps); all arguments are leaves.
 
     Returns:
-        y leaves; the products' extra operands; the leaves of the vjp; their structure.
+        y leaves, then those of aux; the products' extra operands; the leaves of the vjp; their structure.
     """
     early = [leaf for leaf, late in zip(params, plan.delayed, strict=True) if not late and is_float(leaf)]
 
@@ -177,7 +178,7 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
         given = iter(early)
         whole = [leaf if late or not is_float(leaf) else next(given) for leaf, late in zip(params, plan.delayed, strict=True)]
         out, extras = find.run_forward(plan.block, (), [*plan.closed_over(traced), *whole, *x, *extra], taps)
-        return [v for v, f in zip(out, plan.float_y, strict=True) if f], (out, extras)
+        return [v for v, f in zip(out, plan.float_y, strict=False) if f], (out, extras)
 
     if plan.recompute:
         run = jax.checkpoint(run, policy=_keeps, prevent_cse=False)

@@ -21,7 +21,7 @@ from jgraph.backward.residuals import Plan, Products, Recompute, dgrad_leaves, i
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.trace import replay
-from jgraph.tree import path_name
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 
@@ -64,12 +64,14 @@ class Spec:
         residuals: `.dgrad` live from forward to dgrad, `.wgrad` from forward to wgrad.
         stash: live from dgrad to wgrad.
         delayed: paths of the parameters whose gradients come from wgrad.
+        aux: what the stage returns besides y, with `has_aux`.
     """
 
     y: Tree
     residuals: Residuals
     stash: Stash
     delayed: tuple[str, ...]
+    aux: Tree = None
 
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
@@ -87,6 +89,7 @@ def split_backward(
     delay: Sequence[str] | None = None,
     recompute: Recompute = "elementwise",
     products: Products = "all",
+    has_aux: bool = False,
 ) -> "Split":
     """Splits a stage's backward pass into dgrad and wgrad, with no FLOP done twice.
 
@@ -109,13 +112,15 @@ def split_backward(
             products, attention, reductions. `nothing` keeps what `jax.vjp` keeps, five arrays for a GELU instead of one; so
             does a stage that uses `jax.checkpoint`, which then decides alone.
         products: `all`, or `hooked` to delay only those made with `jgraph.dot_general`.
+        has_aux: whether `stage_fn` returns `(y, aux)`, as with `jax.vjp`. `forward` then gives aux as its third result. It is
+            not differentiated: dgrad and wgrad cost no more, and nothing is kept for it.
 
     Returns:
         A Split, whose methods are pure and jittable.
 
     Raises:
         SplitError: when it is used: a parameter in `delay` reaches the output by another way than as the weight of a product;
-            an array is complex or spread over explicit axes; a callback's result is read.
+            an array is complex or spread over explicit axes; a callback's result is read; `has_aux`, and no pair.
     """
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("products", products, get_args(Products))
@@ -126,14 +131,14 @@ def split_backward(
         if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
             raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
         patterns = tuple(patterns)
-    return Split(stage_fn, delay=patterns, recompute=recompute, products=products)
+    return Split(stage_fn, has_aux, delay=patterns, recompute=recompute, products=products)
 
 
 class Split:
     """The parts of a stage: `forward`, `dgrad`, `wgrad`. See `split_backward`."""
 
-    def __init__(self, stage_fn: Callable[..., Tree], **options: Any):
-        self._stage, self._options = stage_fn, options
+    def __init__(self, stage_fn: Callable[..., Tree], has_aux: bool, **options: Any):
+        self._stage, self._has_aux, self._options = stage_fn, has_aux, options
         self._plans: dict[Any, Plan] = {}
         # Jitted, so that outside of a jit too what is not needed is not computed.
         self._forward = jax.jit(self._run_forward)
@@ -147,8 +152,8 @@ class Split:
         which += f" of {', '.join(options['delay'])}" if options["delay"] is not None else ""
         return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options['recompute']!r})"
 
-    def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
-        """Returns y, and the residuals that this microbatch's backward pass needs."""
+    def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
+        """Returns y, the residuals that this microbatch's backward pass needs, and with `has_aux` the stage's aux."""
         return self._forward(params, x, *extra)
 
     def dgrad(self, params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
@@ -196,11 +201,11 @@ class Split:
 
     def spec(self, params: Tree, x: Tree, *extra: Tree) -> Spec:
         """Returns the shapes of the arrays that pass between the parts, from arrays or `jax.ShapeDtypeStruct`. Runs nothing."""
-        y, residuals = jax.eval_shape(self.forward, params, x, *extra)
+        y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
-        paths = _paths(params)
+        paths = leaf_names(params)
         delayed = tuple(path for path, late in zip(paths, residuals.plan.delayed, strict=True) if late)
-        return Spec(y, residuals, stash, delayed)
+        return Spec(y, residuals, stash, delayed, *aux)
 
     def _own(self, held: Residuals | Stash, what: str) -> Plan:
         if held.plan.owner is not self:
@@ -219,17 +224,17 @@ class Split:
             raise SplitError("the stash belongs to other residuals (other shapes); pass those that dgrad was given")
 
     @scope("forward")
-    def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Tree, Residuals]:
+    def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
         # What is traced here is traced again by dgrad, with zeros: those must be of the same types, mesh included.
         with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
             plan, traced = self._plan(params, x, extra)
             flat = jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra)
-            y, extras, leaves, _ = vjp(plan, *flat, traced)
+            out, extras, leaves, _ = vjp(plan, *flat, traced)
             run_callbacks(plan, *flat, traced)
-        candidates = [*leaves, *extras]
-        return jax.tree.unflatten(plan.trees[3], y), Residuals(
-            tuple(candidates[i] for i in plan.for_dgrad), tuple(candidates[i] for i in plan.for_wgrad), plan
-        )
+        candidates, num_y = [*leaves, *extras], len(plan.float_y)
+        residuals = Residuals(tuple(candidates[i] for i in plan.for_dgrad), tuple(candidates[i] for i in plan.for_wgrad), plan)
+        y, aux = jax.tree.unflatten(plan.trees[3], out[:num_y]), jax.tree.unflatten(plan.trees[4], out[num_y:])
+        return (y, residuals, aux) if self._has_aux else (y, residuals)
 
     def _plan(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[Plan, list[Any]]:
         """Returns the plan for these shapes, and the tracers that the stage closes over this time."""
@@ -240,12 +245,15 @@ class Split:
             return plan, []
         _check_leaves(params, x)
         closed, y = jax.make_jaxpr(self._stage, return_shape=True)(params, x, *extra)
+        if self._has_aux and not (isinstance(y, tuple) and len(y) == 2):
+            raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
+        y, aux = y if self._has_aux else (y, ())
         _check_real(y, "y")
         if any(map(replay.spread_over, replay.values(closed.jaxpr))):
             raise SplitError(f"the stage computes with arrays on explicit axes of a mesh: {_AUTO}")
         if plan is None:
-            trees = (*map(jax.tree.structure, (params, x, extra)), jax.tree.structure(y))
-            plan = self._plans[key] = make_plan(self, closed, trees, _paths(params), **self._options)
+            trees = tuple(map(jax.tree.structure, (params, x, extra, y, aux)))
+            plan = self._plans[key] = make_plan(self, closed, trees, leaf_names(params), **self._options)
         return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
 
 
@@ -256,7 +264,7 @@ def _check_leaves(params: Tree, x: Tree) -> None:
     """Raises SplitError where a leaf cannot be differentiated."""
     for what, tree in (("params", params), ("x", x)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            name = _path_name(path)
+            name = path_name(path)
             if axes := replay.spread_over(jax.typeof(leaf)):
                 raise SplitError(f"{_named(what, name)} lies on the explicit axes {axes} of a mesh: {_AUTO}", path=name)
             if what == "x" and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -271,7 +279,7 @@ def _check_leaves(params: Tree, x: Tree) -> None:
 def _check_real(tree: Tree, what: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-            name, dtype = _path_name(path), jnp.result_type(leaf)
+            name, dtype = path_name(path), jnp.result_type(leaf)
             raise SplitError(
                 f"{_named(what, name)} is {dtype}; params, x and y must be real: pass its real and imaginary parts", path=name
             )
@@ -279,14 +287,6 @@ def _check_real(tree: Tree, what: str) -> None:
 
 def _named(what: str, name: str) -> str:
     return f"{what}/{name}" if name else what
-
-
-def _path_name(path: Any) -> str:
-    return path_name(path)
-
-
-def _paths(params: Tree) -> list[str]:
-    return [_path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
 
 
 def _kept(residuals: Residuals) -> dict[int, Any]:

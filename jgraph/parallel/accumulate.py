@@ -1,13 +1,14 @@
 """Gradients over the microbatches of a batch, summed in a dtype of choice."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.parallel.objective import Sums, merge
+from jgraph.parallel.objective import Sums, before_any, merge
 from jgraph.scopes import scope
 
 Tree = Any
@@ -50,10 +51,9 @@ def accumulate(
         batch_M = by_microbatch(batch, num_microbatches)
         first = jax.tree.map(lambda leaf: leaf[0], batch_M)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0, first)[0])
-        lowest = jax.tree.map(lambda kind, z: z + _lowest(z.dtype) if kind == "max" else z, reductions, zeros.carried)
         main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
-        start = Sums(zeros.total, zeros.weight, zeros.aux, lowest)
+        start = replace(zeros, carried=before_any(reductions, zeros.carried))
         return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]
 
     return over
@@ -62,7 +62,3 @@ def accumulate(
 def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
     """Returns the batch with leaves [M, B/M, ...] instead of [B, ...]."""
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)
-
-
-def _lowest(dtype: Any) -> Any:
-    return jnp.array(-jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)

@@ -101,8 +101,23 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Sums]]:
 def merge(reductions: Tree, a: Sums, b: Sums) -> Sums:
     """Returns the sums of two microbatches; `reductions` is a tree of names as the carried state, and `b` is the later one."""
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
+    return Sums(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
+
+
+def merged(kind: Reduction, a: Array, b: Array) -> Array:
+    """Returns a leaf of the carried state after two microbatches; `b` is of the later one."""
     how = {"max": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
-    return Sums(total, weight, aux, jax.tree.map(lambda kind, x, y: how[kind](x, y), reductions, a.carried, b.carried))
+    return how[kind](a, b)
+
+
+def before_any(reductions: Tree, shapes: Tree) -> Tree:
+    """Returns the carried state to which the first microbatch is merged."""
+
+    def of(kind: Reduction, leaf: Any) -> Array:
+        lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
+        return jnp.full(leaf.shape, lowest if kind == "max" else 0, leaf.dtype)
+
+    return jax.tree.map(of, reductions, shapes)
 
 
 def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (), devices: int = 1) -> Sums:
@@ -114,11 +129,16 @@ def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (),
         axes: mesh axes to reduce over, under `jax.shard_map`, of so many `devices`.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
-    carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, sums.carried)
     if axes:
         total, weight, aux = jax.lax.psum((total, weight, aux), axes)
-        carried = jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried)
+    carried = reduced(reductions, sums.carried, count, axes)
     return Sums(total, jnp.float32(count * devices) if weight is None else weight, aux, carried)
+
+
+def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
+    """Returns the carried state that is merged over `count` microbatches, reduced over mesh axes too."""
+    carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
+    return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
 
 
 def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:

@@ -16,6 +16,7 @@ from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.objective import Sums
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
+from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.program import Remat
 from jgraph.parallel.strategy import Binding, summary
 from jgraph.schedule import Schedule
@@ -62,14 +63,13 @@ class Pipelined:
             )
         if binding.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {binding.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
-        if jax.tree.leaves(binding.carried):
-            raise ConfigError("`carried` has state: must be empty with the strategy Pipelined", field="carried")
-        return BoundPipeline.of(self.pipeline(loss), self.shapes)
+        return BoundPipeline.of(self.pipeline(loss, binding), self.shapes)
 
-    def pipeline(self, model: PipelineModel) -> Pipeline:
-        """Returns the program that plays the schedule with a model."""
+    def pipeline(self, model: PipelineModel, binding: Binding) -> Pipeline:
+        """Returns the program that plays the schedule with a model and the carried state that a step asks for."""
         num_layers = len(jax.eval_shape(model.split, self.shapes)[1])
-        choices = {"compute_dtype": self.compute_dtype, "remat": self.remat}
+        carried = Carried.of(model, binding.carried, binding.reductions, num_layers)
+        choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
         pipeline = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices)
         axes = (
             fsdp.asked_axes(leaf_names(self.shapes), self.rules, self.annotations) if Axis.FSDP in self.mesh.axis_names else {}
@@ -127,9 +127,11 @@ class BoundPipeline:
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
         pipeline = self.pipeline
         batch_M = by_microbatch(batch, pipeline.schedule.num_microbatches)
-        keys = (key,) if pipeline.model.takes_key else ()
-        loss, grads = pipeline.loss_and_grads(self._unpacked(params), batch_M, *keys)
-        return Sums(loss, jnp.ones((), jnp.float32), {}, {}), self._packed(grads)
+        key_of_step = key if pipeline.model.takes_key else None
+        layers = pipeline.model.split_carried(carried) if jax.tree.leaves(carried) else []
+        loss, grads, layers = pipeline.step(self._unpacked(params), batch_M, key_of_step, layers)
+        after = pipeline.model.join_carried(layers) if layers else carried
+        return Sums(loss, jnp.ones((), jnp.float32), {}, after), self._packed(grads)
 
     def _packed(self, params: Tree) -> Tree:
         return params | {"layers": jax.vmap(self.packing.pack)(params["layers"])}

@@ -137,7 +137,7 @@ def train_step(
         grads_dtype: in which gradients are summed over microbatches and devices.
         read_dtype: to which the summed gradient is rounded before the optimizer reads it; None reads it as it is.
         freeze: patterns of names of parameters that are not trained, as in a shell.
-        carried: shapes of the carried state, if there is any.
+        carried: shapes of the carried state, if there is any; for `Pipelined`, of layers.
         reductions: how it is reduced over microbatches and devices: `max`, `sum`, `mean`, `last`, or a tree of these.
         fp8: computes matrix products with parameters in FP8, forward and backward; not with `Pipelined`.
         batch: arrays or shapes of a whole batch; needed with `fp8`, to find these products.
@@ -281,11 +281,7 @@ class TrainStep:
     def state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
         shapes = jax.eval_shape(self._init, self.shapes, self.binding.carried)
-        if self.mesh is None:
-            return shapes
-        return jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, self.shardings
-        )
+        return shapes if self.mesh is None else _placed(shapes, self.shardings)
 
     @cached_property
     def shardings(self) -> Any:
@@ -298,10 +294,7 @@ class TrainStep:
         if self.sees == "arrays":
             opt_state = fsdp.state_shardings(self.transform, state.opt_state, state.params, params, replicated)
         else:
-            placed = jax.tree.map(
-                lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state.params, params
-            )
-            opt_state = spread(self.mesh, placed, state.opt_state)
+            opt_state = spread(self.mesh, _placed(state.params, params), state.opt_state)
         counter: Any = replicated
         return TrainState(counter, counter, params, opt_state, jax.tree.map(lambda _: replicated, state.carried))
 
@@ -478,6 +471,11 @@ class CompiledStep:
         if self.memory:
             lines.append(str(self.memory))
         return "\n".join(lines)
+
+
+def _placed(shapes: Tree, shardings: Tree) -> Tree:
+    """Returns shapes with shardings."""
+    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
 
 
 def _where(mask: Tree | None, tree: Tree) -> Tree:

@@ -92,7 +92,8 @@ class FP8Function:
         closed, names = traced.jaxpr, leaf_names(params)
         others = len(closed.jaxpr.invars) - len(names)
         places = [*range(len(names)), *[None] * others]
-        found = find.find(closed.jaxpr, places, [p is None for p in places], only_hooked=False)
+        wanted = [True] * len(closed.jaxpr.outvars)
+        found = find.find(closed.jaxpr, wanted, places, [p is None for p in places], only_hooked=False)
         sites = tuple(found.block.all_sites())
         products = _named(sites, names, self.config)
         if all(product.kept for product in products):

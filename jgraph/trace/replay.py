@@ -99,27 +99,39 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
 
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[str]]:
     """Returns for each input whether the wanted outputs need it, never False for one that they do; and by which primitives."""
-    live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
+    found, used = live_variables(jaxpr, wanted)
+    return [v in found for v in jaxpr.invars], used
+
+
+def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[set[Any], set[str]]:
+    """Returns the variables that the wanted outputs need, and the primitives by which they are made."""
+    live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
     used: set[str] = set()
     for eqn in reversed(jaxpr.eqns):
         flags = [v in live for v in eqn.outvars]
         if not any(flags):
             continue
-        if eqn.primitive.name in JITS + CHECKPOINTS:
-            given, names = needs(body(eqn), flags)
-        elif eqn.primitive.name == SCAN:
-            consts, carry = scan_counts(eqn)
-            while True:
-                given, names = needs(body(eqn), flags)
-                grown = [a or b for a, b in zip(flags[:carry], given[consts : consts + carry], strict=True)]
-                if grown == flags[:carry]:
-                    break
-                flags[:carry] = grown
+        if eqn.primitive.name in (*JITS, *CHECKPOINTS, SCAN):
+            given, names = needs(body(eqn), wanted_inside(eqn, flags))
         else:
             given, names = [True] * len(eqn.invars), primitives(eqn.primitive.name, eqn.params)
         used |= names
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
-    return [v in live for v in jaxpr.invars], used
+    return live, used
+
+
+def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+    """Returns which outputs are wanted of the jaxpr inside a jit, checkpoint or scan; a scan's, of all of its steps."""
+    wanted = list(wanted)
+    if eqn.primitive.name == SCAN:
+        consts, carry = scan_counts(eqn)
+        while True:
+            given = needs(body(eqn), wanted)[0][consts : consts + carry]
+            grown = [a or b for a, b in zip(wanted[:carry], given, strict=True)]
+            if grown == wanted[:carry]:
+                break
+            wanted[:carry] = grown
+    return wanted
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:

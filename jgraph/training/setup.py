@@ -38,6 +38,7 @@ from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
+from jgraph.parallel.strategy import Binding
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.trace.flops import product_flops
@@ -365,7 +366,8 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
     sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
     if config.schedule != "auto":
         return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
-    pipeline = under(generate("gpipe", **sizes)).pipeline(model)
+    binding = Binding(carried=found.carried, reductions=jax.tree.map(lambda _: "mean", found.carried))
+    pipeline = under(generate("gpipe", **sizes)).pipeline(model, binding)
     params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
     choice = choose(
         pipeline,

@@ -26,7 +26,7 @@ def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
     layout = StageAssignment(vee(2), 6)
     assert layout.placement == ((0, 3), (1, 2))
     assert layout.layers_per_stage == 2
-    assert layout.first_layers().tolist() == [[0, 5], [2, 4]]
+    assert layout.layers().tolist() == [[[0, 1], [5, 5]], [[2, 3], [4, 4]]]  # padding says the first of its stage
     assert layout.active().tolist() == [[[True, True], [True, False]], [[True, True], [True, False]]]
     stacked = layout.stack([np.full(1, i + 1.0) for i in range(6)])
     values = [[leaf.ravel().tolist() for leaf in chunk] for chunk in stacked]

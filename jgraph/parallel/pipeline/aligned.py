@@ -61,7 +61,9 @@ def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) ->
     made, state = _or_wgrad(runtime, state, row, ticks, lambda: runtime.forward(state, row, x))
     state = state.write("forward_dgrad", row["write forward_dgrad"], made.forward_dgrad)
     state = state.write("forward_wgrad", row["write forward_wgrad"], made.forward_wgrad)
-    state = runtime.leave(state, row, made.out, ticks, row["kind"] == FORWARD)
+    is_forward = row["kind"] == FORWARD
+    state = runtime.carry(state, row, made, is_forward)
+    state = runtime.leave(state, row, made.out, ticks, is_forward)
     return runtime.send(state, row, made.out, ["activation"])
 
 

@@ -74,19 +74,20 @@ def choose(
 
 def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, float]:
     """Seconds of a layer's forward, dgrad and wgrad for one microbatch, medians on the first local device."""
-    layer, x = pipeline.layer_shapes(params, inputs)
+    stage, x = pipeline.layer_shapes(params, inputs)
     split = pipeline.split(None)
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(layer)) + 1))
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(stage)) + 1))
 
     def like(aval: Any) -> jax.Array:
+        if not jnp.issubdtype(aval.dtype, jnp.floating):
+            return jnp.zeros(aval.shape, aval.dtype)
         # Zeros would draw less power, and so be faster, than numbers of a model.
         return 0.02 * jax.random.normal(next(keys), aval.shape, aval.dtype)
 
-    stage = ([jax.tree.map(like, layer)], {})
-    x = like(x)
+    stage, x = jax.tree.map(like, (stage, x))
     forward, dgrad = jax.jit(split.forward), jax.jit(split.dgrad)
     wgrad = jax.jit(split.accumulate, donate_argnums=0)
-    y, residuals = forward(stage, x)
+    y, residuals, _ = forward(stage, x)
     _, _, stash = dgrad(stage, residuals, y)
     total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), stage)]
 

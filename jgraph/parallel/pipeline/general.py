@@ -35,7 +35,9 @@ def play(runtime: RankRuntime) -> State:
         for pool in runtime.tables.writes:
             if pool != "loss":
                 after = after.write(pool, row[f"write {pool}"], getattr(made, pool))
-        after = runtime.leave(after, row, made.out, ticks, row["kind"] == FORWARD)
+        is_forward = row["kind"] == FORWARD
+        after = runtime.carry(after, row, made, is_forward)
+        after = runtime.leave(after, row, made.out, ticks, is_forward)
         is_dgrad = (row["kind"] == DGRAD) | (row["kind"] == BACKWARD)
         after = runtime.back(after, row, made.out, ticks, is_dgrad)
         return runtime.send(after, row, made.out, ["activation", "gradient"]), None

@@ -29,12 +29,15 @@ class PipelineModel:
 
     Attributes:
         embed: `embed(outer, inputs) -> x`, a floating array; `outer` are the parameters of embedding and head, in float32.
-        layer: `layer(params, x) -> x`, shape and dtype kept; `layer(params, x, key)` where a key is given.
+        layer: `layer(params, x) -> x`, shape and dtype kept; `layer(params, x, key)` where a key is given. With carried state
+            it takes its own as a last argument and returns the pair of x and the state after the microbatch.
         head: `head(outer, x, inputs) -> loss`, scalar float32, the mean over the microbatch; `outer` cast as the layers are.
         sharded: paths (`/` between names) of the leaves of `outer` of which each rank holds 1/P, and along which axis.
         split: `split(params) -> (outer, layers)`: a model's parameters as those outside the layers, and one tree a layer.
         join: inverts it, `join(outer, layers) -> params`.
         takes_key: whether `layer` takes a random key as its third argument in a training step.
+        split_carried, join_carried: the same for carried state, `split_carried(carried) -> layers` and its inverse: one tree a
+            layer, all alike. Embedding and head carry nothing.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -44,6 +47,8 @@ class PipelineModel:
     split: Callable[[Tree], tuple[Tree, list[Tree]]] = lambda params: params
     join: Callable[[Tree, list[Tree]], Tree] = lambda outer, layers: (outer, layers)
     takes_key: bool = False
+    split_carried: Callable[[Tree], list[Tree]] = lambda carried: carried
+    join_carried: Callable[[list[Tree]], Tree] = lambda layers: layers
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,10 @@ class StageAssignment:
     def is_even(self) -> bool:
         return self.num_layers % self.num_stages == 0
 
-    def first_layers(self) -> np.ndarray:
-        """int32 [P, C]: the first layer of each rank's chunks."""
-        return np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
+    def layers(self) -> np.ndarray:
+        """int32 [P, C, n]: the layer of every place; of padding, the first of its stage."""
+        first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
+        return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
 
     def active(self) -> np.ndarray:
         """bool [P, C, n]: which places hold a layer."""
@@ -121,27 +127,17 @@ class StageAssignment:
 
     def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
         """Inverts `stack`."""
-        where = self._where()
-
-        def layer(i: int) -> Tree:
-            rank, chunk, place = where[i]
-            return jax.tree.map(lambda leaf: leaf[rank], stacked[chunk][place])
-
-        return [layer(i) for i in range(self.num_layers)]
+        return [jax.tree.map(lambda leaf, p=p: leaf[p], stacked[chunk][place]) for p, chunk, place in self.places()]
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """Returns the chunk of a layer, and its place in it."""
-        return self._where()[layer][1:]
+        return self.places()[layer][1:]
 
-    def _where(self) -> dict[int, tuple[int, int, int]]:
+    def places(self) -> list[tuple[int, int, int]]:
         """Returns rank, chunk and place of each layer."""
-        return {
-            first + place: (rank, chunk, place)
-            for rank, stages in enumerate(self.placement)
-            for chunk, stage in enumerate(stages)
-            for first, end in [self._bounds(stage)]
-            for place in range(end - first)
-        }
+        where = {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
+        bounds = [(*where[stage], *self._bounds(stage)) for stage in range(self.num_stages)]
+        return [(rank, chunk, place) for rank, chunk, first, end in bounds for place in range(end - first)]
 
     def _bounds(self, stage: int) -> tuple[int, int]:
         """Returns the first layer of a stage, and the one after its last."""

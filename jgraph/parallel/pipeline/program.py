@@ -1,6 +1,6 @@
 """`Pipeline`: a model and a schedule as one function from parameters and microbatches to loss and gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
@@ -16,13 +16,14 @@ from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.fsdp import ShardSpec
 from jgraph.parallel.pipeline import aligned, general, sharding
+from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
-from jgraph.tree import path_name
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -46,6 +47,7 @@ class Pipeline:
             where it can.
         remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
         axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
+        carried: what a layer carries.
     """
 
     model: PipelineModel
@@ -56,6 +58,7 @@ class Pipeline:
     runtime: Runtime = "auto"
     remat: Remat = "nothing"
     axes: Mapping[str, int] = field(default_factory=dict)
+    carried: Carried = field(default_factory=Carried)
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
@@ -71,12 +74,15 @@ class Pipeline:
         # With the explicit axes of jax.make_mesh, arguments would have to lie where they belong before the call.
         mesh = Mesh(mesh.devices, mesh.axis_names)
         pipeline = cls(model, schedule, StageAssignment.of(schedule, num_layers), mesh, **choices)
-        if pipeline.runtime == "auto":
-            pipeline = replace(pipeline, runtime="aligned" if _is_aligned(schedule) else "general")
-        if pipeline.runtime == "general":
-            return pipeline
-        _check_aligned(schedule)
-        return replace(pipeline, schedule=schedule.newest_first())
+        if pipeline.runtime != "general":
+            try:
+                _check_aligned(schedule)
+            except OrderError:
+                if pipeline.runtime == "aligned":
+                    raise
+            else:
+                return replace(pipeline, schedule=schedule.newest_first(), runtime="aligned")
+        return replace(pipeline, runtime="general")
 
     def shard_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
         """Returns the pipeline with parameters sharded over `fsdp` along the axes that are asked for.
@@ -101,7 +107,7 @@ class Pipeline:
 
     def specs(self, params: Tree) -> Tree:
         """Returns the PartitionSpec of every parameter. Raises ConfigError where `sharded` does not fit them."""
-        names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params["outer"])[0]]
+        names = leaf_names(params["outer"])
         for name in self.model.sharded:
             if name not in names:
                 raise ConfigError(f"PipelineModel.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
@@ -124,20 +130,27 @@ class Pipeline:
         )
 
     def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
-        """Returns mean loss and mean gradients over all microbatches. Pure; to be jitted.
+        """Returns mean loss and mean gradients over all microbatches, as `step` does without carried state."""
+        return self.step(params, inputs, key)[:2]
+
+    def step(
+        self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = ()
+    ) -> tuple[Array, Tree, list[Tree]]:
+        """Returns mean loss, mean gradients and carried state after all microbatches. Pure; to be jitted.
 
         Args:
             params: as `stack` gives them, sharded as `specs` says.
             inputs: leaves [M, B, ...]; B is spread over the axes `data` and `fsdp`.
             key: a random key of this step, folded for each microbatch and layer; layers then take a third argument.
+            carried: the layers' state as the step begins.
 
         Returns:
-            Float32 scalar; float32 gradients as `params`.
+            Float32 scalar; float32 gradients as `params`; the layers' state, reduced.
         """
-        specs = self.specs(params)
-        rest = () if key is None else (jax.random.key_data(key),)
         run = partial(self._local, shards=self._shards(params), impl=None if key is None else jax.random.key_impl(key))
-        return self._mapped(run, params, (PartitionSpec(), specs), len(rest))(params, inputs, *rest)
+        out_specs = (PartitionSpec(), self.specs(params), PartitionSpec())
+        data = None if key is None else jax.random.key_data(key)
+        return self._mapped(run, params, out_specs)(params, inputs, data, list(carried))
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
         """Predicts what a rank holds during a step besides parameters and optimizer state.
@@ -176,14 +189,14 @@ class Pipeline:
         x = self._shapes(params, inputs)
         stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
         stage = [stage[0]] * layers if layers else stage
-        spec = self.split(None).spec((jax.eval_shape(self._cast, stage), {}), x)
+        spec = self.split(None).spec((jax.eval_shape(self._cast, stage), {"carried": self.carried.bits(len(stage))}), x)
         size = x.size * x.dtype.itemsize
         return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
-        """Returns shapes of a layer's parameters, as it computes with them, and of its input."""
+        """Returns shapes of what a stage of one layer takes as its parameters, and of its input."""
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
-        return jax.eval_shape(self._cast, layer), self._shapes(params, inputs)
+        return ([jax.eval_shape(self._cast, layer)], {"carried": self.carried.bits(1)}), self._shapes(params, inputs)
 
     def _shapes(self, params: Tree, inputs: Tree) -> Any:
         """Returns the shape of what passes between stages."""
@@ -191,19 +204,19 @@ class Pipeline:
         x: list[Any] = []
         outer_shards = self._shards(params)["outer"]
 
-        def embed(params: Tree, inputs: Tree) -> None:
+        def embed(params: Tree, inputs: Tree, *_: Any) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
             outer = jax.tree.map(lambda shard, part: shard.gather(part), outer_shards, params["outer"])
             x.append(jax.eval_shape(self.model.embed, outer, first))
 
-        jax.eval_shape(self._mapped(embed, params, None, 0), params, inputs)
+        jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [])
         return x[0]
 
-    def _mapped(self, run: Any, params: Tree, out_specs: Any, num_rest: int) -> Any:
+    def _mapped(self, run: Any, params: Tree, out_specs: Any) -> Any:
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * num_rest),
+            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
             out_specs=out_specs,
             # Idle ranks compute with what they have and throw it away, which the types of varying values cannot say.
             check_vma=False,
@@ -212,7 +225,9 @@ class Pipeline:
     def _tables(self) -> ScheduleTables:
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
-    def _local(self, params: Tree, inputs: Tree, key: Array | None = None, *, shards: Tree, impl: Any) -> tuple[Array, Tree]:
+    def _local(
+        self, params: Tree, inputs: Tree, key: Array | None, carried: list[Tree], *, shards: Tree, impl: Any
+    ) -> tuple[Array, Tree, list[Tree]]:
         """Plays the schedule on one rank."""
         batch, layout = batch_axes(self.mesh), self.layout
         data = tuple(axis for axis in batch if axis != fsdp.AXIS)
@@ -221,17 +236,18 @@ class Pipeline:
         outer = jax.tree.map(lambda shard, part: shard.gather(part), shards["outer"], params["outer"])
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
-        stages = []
+        stages, states = [], self.carried.pick(carried, self._own(layout.layers())) if carried else {}
         for c, own in enumerate(layers):
-            extra = {}
+            extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
                 extra["active"] = self._own(layout.active()[:, c, -1])
                 # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
                 own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
-                extra["first"] = self._own(layout.first_layers()[:, c])
+                extra["first"] = self._own(layout.layers()[:, c, 0])
             stages.append((own, extra))
-        rank = StageExecutor(self.model, self.split(impl), outer, self._cast(outer), stages, inputs, key, impl)
+        head_outer = self._cast(outer)
+        rank = StageExecutor(self.model, self.split(impl), self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
         summed = jax.tree_util.tree_map_with_path(
@@ -242,17 +258,17 @@ class Pipeline:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
         grads = jax.tree.map(lambda g: lax.pmean(g, data), grads)
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch)
-        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
+        after = self.carried.finish(state.carried, self.schedule.num_microbatches, batch, layout) if carried else []
+        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}, after
 
     def _shards(self, params: Tree) -> Tree:
         """Returns how every parameter is sharded over the axis `fsdp`."""
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         if ranks == 1:
             return jax.tree.map(lambda _: ShardSpec(None), params)
-        named, structure = jax.tree_util.tree_flatten_with_path(
-            params | {"layers": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])}
-        )
-        shapes = {sharding.place_name(path): leaf for path, leaf in named}
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+        leaves, structure = jax.tree.flatten(params | {"layers": own})
+        shapes = dict(zip(leaf_names(params), leaves, strict=True))
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False).values())
 
@@ -260,16 +276,19 @@ class Pipeline:
         """Returns a stage, split; `impl` is the kind of the keys, None where there are none."""
         layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
 
-        def stage(params: Tree, x: Array, *key: Array) -> Array:
-            layers, extra = params
+        def stage(params: Tree, x: Array, *key: Array) -> tuple[Array, Tree]:
+            (layers, extra), after = params, []
             for j, own in enumerate(layers):
                 keys = [jax.random.fold_in(jax.random.wrap_key_data(key[0], impl=impl), extra["first"] + j)] if key else []
-                y = layer(own, x, *keys)
+                y = layer(own, x, *keys, *(state := self.carried.at(extra["carried"], j)))
+                if state:
+                    y, own_after = self.carried.taken(y)
+                    after.append(own_after)
                 # Only the last place of a stage may be padding.
                 x = jnp.where(extra["active"], y, x) if "active" in extra and j == len(layers) - 1 else y
-            return x
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
-        return split_backward(stage)
+        return split_backward(stage, has_aux=True)
 
     def _cast(self, tree: Tree) -> Tree:
         if self.compute_dtype is None:
@@ -281,13 +300,13 @@ class Pipeline:
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _axis(self, path: Any) -> int | None:
-        return self.model.sharded.get(_name(path))
+        return self.model.sharded.get(path_name(path))
 
     def _check_divides(self, path: Any, leaf: Any) -> None:
         axis, ranks = self._axis(path), self.mesh.shape[AXIS]
         if axis is not None and leaf.shape[axis] % ranks:
             raise ConfigError(
-                f"axis {axis} of {_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see `pp`",
+                f"axis {axis} of {path_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; see `pp`",
                 field="pp",
             )
 
@@ -299,20 +318,8 @@ def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
     return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
 
 
-def _name(path: Any) -> str:
-    return path_name(path)
-
-
 def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError where the aligned runtime cannot play a schedule."""
     phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
         raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
-
-
-def _is_aligned(schedule: Schedule) -> bool:
-    try:
-        _check_aligned(schedule)
-    except OrderError:
-        return False
-    return True

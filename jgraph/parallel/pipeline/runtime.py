@@ -20,7 +20,7 @@ Tree = Any
 Row = dict[str, Array]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "outer", "loss"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "outer", "loss", "carried"], meta_fields=[])
 @dataclass(frozen=True)
 class State:
     """Of a rank, between two ticks.
@@ -30,12 +30,14 @@ class State:
         grads: of each chunk, float32 sums over the microbatches so far.
         outer: the same of embedding and head.
         loss: float32 sum, of the rank that has the last stage.
+        carried: of all chunks, merged over the microbatches so far.
     """
 
     pools: dict[str, Pool]
     grads: tuple[Tree, ...]
     outer: Tree
     loss: Array
+    carried: Tree
 
     def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
         return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
@@ -52,15 +54,17 @@ class Made:
     Attributes:
         out: for the next stage, or the one before.
         forward_dgrad, forward_wgrad, stash: for the pools of these names.
+        carried: state after a forward.
     """
 
     out: Array
     forward_dgrad: tuple[Array, ...]
     forward_wgrad: tuple[Array, ...]
     stash: tuple[Array, ...]
+    carried: Tree
 
 
-jax.tree_util.register_dataclass(Made, ["out", "forward_dgrad", "forward_wgrad", "stash"], [])
+jax.tree_util.register_dataclass(Made, ["out", "forward_dgrad", "forward_wgrad", "stash", "carried"], [])
 
 
 class RankRuntime:
@@ -99,7 +103,8 @@ class RankRuntime:
             "loss": (shapes.x,),
         }
         pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
-        return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32))
+        carried = self.rank.carried.start(self.rank.num_chunks, shapes.carried)
+        return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 
     # What goes in
 
@@ -123,8 +128,8 @@ class RankRuntime:
     # Actions, each giving what it makes and the gradients
 
     def forward(self, state: State, row: Row, x: Array) -> tuple[Made, tuple[Tree, ...]]:
-        y, residuals = self.rank.forward(row["chunk"], x, row["microbatch"])
-        return replace(self.nothing(), out=y, forward_dgrad=residuals.dgrad, forward_wgrad=residuals.wgrad), state.grads
+        y, residuals, carried = self.rank.forward(row["chunk"], x, row["microbatch"])
+        return Made(y, residuals.dgrad, residuals.wgrad, self.nothing().stash, carried), state.grads
 
     def dgrad(self, state: State, row: Row, dy: Array, counts: Array | None = None) -> tuple[Made, tuple[Tree, ...]]:
         """`counts` says whether the early gradients count; None: they do."""
@@ -148,10 +153,15 @@ class RankRuntime:
 
     def nothing(self) -> Made:
         shapes = self.rank.shapes
-        made = Made(shapes.x, shapes.residuals.dgrad, shapes.residuals.wgrad, shapes.stash.arrays)
+        made = Made(shapes.x, shapes.residuals.dgrad, shapes.residuals.wgrad, shapes.stash.arrays, shapes.carried)
         return jax.tree.map(lambda aval: lax.empty(aval.shape, aval.dtype), made)
 
     # What comes out
+
+    @scope("forward")
+    def carry(self, state: State, row: Row, made: Made, is_forward: Array) -> State:
+        """The carried state after a tick in which this rank may have done a forward."""
+        return replace(state, carried=self.rank.carried.add(state.carried, made.carried, row["chunk"], is_forward))
 
     @scope("copies")
     def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:

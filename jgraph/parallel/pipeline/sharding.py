@@ -12,13 +12,8 @@ from jgraph.tree import leaf_names, path_name
 Tree = Any
 
 
-def place_name(path: Sequence[Any]) -> str:
-    """Returns the name of a leaf of what `Pipeline.stack` gives: `outer/table`, `layers/CHUNK/PLACE/up`."""
-    return path_name(path)
-
-
 def by_place(model: PipelineModel, layout: StageAssignment, tree: Tree, axes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Returns the axis to shard of some leaves of `Pipeline.stack`, by `place_name`; of layers, without the axis of ranks.
+    """Returns the axis to shard of some leaves of `Pipeline.stack`, by name; of layers, without the axis of ranks.
 
     Args:
         model, layout: of the pipeline.
@@ -68,11 +63,11 @@ def _after_split(model: PipelineModel, tree: Tree, name: str, axis: int) -> list
 
 
 def _place(layout: StageAssignment, path: Sequence[Any]) -> str:
-    """Returns the `place_name` of a leaf, from its path in (outer, layers)."""
+    """Returns the name of a leaf of `Pipeline.stack`, `layers/CHUNK/PLACE/up`, from its path in (outer, layers)."""
     if path[0].idx == 0:
-        return f"outer/{place_name(path[1:])}"
+        return f"outer/{path_name(path[1:])}"
     chunk, place = layout.place_of(path[1].idx)
-    return f"layers/{chunk}/{place}/{place_name(path[2:])}"
+    return f"layers/{chunk}/{place}/{path_name(path[2:])}"
 
 
 def _cannot(name: str, axis: int, why: str) -> ConfigError:

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jgraph.backward import Residuals, Split, Stash
 from jgraph.errors import ShapeError
+from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.partition import PipelineModel
 from jgraph.scopes import scope
 
@@ -24,17 +25,20 @@ class Shapes:
     Attributes:
         x: input and output of a stage.
         residuals, stash: as `split_backward` has them.
+        carried: state after a forward, [N, ...].
     """
 
     x: Any
     residuals: Residuals
     stash: Stash
+    carried: Tree
 
 
 class StageExecutor:
     """A rank's part of the model and of the batch.
 
     Attributes:
+        carried: what a layer carries.
         shapes: of what the actions give each other.
     """
 
@@ -42,6 +46,7 @@ class StageExecutor:
         self,
         model: PipelineModel,
         split: Split,
+        carried: Carried,
         outer: Tree,
         head_outer: Tree,
         stages: Sequence[Tree],
@@ -51,13 +56,13 @@ class StageExecutor:
     ):
         """
         Args:
-            model, split: the model, and one of its stages, split.
+            model, split, carried: the model; one of its stages, split; what a layer carries.
             outer, head_outer: parameters of embedding and head, as they are kept and as the head reads them.
             stages: for each chunk, what the stage function takes as its parameters.
             inputs: of the microbatches, leaves [M, ...].
             key: key data of a random key of the kind `impl`, or None.
         """
-        self._model, self._split, self._inputs = model, split, inputs
+        self._model, self._split, self._inputs, self.carried = model, split, inputs, carried
         self._key, self._impl = key, impl
         self._outer, self._head_outer, self._stages = outer, head_outer, stages
         x = jax.eval_shape(model.embed, outer, self._of(0))
@@ -67,7 +72,7 @@ class StageExecutor:
         spec = split.spec(stages[0], x, *self._keys(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
             raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
-        self.shapes = Shapes(x, spec.residuals, spec.stash)
+        self.shapes = Shapes(x, spec.residuals, spec.stash, spec.aux)
 
     @property
     def num_chunks(self) -> int:
@@ -85,7 +90,8 @@ class StageExecutor:
 
     # What a stage does. `chunk` is a number, or an int32 scalar where it is known only at run time.
 
-    def forward(self, chunk: Any, x: Array, m: Any) -> tuple[Array, Residuals]:
+    def forward(self, chunk: Any, x: Array, m: Any) -> tuple[Array, Residuals, Tree]:
+        """y, the residuals, the carried state after it."""
         return self._by_chunk(chunk, lambda c: self._split.forward(self._stages[c], x, *self._keys(m)))
 
     def dgrad(self, chunk: Any, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
