@@ -54,8 +54,8 @@ def cast_transpose(
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
         want: what of the result is read: `both`, `rows` or `columns`.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer), `triton` (GPUs with FP8; deprecated since jax 0.11),
-            `xla` (anywhere), or `auto`, which takes the first of them that the device and jax have.
+        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `triton` (GPUs with FP8;
+            deprecated since jax 0.11), `xla` (anywhere), or `auto`, which takes the first of them that can.
         interpret: runs a kernel's body on the CPU, for tests.
 
     Raises:
@@ -72,18 +72,22 @@ def cast_transpose(
     if inverse_scale.shape != () or inverse_scale.dtype != jnp.float32:
         message = f"`inverse_scale` is {inverse_scale.dtype}{list(inverse_scale.shape)}: must be a float32 scalar"
         raise ShapeError(message, field="inverse_scale")
-    chosen = choose() if implementation == "auto" else implementation
+    chosen = choose(x_MN.shape) if implementation == "auto" else implementation
+    if chosen == "mosaic" and not _fits_tiles(x_MN.shape):
+        message = f"`x_MN` is {x_MN.shape}: `implementation` mosaic takes multiples of {2 * _PAIRS} x {_WIDTH}; pad it, or take auto"
+        raise ShapeError(message, field="x_MN")
     return _IMPLEMENTATIONS[chosen](x_MN, inverse_scale, jnp.dtype(dtype), want, interpret)
 
 
-def choose() -> str:
-    """Returns the implementation for the GPU that is compiled for: of the mesh in context, else jax's first device."""
+def choose(shape: tuple[int, ...]) -> str:
+    """Returns the implementation for an array on the GPU that is compiled for: of the mesh in context, else jax's first device."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     device = find((target or jax.devices()[0]).device_kind)
     if device is None or not device.has_fp8:
         return "xla"
     # Mosaic of jax 0.10 finds no way to store these tiles.
-    return "mosaic" if device.capability >= (9, 0) and jax.__version_info__ >= (0, 11) else "triton"
+    can = device.capability >= (9, 0) and jax.__version_info__ >= (0, 11) and _fits_tiles(shape)
+    return "mosaic" if can else "triton"
 
 
 def bytes_moved(x_MN: Any, want: Want = "both") -> int:
@@ -99,8 +103,18 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
 def _xla(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
     """The reference. XLA takes two passes over the array: one for the amax, and transposes what is rounded in another."""
     rows_MN = _quantize(x_MN, inverse_scale, dtype)
-    amax = jnp.max(jnp.abs(x_MN)).astype(jnp.float32)
+    amax = _largest(jnp.abs(x_MN.astype(jnp.float32)))
     return Quantized(rows_MN if want != "columns" else None, rows_MN.T if want != "rows" else None, amax)
+
+
+def _largest(magnitudes: Array) -> Array:
+    # As integers they have the same order, and a NaN is the largest: XLA's maximum of floats on a CPU may lose one.
+    return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(magnitudes, jnp.int32)), jnp.float32)
+
+
+def _fits_tiles(shape: tuple[int, ...]) -> bool:
+    # The copy engine cuts off whole tiles outside of the array, and no part of one.
+    return shape[0] % (2 * _PAIRS) == 0 and shape[1] % _WIDTH == 0
 
 
 _PAIRS, _WIDTH, _TILES = 64, 64, 2
@@ -114,8 +128,8 @@ def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, int
     """Transposes 16-bit pairs, since Hopper has no way to transpose bytes.
 
     A thread has the two rows of a pair, side by side in bytes of one number. The transpose of these numbers is the array of bytes
-    that is wanted. Even and odd rows are loaded as tiles of their own. The copy engine cuts off what lies outside of the array, and
-    loads zeros for it, which change no amax.
+    that is wanted. Even and odd rows are loaded as tiles of their own. For the tile beside the array, where the width
+    is an odd number of tiles, the copy engine loads zeros, which change no amax, and stores nothing.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -183,7 +197,7 @@ def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, int
     out = dict(zip(out_type, found, strict=True))
     rows_MN = out["rows"].reshape(M, N) if "rows" in out else None
     columns_NM = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
-    return Quantized(rows_MN, columns_NM, jnp.max(out["amax"]))
+    return Quantized(rows_MN, columns_NM, _largest(out["amax"]))
 
 
 _BLOCK = (64, 128)
@@ -224,7 +238,7 @@ def _triton(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, int
         interpret=interpret,
     )(x_MN, inverse_scale.reshape(1))
     out = dict(zip(outs, found, strict=True))
-    return Quantized(out.get("rows"), out.get("columns"), jnp.max(out["amax"]))
+    return Quantized(out.get("rows"), out.get("columns"), _largest(out["amax"]))
 
 
 _IMPLEMENTATIONS = {"mosaic": _mosaic, "triton": _triton, "xla": _xla}
