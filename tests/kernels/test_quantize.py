@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jgraph
 from jgraph.errors import ConfigError, ShapeError
 from jgraph.kernels import cast_transpose
 from jgraph.kernels.quantize import bytes_moved, choose
@@ -18,7 +19,8 @@ needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic of jax 0.10 cannot compile the kernel, so nothing there chooses it"
 )
 KERNELS = ("triton", pytest.param("mosaic", marks=needs_interpreter))
-ODD = (0.0, -0.0, np.inf, -np.inf, np.nan, 448, 449, 464, 465, -1e30, 57344, 61440, 6e4, 1e-40, 2**-9, 2**-10, 1.5 * 2**-10, 2**-16, 2**-17)
+ODD = (0.0, -0.0, np.inf, -np.inf, np.nan, 448, 449, 464, 465, -1e30, 57344, 61440, 6e4, 1e-40)
+ODD += (2**-9, 2**-10, 1.5 * 2**-10, 2**-16, 2**-17)
 
 
 def values(shape, dtype, odd=True):
@@ -53,7 +55,8 @@ def test_plain_jax_rounds_to_nearest_even_clips_and_keeps_nan(source, dtype):
     wanted = np.clip(scaled, -top, top).astype(target)
     assert_same((rows, columns, amax), (wanted, wanted.T, np.float32(np.nan)))
     finite = values((64, 48), source, odd=False)
-    assert cast_transpose(finite, jnp.float32(3), dtype, implementation="xla").amax == np.abs(np.asarray(finite, np.float32)).max()
+    amax = cast_transpose(finite, jnp.float32(3), dtype, implementation="xla").amax
+    assert amax == np.abs(np.asarray(finite, np.float32)).max()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -81,9 +84,9 @@ def test_only_what_is_wanted_is_written(kernel, want):
     x, scale = values((128, 64), "bfloat16", odd=False), jnp.float32(1)
     both = cast_transpose(x, scale, implementation="xla")
     found = cast_transpose(x, scale, want=want, implementation=kernel, interpret=kernel != "xla")
-    absent = {"rows": found.columns_NM, "columns": found.rows_MN}[want]
+    absent = {"rows": found.columns, "columns": found.rows}[want]
     assert absent is None
-    kept = {"rows": (found.rows_MN, both.rows_MN), "columns": (found.columns_NM, both.columns_NM)}[want]
+    kept = {"rows": (found.rows, both.rows), "columns": (found.columns, both.columns)}[want]
     assert_same((kept[0], found.amax), (kept[1], both.amax))
     assert bytes_moved(x, want) == 3 * x.size
 
@@ -131,3 +134,15 @@ def test_a_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, ke
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 2)
     assert "copy(" not in compiled.as_text()
 
+
+@pytest.mark.target
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_program_around_the_kernel_is_explained_as_one_command_buffer(h200):
+    def program(x, w):
+        rows, _, amax = cast_transpose(jnp.tanh(x @ w), jnp.float32(2))
+        return jnp.sin(rows.astype(jnp.bfloat16) @ w) / amax.astype(jnp.bfloat16)
+
+    x, w = jax.ShapeDtypeStruct((1024, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    explanation = jgraph.explain(program, x, w, target="h200")
+    assert explanation.capture.command_buffers == 1
+    assert explanation.capture.captured == explanation.capture.total

@@ -1,6 +1,7 @@
 import importlib.util
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu
 
 from jgraph.errors import CompilerOptionError, TargetError
 from jgraph.xla import aot, check_identity
@@ -117,6 +119,19 @@ def test_a_program_that_needs_a_gpu_to_compile_says_so_in_a_line(h200):
 
 
 @pytest.mark.target
+def test_a_kernel_of_mosaic_without_its_library_names_the_command_that_brings_it(h200, monkeypatch):
+    def double(x, out):
+        out[...] = x[...] * 2
+
+    x = jax.ShapeDtypeStruct((128,), jnp.float32)
+    kernel = mosaic_gpu.kernel(double, out_type=x, grid=(1,), grid_names=("i",))
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "")
+    monkeypatch.delenv("MOSAIC_GPU_RUNTIME_LIB_PATH")
+    with pytest.raises(TargetError, match=r"libmosaic_gpu_runtime.so: run python -m jgraph.aot install"):
+        aot.compile_for(jax.jit(kernel), x)
+
+
+@pytest.mark.target
 def test_an_option_that_xla_refuses_is_an_option_error(h200):
     with pytest.raises(CompilerOptionError, match="xla_nope"):
         aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_nope": 1})
@@ -149,17 +164,26 @@ def test_the_cache_follows_the_convention_and_is_apart_for_each_version(monkeypa
     assert str(aot.cache_directory()).startswith("/home/someone/.cache/jgraph/")
 
 
+MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
+
+
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands for pip: writes a library where the real one would, or fails."""
+    """Stands for pip: writes a library or a wheel where the real one would, or fails."""
 
     def fake(command, **kwargs):
         fake.runs += 1
         if fake.error:
             return subprocess.CompletedProcess(command, 1, "", fake.error)
-        library = aot.Path(command[command.index("--target") + 1]) / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
-        library.parent.mkdir(parents=True)
-        library.write_text("library")
+        if "download" in command:
+            wheel = aot.Path(command[command.index("--dest") + 1]) / "jax_cuda13_plugin-0-py3-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(MOSAIC, "mosaic")
+                archive.writestr("jax_cuda13_plugin/_solver.so", "not needed")
+        else:
+            library = aot.Path(command[command.index("--target") + 1]) / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+            library.parent.mkdir(parents=True)
+            library.write_text("library")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     fake.error, fake.runs = "", 0
@@ -170,14 +194,24 @@ def pip(monkeypatch):
 def test_installing_twice_downloads_once(pip, tmp_path):
     directory = tmp_path / "plugin"
     assert aot.install(directory) == aot.install(directory) == aot.find_library(directory)
-    assert pip.runs == 1
+    assert pip.runs == 2  # the plugin, and the wheel with what Mosaic needs
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
+    assert [p.name for p in (tmp_path / "plugin" / MOSAIC).parent.iterdir()] == ["libmosaic_gpu_runtime.so"]
+
+
+def test_a_cache_of_before_is_completed(pip, tmp_path):
+    library = aot.install(tmp_path / "plugin")
+    (tmp_path / "plugin" / MOSAIC).unlink()
+    assert aot.install(tmp_path / "plugin") == library
+    assert (tmp_path / "plugin" / MOSAIC).read_text() == "mosaic"
+    assert pip.runs == 3
 
 
 def test_installing_at_the_same_time_leaves_one_whole_plugin(pip, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: aot.install(tmp_path / "plugin"), range(8)))
     assert found == {aot.find_library(tmp_path / "plugin")}
+    assert (tmp_path / "plugin" / MOSAIC).read_text() == "mosaic"
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
 
 
