@@ -140,7 +140,7 @@ def test_a_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, ke
 def test_a_program_around_the_kernel_is_explained_as_one_command_buffer(h200):
     def program(x, w):
         rows, _, amax = cast_transpose(jnp.tanh(x @ w), jnp.float32(2))
-        return jnp.sin(rows.astype(jnp.bfloat16) @ w) / amax.astype(jnp.bfloat16)
+        return jnp.sin(jnp.tanh(rows.astype(jnp.bfloat16) @ w) @ w) / amax.astype(jnp.bfloat16)
 
     x, w = jax.ShapeDtypeStruct((1024, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     explanation = jgraph.explain(program, x, w, target="h200")
