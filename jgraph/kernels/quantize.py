@@ -1,7 +1,7 @@
 """Cast to FP8, transpose and take the largest magnitude, in one pass over the array.
 
-An FP8 product of Hopper contracts both operands over their last axis, so what a forward and a backward product read of an array are
-its rows and its columns. By bytes one pass reads 2 (bfloat16) and writes 1 + 1 an element: 0.125 ms for 16384 x 8192 on an H200.
+An FP8 product of Hopper contracts both operands over their last axis, so forward and backward read an array and its transpose.
+By bytes one pass over bfloat16 reads 2 and writes 1 + 1 an element: 0.125 ms for 16384 x 8192 on an H200.
 """
 
 # M rows, N columns, H pairs of rows
@@ -26,13 +26,13 @@ class Quantized(NamedTuple):
     """An array in FP8, multiplied by a scale first.
 
     Attributes:
-        rows_MN: the array; None if it was not asked for.
-        columns_NM: its transpose; None if it was not asked for.
+        rows: the array, M x N; None if it was not asked for.
+        columns: its transpose, N x M; None if it was not asked for.
         amax: float32, the largest magnitude before it was scaled; NaN if there is a NaN.
     """
 
-    rows_MN: Array | None
-    columns_NM: Array | None
+    rows: Array | None
+    columns: Array | None
     amax: Array
 
 
@@ -54,8 +54,8 @@ def cast_transpose(
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
         want: what of the result is read: `both`, `rows` or `columns`.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer), `triton` (GPUs with FP8; deprecated since jax 0.11),
-            `xla` (anywhere), or `auto`, which takes the first of them that the device and jax have.
+        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `triton` (GPUs with FP8;
+            deprecated since jax 0.11), `xla` (anywhere), or `auto`, which takes the first of them that can.
         interpret: runs a kernel's body on the CPU, for tests.
 
     Raises:
@@ -72,18 +72,26 @@ def cast_transpose(
     if inverse_scale.shape != () or inverse_scale.dtype != jnp.float32:
         message = f"`inverse_scale` is {inverse_scale.dtype}{list(inverse_scale.shape)}: must be a float32 scalar"
         raise ShapeError(message, field="inverse_scale")
-    chosen = choose() if implementation == "auto" else implementation
+    chosen = choose(x_MN.shape) if implementation == "auto" else implementation
+    if chosen == "mosaic" and not _fits_tiles(x_MN.shape):
+        allowed = f"multiples of {2 * _PAIRS} x {_WIDTH}"
+        message = f"`x_MN` is {x_MN.shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
+        raise ShapeError(message, field="x_MN")
     return _IMPLEMENTATIONS[chosen](x_MN, inverse_scale, jnp.dtype(dtype), want, interpret)
 
 
-def choose() -> str:
-    """Returns the implementation for the GPU that is compiled for: of the mesh in context, else jax's first device."""
+def choose(shape: tuple[int, ...]) -> str:
+    """Returns the implementation for an array on the device that is compiled for.
+
+    That is the abstract device of the mesh in context, else jax's first device.
+    """
     target = jax.sharding.get_abstract_mesh().abstract_device
     device = find((target or jax.devices()[0]).device_kind)
     if device is None or not device.has_fp8:
         return "xla"
     # Mosaic of jax 0.10 finds no way to store these tiles.
-    return "mosaic" if device.capability >= (9, 0) and jax.__version_info__ >= (0, 11) else "triton"
+    can = device.capability >= (9, 0) and jax.__version_info__ >= (0, 11) and _fits_tiles(shape)
+    return "mosaic" if can else "triton"
 
 
 def bytes_moved(x_MN: Any, want: Want = "both") -> int:
@@ -104,27 +112,39 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
 
 def _xla(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
     """The reference. XLA takes two passes over the array: one for the amax, and transposes what is rounded in another."""
-    rows_MN = cast(x_MN, inverse_scale, dtype)
-    amax = jnp.max(jnp.abs(x_MN)).astype(jnp.float32)
-    return Quantized(rows_MN if want != "columns" else None, rows_MN.T if want != "rows" else None, amax)
+    quantized = cast(x_MN, inverse_scale, dtype)
+    return Quantized(quantized if want != "columns" else None, quantized.T if want != "rows" else None, amax(x_MN))
+
+
+def amax(x: Array) -> Array:
+    """Returns the largest magnitude in float32, NaN if there is a NaN, by XLA."""
+    # As integers they have the same order, and a NaN is the largest: XLA's maximum of floats on a CPU may lose one.
+    magnitudes = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
+
+
+def _fits_tiles(shape: tuple[int, ...]) -> bool:
+    # The copy engine cuts off whole tiles outside of the array, and no part of one.
+    return shape[0] % (2 * _PAIRS) == 0 and shape[1] % _WIDTH == 0
 
 
 _PAIRS, _WIDTH, _TILES = 64, 64, 2
 """A block of threads takes tiles of 64 pairs of rows by 64 columns, two of them side by side.
 
-Of bfloat16 that is 64 KiB of shared memory, so three blocks fit into a multiprocessor: while one computes, others load and store.
+Of bfloat16 that is 64 KiB of shared memory, so a multiprocessor holds three blocks: while one computes, others load and store.
 """
 
 
 def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
     """Transposes 16-bit pairs, since Hopper has no way to transpose bytes.
 
-    A thread has the two rows of a pair, side by side in bytes of one number. The transpose of these numbers is the array of bytes
-    that is wanted. Even and odd rows are loaded as tiles of their own. The copy engine cuts off what lies outside of the array, and
-    loads zeros for it, which change no amax.
+    A thread has both rows of a pair, and puts their bytes side by side into one number; the transpose of these numbers is the
+    transpose of the bytes. So even and odd rows are loaded as tiles of their own. Where the width is an odd number of tiles,
+    the copy engine loads zeros for the tile beside the array, which change no amax, and stores nothing.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas import mosaic_gpu
 
+    plgpu: Any = mosaic_gpu  # jax 0.10 has less of it, by which a type checker judges
     M, N = x_MN.shape
     H = M // 2
     grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * _TILES))
@@ -187,9 +207,9 @@ def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, int
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(x_MN.reshape(H, 2, N), inverse_scale.reshape(1))
     out = dict(zip(out_type, found, strict=True))
-    rows_MN = out["rows"].reshape(M, N) if "rows" in out else None
-    columns_NM = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
-    return Quantized(rows_MN, columns_NM, jnp.max(out["amax"]))
+    quantized = out["rows"].reshape(M, N) if "rows" in out else None
+    transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
+    return Quantized(quantized, transposed, amax(out["amax"]))
 
 
 _BLOCK = (64, 128)
@@ -230,7 +250,7 @@ def _triton(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, int
         interpret=interpret,
     )(x_MN, inverse_scale.reshape(1))
     out = dict(zip(outs, found, strict=True))
-    return Quantized(out.get("rows"), out.get("columns"), jnp.max(out["amax"]))
+    return Quantized(out.get("rows"), out.get("columns"), amax(out["amax"]))
 
 
 _IMPLEMENTATIONS = {"mosaic": _mosaic, "triton": _triton, "xla": _xla}

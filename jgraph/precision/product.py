@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jgraph.backward.linear import DelayedProduct
-from jgraph.kernels import cast_transpose
+from jgraph.kernels import amax, cast_transpose
 from jgraph.precision.config import FP8Config
-from jgraph.precision.scaling import amax, scale_for, seen
+from jgraph.precision.scaling import scale_for, seen
 
 # M rows of x, K contracted, N columns of w
 
@@ -153,16 +153,15 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
     def forward(x: Array, w: Array, tap: Tap) -> tuple[Array, Any]:
         rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config)
         y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
-        kept = (columns, scale) if config.wgrad == "fp8" else x
-        return shape.y(y), (kept, largest, tap)
+        return shape.y(y), (columns if config.wgrad == "fp8" else x, scale, largest, tap)
 
     def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
-        kept, largest, tap = residuals
+        kept, x_scale, largest, tap = residuals
         dy_MN, weight = shape.dy_matrix(dy), tap.weight
         rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, config)
         dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
         if config.wgrad == "fp8":
-            dw = _matmul(*kept, columns, scale, site.w_aval.dtype, "full")
+            dw = _matmul(kept, x_scale, columns, scale, site.w_aval.dtype, "full")
         else:
             dw = lax.dot_general(
                 shape.x_matrix(kept), dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=site.w_aval.dtype
@@ -178,7 +177,7 @@ def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config
     """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
     scale = scale_for(amax(x_MK), dtype) if scales is None else scales[which]
     found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
-    return found.rows_MN, found.columns_NM, seen(scale, found.amax), found.amax
+    return found.rows, found.columns, seen(scale, found.amax), found.amax
 
 
 def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"]) -> Array:

@@ -45,11 +45,6 @@ class History(NamedTuple):
         return History(jnp.concatenate([amax_S3[None], self.window[:-1]]), self.amax(config))
 
 
-def amax(x: Array) -> Array:
-    """Returns the largest magnitude in float32."""
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
-
-
 def scale_for(amax: Array, dtype: Any, margin: int = 0) -> Array:
     """Returns the largest power of two that brings `amax` into the range of an FP8 dtype, divided by 2**margin.
 

@@ -19,10 +19,10 @@ from jax import Array
 from jgraph.backward import find
 from jgraph.backward.linear import DelayedProduct
 from jgraph.errors import ConfigError
-from jgraph.kernels import cast, cast_transpose
+from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
-from jgraph.precision.scaling import History, amax, observe, scale_for, seen
+from jgraph.precision.scaling import History, observe, scale_for, seen
 from jgraph.tree import leaf_names, matching
 
 Tree = Any
@@ -207,7 +207,7 @@ class Plan:
                 if rows_KN.dtype == dtype:
                     return rows_KN, rows_KN.T
                 found = cast_transpose(rows_KN, scale, dtype, implementation="xla" if lead else "auto")
-                return found.rows_MN, found.columns_NM  # pyright: ignore[reportReturnType]
+                return found.rows, found.columns  # pyright: ignore[reportReturnType]
 
             for _ in lead:
                 both = jax.vmap(both)

@@ -36,9 +36,9 @@ from jgraph.parallel import (
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.parallel.strategy import Binding
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
-from jgraph.parallel.strategy import Binding
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Costs, Schedule, generate, simulate
 from jgraph.trace.flops import product_flops

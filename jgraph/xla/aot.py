@@ -5,8 +5,9 @@
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
 Beside it lies the one library that kernels of Pallas' Mosaic are linked with.
-Pallas kernels are compiled, by Triton and by Mosaic. Programs that call cuDNN attention, cuSOLVER or Python cannot be compiled this
-way, and matrix products come out untuned: nothing compiled here says anything about time.
+
+Kernels of Pallas are compiled, Triton's and Mosaic's. Programs that call cuDNN attention, cuSOLVER or Python cannot be compiled
+this way, and matrix products come out untuned: nothing compiled here says anything about time.
 """
 
 import contextlib
@@ -121,8 +122,8 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Traces and lowers for a GPU that is not here: around `.trace(...)`, `.lower(...)`, with `placed` arguments.
 
-    A Pallas kernel asks while it is lowered which GPU it is for. The answer is the abstract device of jax's mesh in context, which
-    keeps its axes; errors are those of `needs_no_gpu`.
+    A Pallas kernel asks which GPU it is lowered for. The answer is the abstract device of the mesh in context, which keeps its
+    axes. Errors are those of `needs_no_gpu`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")

@@ -1,6 +1,7 @@
 import importlib.util
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,6 +117,29 @@ def test_a_program_that_needs_a_gpu_to_compile_says_so_in_a_line(h200):
     assert "\n" not in str(error.value)
 
 
+WITHOUT_MOSAIC = """
+import os, jax
+from jax.experimental.pallas import mosaic_gpu
+from jgraph.xla import aot
+
+def double(x, out):
+    out[...] = x[...] * 2
+
+x = jax.ShapeDtypeStruct((128,), "float32")
+aot.devices()
+del os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"]
+aot.compile_for(jax.jit(mosaic_gpu.kernel(double, out_type=x, grid=(1,), grid_names=("i",))), x)
+"""
+
+
+@pytest.mark.target
+def test_a_kernel_of_mosaic_without_its_library_names_the_command_that_brings_it(h200):
+    # In a process of its own: once loaded, the library stays.
+    run = subprocess.run([sys.executable, "-c", WITHOUT_MOSAIC], capture_output=True, text=True, check=False)
+    assert "TargetError: kernels of Mosaic need" in run.stderr
+    assert run.stderr.rstrip().endswith("run python -m jgraph.aot install")
+
+
 @pytest.mark.target
 def test_an_option_that_xla_refuses_is_an_option_error(h200):
     with pytest.raises(CompilerOptionError, match="xla_nope"):
@@ -149,17 +173,26 @@ def test_the_cache_follows_the_convention_and_is_apart_for_each_version(monkeypa
     assert str(aot.cache_directory()).startswith("/home/someone/.cache/jgraph/")
 
 
+MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
+
+
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands for pip: writes a library where the real one would, or fails."""
+    """Stands for pip: writes a library or a wheel where the real one would, or fails."""
 
     def fake(command, **kwargs):
         fake.runs += 1
         if fake.error:
             return subprocess.CompletedProcess(command, 1, "", fake.error)
-        library = aot.Path(command[command.index("--target") + 1]) / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
-        library.parent.mkdir(parents=True)
-        library.write_text("library")
+        if "download" in command:
+            wheel = aot.Path(command[command.index("--dest") + 1]) / "jax_cuda13_plugin-0-py3-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(MOSAIC, "mosaic")
+                archive.writestr("jax_cuda13_plugin/_solver.so", "not needed")
+        else:
+            library = aot.Path(command[command.index("--target") + 1]) / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+            library.parent.mkdir(parents=True)
+            library.write_text("library")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     fake.error, fake.runs = "", 0
@@ -170,14 +203,24 @@ def pip(monkeypatch):
 def test_installing_twice_downloads_once(pip, tmp_path):
     directory = tmp_path / "plugin"
     assert aot.install(directory) == aot.install(directory) == aot.find_library(directory)
-    assert pip.runs == 1
+    assert pip.runs == 2  # the plugin, and the wheel with what Mosaic needs
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
+    assert [p.name for p in (tmp_path / "plugin" / MOSAIC).parent.iterdir()] == ["libmosaic_gpu_runtime.so"]
+
+
+def test_a_cache_of_before_is_completed(pip, tmp_path):
+    library = aot.install(tmp_path / "plugin")
+    (tmp_path / "plugin" / MOSAIC).unlink()
+    assert aot.install(tmp_path / "plugin") == library
+    assert (tmp_path / "plugin" / MOSAIC).read_text() == "mosaic"
+    assert pip.runs == 3
 
 
 def test_installing_at_the_same_time_leaves_one_whole_plugin(pip, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: aot.install(tmp_path / "plugin"), range(8)))
     assert found == {aot.find_library(tmp_path / "plugin")}
+    assert (tmp_path / "plugin" / MOSAIC).read_text() == "mosaic"
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
 
 
