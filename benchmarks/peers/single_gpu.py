@@ -14,6 +14,13 @@ from benchmarks.peers.torch_gpt import GPT, adamw
 from jgraph.training.config import TrainConfig
 
 
+def to_float8(model: GPT, recipe: str) -> None:
+    """Puts torchao's float8 in the place of the blocks' projections, by a recipe of its: `tensorwise`, `rowwise`, ..."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model.blocks, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
 def main() -> None:
     asked = request()
     variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
@@ -24,6 +31,8 @@ def main() -> None:
     tokens_BS = torch.randint(0, config.model.vocab_size, (config.batch_size, config.seq_len + 1), device="cuda")
     with torch.no_grad():
         model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
+    if "float8" in variant:
+        to_float8(model, variant.split()[2])
     loss_fn = torch.compile(model.loss) if "compile" in variant else model.loss
     latest: dict[str, Any] = {}
 

@@ -58,10 +58,10 @@ class Block(nn.Module):
         D, F_ = config.d_model, config.d_ff
         self.attention_norm, self.mlp_norm = RMSNorm(config), RMSNorm(config)
         heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Parameter(torch.empty(heads * config.head_size, D))
-        self.out = nn.Parameter(torch.empty(D, D))
-        self.up = nn.Parameter(torch.empty(2 * F_ if config.mlp == "swiglu" else F_, D))
-        self.down = nn.Parameter(torch.empty(D, F_))
+        self.qkv = Linear(D, heads * config.head_size)
+        self.out = Linear(D, D)
+        self.up = Linear(D, 2 * F_ if config.mlp == "swiglu" else F_)
+        self.down = Linear(F_, D)
 
     def forward(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
@@ -70,18 +70,28 @@ class Block(nn.Module):
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
         H, G = self.config.num_heads, self.config.num_kv_heads
         B, T, D = x_BTD.shape
-        q_BTHK, k_BTGK, v_BTGK = linear(x_BTD, self.qkv).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
+        q_BTHK, k_BTGK, v_BTGK = self.qkv(x_BTD).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
         q_BTHK, k_BTGK = rotate(q_BTHK, rotary_TK), rotate(k_BTGK, rotary_TK)
         q, k, v = (a.transpose(1, 2) for a in (q_BTHK, k_BTGK, v_BTGK))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
-        return linear(y.transpose(1, 2).reshape(B, T, D), self.out)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
 
     def mlp(self, x_BTD: Tensor) -> Tensor:
-        h = linear(x_BTD, self.up)
+        h = self.up(x_BTD)
         if self.config.mlp == "gelu":
-            return linear(F.gelu(h, approximate="tanh"), self.down)
+            return self.down(F.gelu(h, approximate="tanh"))
         gate, up = h.chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, self.down)
+        return self.down(F.silu(gate) * up)
+
+
+class Linear(nn.Linear):
+    """A projection without bias, whose weight is cast at use; what torchao's float8 takes the place of."""
+
+    def __init__(self, d_in: int, d_out: int):
+        super().__init__(d_in, d_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):

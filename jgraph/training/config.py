@@ -263,14 +263,19 @@ class TrainConfig:
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
         try:
-            fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+            fields = _with_tuples(fields)
             kind, model = settings_of(fields["module"]), fields.pop("model")
             model = None if kind is None else kind(**model)
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
+            parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
             return cls(**fields, **parts, model=model)
         except (TypeError, KeyError) as e:
             raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def _must(config: Any, prefix: str, name: str, condition: bool, allowed: str) -> None:

@@ -253,7 +253,7 @@ def with_heads(change):
             by_head[:turned] = change(by_head[:turned], config)
             return by_head.reshape(matrix.shape)
 
-        return edit(arrays, "qkv", one)
+        return edit(arrays, "qkv.weight", one)
 
     return mutate
 

@@ -55,8 +55,8 @@ def torch_model(config: GPTConfig, weights: dict[str, np.ndarray], dtype: torch.
 
 
 def _torch_name(path: tuple) -> tuple[str, bool]:
-    """(`blocks.0.attention.qkv.kernel`) -> (`blocks.0.qkv`, transposed)."""
+    """(`blocks.0.attention.qkv.kernel`) -> (`blocks.0.qkv.weight`, transposed)."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     if name.endswith(".kernel"):
-        return name.removesuffix(".kernel").replace(".attention.", ".").replace(".mlp.", "."), True
+        return name.replace(".attention.", ".").replace(".mlp.", ".").replace(".kernel", ".weight"), True
     return {"embedding_VD": ("embedding", False), "head_DV": ("head", True)}.get(name, (name, False))
