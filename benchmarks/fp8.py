@@ -12,11 +12,9 @@ from benchmarks.runner import Benchmark, Work
 from benchmarks.works import training
 from jgraph import FP8Config
 
+RECIPES = {"jgraph fp8 delayed": FP8Config(recipe="delayed"), "jgraph fp8 current": FP8Config()}
 # The first is in every comparison.
-VARIANTS = (
-    *("jgraph fp8 delayed", "jgraph fp8 current", "jgraph bf16"),
-    *("torch compile", "torch float8 tensorwise compile", "torch float8 rowwise compile"),
-)
+VARIANTS = (*RECIPES, "jgraph bf16", "torch compile", "torch float8 tensorwise compile", "torch float8 rowwise compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +31,8 @@ def works(options: Options) -> Iterator[Work]:
     for name in options.presets:
         config, entrants = training(name, options), []
         for variant in options.variants:
-            system, how, *recipe = variant.split()
-            is_ours = (system, how) == ("jgraph", "fp8")
-            chosen = replace(config, precision="fp8", fp8=FP8Config(recipe=recipe[0])) if is_ours else config
+            recipe = RECIPES.get(variant)
+            chosen = replace(config, precision="fp8", fp8=recipe) if recipe else config
             entrants.append(single_gpu.entrant(variant, chosen, options))
         yield Work(name, {"ranks": 1, "config": asdict(config)}, [entrants])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
-from benchmarks.peers.torch_gpt import Block, linear, rotary
+from benchmarks.peers.torch_gpt import Block, rotary
 from jgraph_models.gpt import GPTConfig
 
 
@@ -39,9 +39,9 @@ class Unrotated(Block):
 
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
         H, (B, T, D) = self.config.num_heads, x_BTD.shape
-        q, k, v = linear(x_BTD, self.qkv).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x_BTD).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return linear(y.transpose(1, 2).reshape(B, T, D), self.out)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
 VARIANTS = {"graphed callables": (Block, True), "graphed callables, no rotary": (Unrotated, True), "eager": (Block, False)}

@@ -90,8 +90,8 @@ class Linear(nn.Linear):
     def __init__(self, d_in: int, d_out: int):
         super().__init__(d_in, d_out, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -293,7 +293,7 @@ def blocks_swapped(arrays, config):
 
 
 def gate_and_up_swapped(arrays, config):
-    return edit(arrays, "up", lambda matrix: np.roll(matrix, config.d_ff, axis=0))
+    return edit(arrays, "up.weight", lambda matrix: np.roll(matrix, config.d_ff, axis=0))
 
 
 def scale_dropped(name):
