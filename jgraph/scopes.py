@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax
 
-Scope = Literal["forward", "dgrad", "wgrad", "attention", "loss", "optimizer", "copies"]
+Scope = Literal["forward", "dgrad", "wgrad", "attention", "loss", "quantize", "optimizer", "copies"]
 
 PREFIX = "jgraph."
 

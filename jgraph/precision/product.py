@@ -17,6 +17,7 @@ from jgraph.backward.linear import DelayedProduct
 from jgraph.kernels import amax, cast_transpose
 from jgraph.precision.config import FP8Config
 from jgraph.precision.scaling import scale_for, seen
+from jgraph.scopes import scope
 
 # M rows of x, K contracted, N columns of w
 
@@ -175,9 +176,10 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
 
 def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config: FP8Config) -> tuple[Any, Any, Array, Array]:
     """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
-    scale = scale_for(amax(x_MK), dtype) if scales is None else scales[which]
-    found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
-    return found.rows, found.columns, seen(scale, found.amax), found.amax
+    with scope("quantize"):
+        scale = scale_for(amax(x_MK), dtype) if scales is None else scales[which]
+        found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
+        return found.rows, found.columns, seen(scale, found.amax), found.amax
 
 
 def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"]) -> Array:

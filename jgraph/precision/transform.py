@@ -23,6 +23,7 @@ from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
 from jgraph.precision.scaling import History, observe, scale_for, seen
+from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
 
 Tree = Any
@@ -164,6 +165,7 @@ class Plan:
         named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         return self.views(named, self.scales(named, state))
 
+    @scope("quantize")
     def scales(
         self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[Array], Array] = lambda amax: amax
     ) -> dict[str, Scale]:
@@ -183,10 +185,12 @@ class Plan:
                 found[name] = Scale(scale_for(known, dtype, margin), largest)
         return found
 
+    @scope("quantize")
     def cast(self, parts: Mapping[str, Array], scales: Mapping[str, Scale]) -> dict[str, Array]:
         """Returns the parts of the weights in FP8, by name."""
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
+    @scope("quantize")
     def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> list[Weight | None]:
         """Returns every product's weight in FP8, with the lengths of the loops around it in front.
 

@@ -38,7 +38,7 @@ _PRIMITIVES = {
 }
 
 CATEGORIES = (
-    *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
+    *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "quantize", "optimizer"),
     *dict.fromkeys(COLLECTIVES.values()),
     *("copies", "control", "other"),
 )
@@ -93,7 +93,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     category = _by_scopes(meant)
     if not category and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
         return Purpose("control", action)
-    if not computes and category not in ("attention", "loss", "optimizer"):
+    if not computes and category not in ("attention", "loss", "quantize", "optimizer"):
         return Purpose("copies", action)
     if product is not None and category == "dgrad" and not action:
         factors = product.operands[:2]

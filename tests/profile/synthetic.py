@@ -9,7 +9,7 @@ from jgraph.schedule import Costs, generate, simulate
 from jgraph.schedule.action import KINDS
 
 CATEGORIES = [
-    *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),
+    *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "quantize", "optimizer"),
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer", "copies", "control", "other"),
 ]
 NAMES = (
@@ -83,7 +83,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
 
 def _rank(rank: int, ranks: int, step: float, rng: np.random.Generator) -> dict[str, Any]:
     alone = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "transfer"}
-    weights = np.array([9.1, 8.8, 8.2, 1, 2.4, 1.3, 1.1, 0.6, 0.6, 0.5, 0.4, 0.9, 0.3, 0.1, 0.06]) * rng.uniform(
+    weights = np.array([9.1, 8.8, 8.2, 1, 2.4, 1.3, 0.7, 1.1, 0.6, 0.6, 0.5, 0.4, 0.9, 0.3, 0.1, 0.06]) * rng.uniform(
         0.9, 1.1, len(CATEGORIES)
     )
     own = {category: weight for category, weight in zip(CATEGORIES, weights, strict=True) if ranks > 1 or category not in alone}
@@ -167,6 +167,6 @@ def _tracks(ranks: int, events: int, step: float, rng: np.random.Generator) -> l
         stream = f"Stream #{14 + i % 2}({('Compute', 'Memcpy')[i % 2]})"
         track = {"rank": i // 2, "stream": stream, "start_ms": [round(edge, 6) for edge in edges[:-1:2]]}
         track["ms"] = [round(span, 6) for span in spans[::2].tolist()]
-        categories = rng.choice(len(CATEGORIES) - 1, count) if i % 2 == 0 else rng.choice([7, 8, 11, 12], count)
+        categories = rng.choice(len(CATEGORIES) - 1, count) if i % 2 == 0 else rng.choice([8, 9, 12, 13], count)
         tracks.append(track | {"name": rng.integers(len(NAMES), size=count).tolist(), "category": categories.tolist()})
     return tracks
