@@ -20,7 +20,7 @@ FREE = {
     *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp", "fsdp"),
     *("reshard_after_forward", "shard_rules", "pp", "chunks", "schedule", "memory_limit", "remat", "graph", "xla_options"),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
-    *("distributed.num_processes", "distributed.process_id", "fp8.emulate"),
+    *("distributed.num_processes", "distributed.process_id"),
 }
 FIXED = {
     *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),
@@ -30,7 +30,7 @@ FIXED = {
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
     *("optimizer.second_moment_dtype", "precision", "fp8.recipe", "fp8.format", "fp8.wgrad", "fp8.keep", "fp8.blocks"),
-    *("fp8.history", "fp8.amax", "fp8.margin"),
+    *("fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 
 

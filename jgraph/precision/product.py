@@ -177,9 +177,11 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
 def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config: FP8Config) -> tuple[Any, Any, Array, Array]:
     """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
     with scope("quantize"):
-        scale = scale_for(amax(x_MK), dtype) if scales is None else scales[which]
+        known = amax(x_MK) if scales is None else None
+        scale = scales[which] if known is None else scale_for(known, dtype)
         found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
-        return found.rows, found.columns, seen(scale, found.amax), found.amax
+        largest = found.amax if known is None else known
+        return found.rows, found.columns, seen(scale, largest), largest
 
 
 def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"]) -> Array:

@@ -20,7 +20,7 @@ from jgraph.training.config import TrainConfig
 _FREE = (
     "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
     "shard_rules pp chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
-    "eval_batches fp8.emulate"
+    "eval_batches"
 )
 FREE_FIELDS = frozenset(_FREE.split())
 
