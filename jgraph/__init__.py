@@ -1,4 +1,11 @@
-"""Train Flax models on NVIDIA GPUs as one captured program per step."""
+"""Train JAX models on NVIDIA GPUs as one captured program per step.
+
+- A training step: `train_step`, with a strategy `Replicated`, `FullySharded` or `Pipelined`; `elementwise`, `Loss`.
+- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `scope`.
+- A run: `Checkpoints`; by flags `TrainConfig`, `OptimizerConfig`, `preset`.
+- A backward in two parts: `split_backward`, `dot_general`. CUDA graphs to call: `make_graphed_callables`, `fold_key`, `Borrowed`.
+- What runs when in a pipeline: `Order`, `Schedule`. What XLA made of a program: `explain`. Every error is a `JgraphError`.
+"""
 
 import importlib
 from importlib import metadata as _metadata
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from jgraph.errors import OwnershipError as OwnershipError
     from jgraph.errors import ShapeError as ShapeError
     from jgraph.errors import SplitError as SplitError
+    from jgraph.errors import TargetError as TargetError
     from jgraph.graphed import Borrowed as Borrowed
     from jgraph.graphed import fold_key as fold_key
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
@@ -46,7 +54,7 @@ _MODULES = {
     "backward": "dot_general split_backward",
     "checkpoint": "Checkpoints",
     "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
-    "NonFiniteError OrderError OwnershipError ShapeError SplitError",
+    "NonFiniteError OrderError OwnershipError ShapeError SplitError TargetError",
     "graphed": "Borrowed fold_key make_graphed_callables",
     "loss": "cross_entropy",
     "modules": "functional",
