@@ -1,10 +1,10 @@
 """Train JAX models on NVIDIA GPUs as one captured program per step.
 
-- A training step: `train_step`, with a strategy `Replicated`, `FullySharded` or `Pipelined`; `elementwise`, `Loss`.
+- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `scope`.
-- A run: `Checkpoints`; by flags `TrainConfig`, `OptimizerConfig`, `preset`.
-- A backward in two parts: `split_backward`, `dot_general`. CUDA graphs to call: `make_graphed_callables`, `fold_key`, `Borrowed`.
-- What runs when in a pipeline: `Order`, `Schedule`. What XLA made of a program: `explain`. Every error is a `JgraphError`.
+- A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
+- A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
+- What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
 """
 
 import importlib

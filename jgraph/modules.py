@@ -52,7 +52,7 @@ class FunctionalModel:
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
     """Turns a Flax module into pure functions of its parameters, for `train_step`. Traces it; computes nothing.
 
-    As `nnx.split` and `nnx.merge`, or Linen's `init` and `apply`, but the same for both, and dropout takes the key of each call.
+    As `nnx.split` and `nnx.merge` or Linen's `init` and `apply`, but one way for both, and dropout takes the key of each call.
 
     >>> class Line(nnx.Module):
     ...     def __init__(self, rngs):

@@ -13,7 +13,7 @@ PREFIX = "jgraph."
 
 @contextlib.contextmanager
 def scope(of: Scope) -> Iterator[None]:
-    """Names a part of a model, so that a profile shows its time on its own. As `jax.named_scope`, with names that profiles know.
+    """Names a part of a model, as `jax.named_scope` does, so that a profile shows its time on its own.
 
     >>> with scope("attention"):
     ...     y = jax.nn.dot_product_attention(*[jax.numpy.ones((1, 8, 2, 16))] * 3)

@@ -204,7 +204,7 @@ def interface(
 
 
 def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
-    """Returns the random key of a layer for a microbatch of a step, as pipelines and graphed callables derive it.
+    """Returns the random key that pipelines and graphed callables give a layer for a microbatch of a step.
 
     Args:
         key: of the whole training.
