@@ -41,7 +41,7 @@ def cross_entropy(
 
     As the mean of `optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)`, but float32 logits are never stored.
 
-    >>> print(cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
+    >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
     2.0794415
 
     With `axis`, under `jax.shard_map`, each device of that axis has a part of the vocabulary and does that part of the work

@@ -59,7 +59,7 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
     ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
     ...     def loss(self, batch):
     ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
-    >>> model = functional(lambda: Line(nnx.Rngs(0)))
+    >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
     >>> params, carried = model.init()
     >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
 

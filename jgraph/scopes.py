@@ -15,8 +15,8 @@ PREFIX = "jgraph."
 def scope(of: Scope) -> Iterator[None]:
     """Names a part of a model, as `jax.named_scope` does, so that a profile shows its time on its own.
 
-    >>> with scope("attention"):
-    ...     y = jax.nn.dot_product_attention(*[jax.numpy.ones((1, 8, 2, 16))] * 3)
+    >>> with jgraph.scope("attention"):
+    ...     y = jax.nn.dot_product_attention(*[jnp.ones((1, 8, 2, 16))] * 3)
     """
     with jax.named_scope(PREFIX + of):
         yield

@@ -92,7 +92,7 @@ def split_backward(
 
     As `jax.vjp`, but in two calls, and no FLOP is done twice.
 
-    >>> split = split_backward(lambda params, x: x @ params["w"] + params["b"])
+    >>> split = jgraph.split_backward(lambda params, x: x @ params["w"] + params["b"])
     >>> params, x = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, jnp.ones((4, 2))
     >>> y, residuals = split.forward(params, x)
     >>> dx, early, stash = split.dgrad(params, residuals, jnp.ones_like(y))

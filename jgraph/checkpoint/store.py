@@ -37,7 +37,7 @@ class Checkpoints:
     the one before it. All processes of a run share one directory, and call every method together.
 
     >>> import tempfile
-    >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+    >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)
     >>> checkpoints.save(100, {"w": jnp.ones(3)})
     >>> checkpoints.wait()
     >>> checkpoints.restore_latest({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})

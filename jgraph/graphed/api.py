@@ -47,9 +47,8 @@ def make_graphed_callables(
     As `jax.jit` of `jax.vjp`, but the backward is a call of its own, buffers have an owner, and wgrads may wait. It is the
     counterpart of the functions of this name in PyTorch and Transformer Engine.
 
-    >>> import jax.numpy as jnp
     >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
-    >>> graphed = make_graphed_callables(lambda params, x: x @ params, params, (x,))
+    >>> graphed = jgraph.make_graphed_callables(lambda params, x: x @ params, params, (x,))
     >>> graphed[0]
     Graphed(0: forward, backward; float32[4, 2] -> float32[4, 3])
     >>> y = graphed[0](params, x)

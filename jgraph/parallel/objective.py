@@ -29,7 +29,7 @@ class Loss:
 
     >>> def loss(params, batch, key):
     ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
-    ...     return Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
+    ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
 
     Attributes:
         total: scalar, the sum of the losses.

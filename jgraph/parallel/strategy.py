@@ -119,7 +119,7 @@ class Replicated:
 class FullySharded:
     """Gives every device its part of each parameter and of the batch, as PyTorch's `fully_shard` does (ZeRO stage 3).
 
-    >>> FullySharded(jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, rules=("w=1",))
+    >>> jgraph.FullySharded(jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, rules=("w=1",))
     FullySharded(fsdp=1, 32 parameters)
 
     Attributes:

@@ -65,7 +65,7 @@ class Order(Sequence[Action]):
     ) -> Self:
         """Returns the order of Transformer Engine's signed numbers.
 
-        >>> Order.parse([1, 1, -1, -1.5, -1, -1.5])
+        >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
         Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
 
         Args:

@@ -35,7 +35,7 @@ def vee(pp: int) -> Placement:
 class Schedule(Sequence[Order]):
     """Says what every rank of a pipeline does, and when: an order for each, the place of every stage, the tick of every action.
 
-    >>> Schedule((Order.parse([1, 1, -1, -1]), Order.parse([1, -1, 1, -1])), name="1f1b")
+    >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
     Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
 
     Attributes:

@@ -20,7 +20,6 @@ def product_flops(fn: Callable[..., Any], *args: Any) -> float:
         args: arrays or `jax.ShapeDtypeStruct`s.
 
     Example:
-        >>> import jax, jax.numpy as jnp
         >>> from jgraph.trace.flops import product_flops
         >>> product_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 5)))
         60.0

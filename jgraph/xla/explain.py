@@ -114,8 +114,7 @@ def explain(
 
     As `jax.jit(fn).lower(*args).compile()`, but it reads the compiled program for you, and a GPU need not be here.
 
-    >>> import jax.numpy as jnp
-    >>> report = explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
+    >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
     >>> report.dropped  # leaves donated for nothing
     ()
 

@@ -150,7 +150,7 @@ class StageAssignment:
 
 
 def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Looks tokens up in an embedding of which each rank of `pipe` holds V/P rows, in order; as `table_VD[tokens]` of a whole one.
+    """Looks tokens up in an embedding of which each rank of `pipe` holds V/P rows, in order; as `table_VD[tokens]` of all.
 
     Args:
         table_VD: this rank's rows, float32; their gradient is summed over repeated tokens in float32.
