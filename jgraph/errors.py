@@ -36,11 +36,9 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:
-    """Raises ConfigError where a field of a dataclass has a value of another type than its annotation, or no choice of its.
+    """Raises ConfigError where a field of a dataclass, named after `prefix`, does not have the type of its annotation.
 
-    Args:
-        config: the dataclass; numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
-        prefix: of the fields' names in the error.
+    Numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
     """
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)

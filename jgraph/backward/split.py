@@ -158,8 +158,7 @@ class Split:
         """Returns the gradient of the input, the gradients of parameters that are not delayed, and the stash for wgrad.
 
         Args:
-            params: as in `forward`.
-            residuals: of this microbatch's `forward`.
+            params, residuals: those of this microbatch's `forward`.
             dy: gradient of y, a tree as y.
 
         Returns:

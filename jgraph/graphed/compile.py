@@ -115,9 +115,7 @@ def compile_tasks(
     """Compiles executables, several at a time.
 
     Args:
-        interfaces: of each executable.
-        callables: those of the tasks.
-        options: for XLA.
+        interfaces: of each executable, of tasks of these `callables`.
         loss_fn: of `loss` tasks: a function of y and of the leaves of its other arguments.
         copies: whether equal tasks on equal shapes are one executable, or `each` has its own; the latter on a GPU only.
 

@@ -87,11 +87,7 @@ class Simulation:
         return float(self.idle.mean() / self.makespan)
 
     def memory(self, sizes: Mapping[str, float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the bytes in use over time, for each rank: times, and the bytes from then on.
-
-        Args:
-            sizes: bytes of one array in each pool that there is (see `slots.POOLS`).
-        """
+        """Returns for each rank times, and the bytes in use from then on; `sizes` are bytes of an array in each pool."""
         check_sizes(sizes)
         times, changes = [], []
         for pool, (born, died) in live_spans(self.schedule, self.starts, self.ends, latency=self.latency).items():

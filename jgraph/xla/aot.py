@@ -67,9 +67,8 @@ def compile_for(
     """Compiles a jitted function for a GPU that is not here; returns the program, and what of it XLA captures.
 
     Args:
-        jitted: from `jax.jit`.
-        args: its arguments, as `placed` takes them.
-        gpu: which, one of `GPUS`.
+        jitted, args: from `jax.jit`, and its arguments as `placed` takes them.
+        gpu: one of `GPUS`.
         compiler_options: as `jgraph.xla.compiler_options` returns them.
 
     Raises:
