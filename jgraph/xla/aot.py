@@ -1,6 +1,6 @@
 """Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
 
-    python -m jgraph.aot install     # 125 MB, once for each jax version
+    python -m jgraph.aot install     # 130 MB, once for each jax version
 
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
