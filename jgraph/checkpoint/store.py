@@ -34,7 +34,8 @@ class Checkpoints:
     """Saves a state in the background and restores it; keeps the last `keep` checkpoints, under `directory/STEP/`.
 
     As Orbax's `CheckpointManager`, which writes them, but every leaf has a checksum, and a damaged checkpoint is set aside for
-    the one before it. All processes of a run share one directory, and call every method together.
+    the one before it. All processes of a run share one directory, and call every method together. Save
+    `TrainStep.canonical.of(state)`, and a run can go on over other devices.
 
     >>> import tempfile
     >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)

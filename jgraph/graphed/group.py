@@ -31,8 +31,7 @@ class RunResult:
 
     Attributes:
         losses: of each microbatch, scalars on the last device.
-        grads: of each callable, a tree as params: float32 sums over the microbatches, your arrays or `Borrowed`; None for
-            integers.
+        grads: of each callable, as params: float32 sums over the microbatches, your arrays or `Borrowed`; None for integers.
         outputs: of each microbatch, of the last callable; None where they were dropped.
     """
 

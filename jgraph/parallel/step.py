@@ -135,7 +135,7 @@ def train_step(
         params_dtype: dtype of the parameters that the optimizer updates.
         grads_dtype: dtype in which gradients are summed over microbatches and devices.
         read_dtype: dtype to which the summed gradient is rounded before the optimizer reads it; None does not round.
-        freeze: patterns of names of parameters that are not trained, as in a shell.
+        freeze: shell patterns of names of parameters that are not trained, e.g. `embed*`.
         carried: shapes of the state that the model carries from step to step, such as running statistics.
         reductions: how that is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, or a tree of these.
 
@@ -226,7 +226,7 @@ class TrainStep:
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None) -> TrainState:
-        """Returns the state before the first step, made in one program where it belongs.
+        """Makes the state before the first step, in one program, on the devices where it lies.
 
         Args:
             params: the model's own tree, which is copied; or a function that makes it, so that no device ever has all of it.
@@ -397,7 +397,7 @@ class TrainStep:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """A compiled training step, proven to update its state in place.
+    """A compiled training step, proven to update its state in place; `print` it for the report. Made by `TrainStep.compile`.
 
     Attributes:
         executable: jax's.

@@ -88,7 +88,6 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
     Args:
         args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
             has a sharding keeps it, everything else is placed on the first device.
-        gpu: which, one of `GPUS`.
     """
     sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
 
@@ -134,9 +133,8 @@ def find_library(directory: Path | None = None) -> Path | None:
 
 
 def install(directory: Path | None = None) -> Path:
-    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library.
-
-    Several processes may call it at once.
+    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library. Several processes
+    may call it at once.
 
     Args:
         directory: where to, absent or empty; the default cache if None.
