@@ -78,7 +78,7 @@ class Bound(Protocol):
 
 
 class Strategy(Protocol):
-    """Where parameters lie, and who computes what: `Replicated`, `FullySharded` or `Pipelined`.
+    """Says where parameters lie, and which device computes what: `Replicated`, `FullySharded` or `Pipelined`.
 
     Attributes:
         shapes: of the parameters, in the model's own tree.

@@ -92,7 +92,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a compiled program launches: `captured` of `total` thunks in `command_buffers`; `outside` accounts for the rest."""
+    """Counts what a compiled program launches: `captured` of `total` thunks in `command_buffers`; `outside` lists the rest."""
 
     command_buffers: int
     captured: int
