@@ -18,6 +18,12 @@ Tree = Any
 class PipelineModel:
     """Describes a model to `Pipelined` as three pure functions of a microbatch: `embed`, then every `layer`, then `head`.
 
+    >>> model = jgraph.PipelineModel(
+    ...     embed=lambda outer, batch: batch @ outer["embed"],
+    ...     layer=lambda params, x: jnp.tanh(x @ params["kernel"]),
+    ...     head=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
+    ... )  # for parameters (outer, [layer, layer, ...]); `split` and `join` take others apart
+
     Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. The result of `embed` counts on the rank of
     the first stage, the loss of `head` on that of the last; other results are dropped, with their gradients. So plain functions
     work as they are. To share the work, use collectives over `pipe`, as `split_embedding` and
