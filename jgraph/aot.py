@@ -1,6 +1,6 @@
 """The compiler for NVIDIA GPUs that are not here, which `python -m jgraph.inspect capture` needs for a target.
 
-python -m jgraph.aot install           # 125 MB, once for each jax version
+python -m jgraph.aot install           # 130 MB, once for each jax version
 python -m jgraph.aot show --gpu b200
 """
 

@@ -1,6 +1,6 @@
 """Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
 
-    python -m jgraph.aot install     # 125 MB, once for each jax version
+    python -m jgraph.aot install     # 130 MB, once for each jax version
 
 NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
 cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
@@ -67,9 +67,8 @@ def compile_for(
     """Compiles a jitted function for a GPU that is not here; returns the program, and what of it XLA captures.
 
     Args:
-        jitted: from `jax.jit`.
-        args: its arguments, as `placed` takes them.
-        gpu: which, one of `GPUS`.
+        jitted, args: from `jax.jit`, and its arguments as `placed` takes them.
+        gpu: one of `GPUS`.
         compiler_options: as `jgraph.xla.compiler_options` returns them.
 
     Raises:
@@ -89,7 +88,6 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
     Args:
         args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
             has a sharding keeps it, everything else is placed on the first device.
-        gpu: which, one of `GPUS`.
     """
     sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
 
@@ -135,9 +133,8 @@ def find_library(directory: Path | None = None) -> Path | None:
 
 
 def install(directory: Path | None = None) -> Path:
-    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library.
-
-    Several processes may call it at once.
+    """Downloads the plugin for the installed jax, with pip, unless it is there; returns the shared library. Several processes
+    may call it at once.
 
     Args:
         directory: where to, absent or empty; the default cache if None.
