@@ -1,4 +1,4 @@
-"""What XLA captures and where donated buffers go, on an H200 that is not here.
+"""Report what XLA captures of a step on an H200 that is not here, and where its donated buffers go.
 
 python -m jgraph.aot install   # one wheel, into a cache
 python examples/explain_for_h200.py

@@ -33,7 +33,7 @@ def head(outer, x, batch):
 
 
 def split(params):
-    """From the model's own tree to the parameters of embedding and head, and those of each layer."""
+    """Returns the parameters of embedding and head, and a list with those of each layer."""
     return {"embed": params["embed"], "head": params["head"]}, params["layers"]
 
 

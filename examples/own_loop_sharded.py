@@ -21,7 +21,7 @@ def make_params():
 
 
 def loss(params, batch, key):
-    """A sum and its weight: rows of weight 0 are padding, and no device's mean counts for more than its rows."""
+    """Returns a sum and its weight: rows of weight 0 are padding, and a mean of the devices' means would be wrong."""
     error = jax.nn.relu(batch["x"] @ params["up"]) @ params["down"] - batch["y"]
     total = jnp.sum(batch["weight"] * error[:, 0] ** 2)
     return jgraph.Loss(total, jnp.sum(batch["weight"]), {"error": jnp.sum(batch["weight"] * jnp.abs(error[:, 0]))})

@@ -12,12 +12,12 @@ from flax import nnx
 
 @dataclass(frozen=True)
 class BigramConfig:
-    """What the constructor takes first: its fields become flags, their docstrings the flags' help."""
+    """Settings, the constructor's first argument: each field becomes a flag, and its docstring that flag's help."""
 
     width: int = 32
     """Rank of the table of which byte follows which."""
     dropout: float = 0.1
-    """Part of the activations that training drops."""
+    """Share of the activations that training drops."""
 
 
 class Bigram(nnx.Module):

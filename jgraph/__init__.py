@@ -1,4 +1,11 @@
-"""Train Flax models on NVIDIA GPUs as one captured program per step."""
+"""Train JAX models on NVIDIA GPUs as one captured program per step.
+
+- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
+- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `scope`.
+- A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
+- A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
+- What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
+"""
 
 import importlib
 from importlib import metadata as _metadata
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from jgraph.errors import OwnershipError as OwnershipError
     from jgraph.errors import ShapeError as ShapeError
     from jgraph.errors import SplitError as SplitError
+    from jgraph.errors import TargetError as TargetError
     from jgraph.graphed import Borrowed as Borrowed
     from jgraph.graphed import fold_key as fold_key
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
@@ -48,7 +56,7 @@ _MODULES = {
     "backward": "dot_general split_backward",
     "checkpoint": "Checkpoints",
     "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
-    "NonFiniteError OrderError OwnershipError ShapeError SplitError",
+    "NonFiniteError OrderError OwnershipError ShapeError SplitError TargetError",
     "graphed": "Borrowed fold_key make_graphed_callables",
     "loss": "cross_entropy",
     "modules": "functional",

@@ -86,8 +86,7 @@ def run(
     """Runs a command and returns the exit code of its process.
 
     Args:
-        prog: name of the command.
-        act: runs it with the arguments; what it returns is the exit code, None for 0.
+        act: runs the command `prog` with the arguments; returns the exit code, None for 0.
         argv: the arguments; None for those of the process.
         fields: names that are flags of this command.
 
@@ -136,9 +135,7 @@ def parse(kind: Any, prog: str, about: str | None, args: Sequence[str], **settin
 
     Args:
         kind: a dataclass or a function; or those of the subcommands, by name.
-        prog: name of the command.
-        about: the text of its help.
-        args: the arguments.
+        prog, about: name of the command, and the text of its help.
         settings: for `tyro.cli`.
 
     Raises:

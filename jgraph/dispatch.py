@@ -26,9 +26,6 @@ def in_turn(results: T) -> T:
 
     CPU devices share one pool of threads, and a rank that waits in a collective keeps its thread. Ranks of two programs can
     so take all threads, each waiting for one that has none left. GPUs have queues: there, this returns at once.
-
-    Args:
-        results: pytree of arrays, of one program over the same devices.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 class JgraphError(ValueError):
-    """Base of the family. The message names the thing, its value, what is allowed and what to change.
+    """Base of every jgraph error; a ValueError. The message names the thing, its value, what is allowed and what to change.
 
     Attributes:
         field: name of the argument at fault, dotted where it is a field of one (`model.num_heads`); empty where there is none.
@@ -36,11 +36,9 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:
-    """Raises ConfigError where a field of a dataclass has a value of another type than its annotation, or no choice of its.
+    """Raises ConfigError where a field of a dataclass, named after `prefix`, does not have the type of its annotation.
 
-    Args:
-        config: the dataclass; numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
-        prefix: of the fields' names in the error.
+    Numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
     """
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
@@ -76,11 +74,11 @@ class ShapeError(JgraphError):
 
 
 class DataError(JgraphError):
-    """The text or the tokens cannot be used as they are."""
+    """A text, a tokenizer or token files cannot be used as they are."""
 
 
 class CompilerOptionError(JgraphError):
-    """The installed XLA does not have this option, or the option not this value."""
+    """The installed XLA does not know an option, or refuses its value."""
 
 
 class TargetError(JgraphError):
@@ -88,7 +86,7 @@ class TargetError(JgraphError):
 
 
 class DonationError(JgraphError):
-    """The compiled program does not alias what was donated.
+    """Donated arrays would be copied or change places in the compiled program, instead of being updated in place.
 
     Attributes:
         leaves: names of the leaves that are not updated in place.
@@ -123,7 +121,7 @@ class SplitError(JgraphError):
     """A stage's backward cannot be split as asked, or its parts do not belong together.
 
     Attributes:
-        path: of the parameter or input at fault, e.g. `embed/embedding`; empty where it is none.
+        path: of the parameter or input at fault, e.g. `embed/embedding`; empty where no single one is.
     """
 
     path: str = ""
@@ -133,14 +131,14 @@ class CallableError(JgraphError):
     """Graphed callables cannot be built as asked, or are called with something else than they were built for.
 
     Attributes:
-        mismatches: everything that differs from what was built, one text each, with its path; empty for other errors.
+        mismatches: one text with its path for everything that differs from what was built; empty for other errors.
     """
 
     mismatches: tuple[str, ...] = ()
 
 
 class OwnershipError(JgraphError):
-    """A buffer is used that its owner has taken back.
+    """A buffer is read after its owner took it back, or is passed where its owner may update it.
 
     Attributes:
         owner: whose it is, e.g. `main_grad of callable 0`.
@@ -150,11 +148,11 @@ class OwnershipError(JgraphError):
 
 
 class CheckpointError(JgraphError):
-    """A checkpoint cannot be written, read, or does not belong to this run."""
+    """A checkpoint cannot be written or read, or does not belong to this run."""
 
 
 class ProfileError(JgraphError):
-    """What was recorded of a run does not say what it should."""
+    """A recorded trace or program cannot be reported on."""
 
 
 class NonFiniteError(JgraphError):

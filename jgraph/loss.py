@@ -37,21 +37,23 @@ def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
 def cross_entropy(
     x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int = 0, axis: str | None = None, vocab_size: int = 0
 ) -> Array:
-    """Returns the mean next-token loss in nats.
+    """Returns the mean next-token loss in nats, from hidden states instead of logits.
 
-    Float32 logits are never stored: statistics are float32, inside the fusion that reads them.
+    As the mean of `optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)`, but float32 logits are never stored.
+
+    >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
+    2.0794415
 
     With `axis`, under `jax.shard_map`, each device of that axis has a part of the vocabulary and does that part of the work
-    (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3): the label's logit and the sum of exponentials are summed over
-    the devices, and so must be what they each give as the gradient of x.
+    (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3). Each gives its part of the gradient of x: sum them yourself.
 
     Args:
         x_BTD: final hidden states, bfloat16 or float32.
         head_DV: output projection, same dtype as `x_BTD`.
-        labels_BT: integer token ids in [0, V); with any other the loss is NaN.
+        labels_BT: integer token ids in [0, V); any other id makes the loss NaN.
         chunk: tokens whose logits (in the dtype of `x_BTD`) are held at once; must divide B*T; 0 for `auto_chunk`.
         axis: of the mesh, over which the vocabulary is split; `x_BTD` and `labels_BT` are the same on all its devices.
-        vocab_size: of all devices, with `axis`; columns beyond it are padding. 0: there is none.
+        vocab_size: columns of the whole head, over all devices, beyond it are padding; 0 where there is none.
 
     Returns:
         Scalar float32, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`; products

@@ -24,13 +24,13 @@ Mode = Literal["train", "evaluate"]
 
 @dataclass(frozen=True, eq=False)
 class FunctionalModel:
-    """A Flax model as pure functions.
+    """A Flax model as pure functions. Made by `functional`.
 
     Attributes:
         shapes: of the parameters, a nested dict of `jax.ShapeDtypeStruct`s.
         carried: shapes of its other state; empty where it has none.
-        init: makes (parameters, carried state), to be jitted.
-        call: `call(name, mode, params, carried, key, *args)`, a method's result and the carried state after it.
+        init: `init()` makes (parameters, carried state); can be jitted.
+        call: `call(name, mode, params, carried, key, *args)` returns a method's result and the carried state after it.
         annotations: Flax's partition names, a PartitionSpec or None by the name of a parameter.
     """
 
@@ -45,30 +45,31 @@ class FunctionalModel:
         return self.call("loss", "train", params, carried or {}, key, batch)
 
     def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
-        """Returns what a method of the model gives in evaluation: without dropout, with the statistics as they are."""
+        """Calls a method in evaluation: without dropout, with the statistics as they are. Returns its result."""
         return self.call(name, "evaluate", params, carried, jax.random.key(0), *args)[0]
 
 
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
-    """Makes pure functions of a Flax model; computes nothing.
+    """Turns a Flax module into pure functions of its parameters, for `train_step`. Traces it; computes nothing.
+
+    As `nnx.split` and `nnx.merge` or Linen's `init` and `apply`, but one way for both, and dropout takes the key of each call.
+
+    >>> class Line(nnx.Module):
+    ...     def __init__(self, rngs):
+    ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+    ...     def loss(self, batch):
+    ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
+    >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
+    >>> params, carried = model.init()
+    >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
 
     Args:
         make: makes the NNX module, with its parameters, or the Linen module.
-        batch: shapes of the arguments of `loss`, which a Linen module needs to make its parameters.
-        key: seed of a Linen module's parameters.
+        batch: for a Linen module: the argument of `loss`, arrays or shapes, which it needs to make its parameters.
+        key: for a Linen module: seed of its parameters.
 
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import jgraph
-        >>> class Line(nnx.Module):
-        ...     def __init__(self, rngs):
-        ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
-        ...     def loss(self, batch):
-        ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
-        >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
-        >>> sorted(model.shapes["linear"])
-        ['bias', 'kernel']
+    Returns:
+        FunctionalModel: `shapes` of the parameters and `carried` state, `init`, `loss`, `evaluate`, Flax's `annotations`.
     """
     found: list[Any] = []
     shapes = nnx.eval_shape(lambda: found.append(made := make()) or (made if isinstance(made, nnx.Module) else None))

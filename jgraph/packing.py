@@ -36,12 +36,9 @@ class Packing:
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
-        """Packs leaves of fewer than `small` elements by dtype and by whether they are matrices; others stay as they are.
+        """Packs leaves of fewer than `small` elements by dtype and by whether they are matrices.
 
-        Args:
-            params: tree of arrays or shapes.
-            small: elements.
-            alone: names of leaves that are not packed, as `leaf_names` has them.
+        Other leaves stay as they are, and so do those that `alone` names, as `leaf_names` has them.
         """
         members: dict[str, list[int]] = {}
         flat, treedef = jax.tree.flatten(params)

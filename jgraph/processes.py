@@ -86,8 +86,7 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Any]:
     """Returns a `jax.Device` for each rank, as many of every process, in the order of the processes.
 
     Args:
-        count: ranks.
-        flags: that ask for them, for the error.
+        count, flags: how many ranks, and the flags that ask for them, for the error.
 
     Raises:
         ConfigError: there are fewer devices, or some process would have none or fewer than another.

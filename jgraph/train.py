@@ -1,4 +1,4 @@
-"""Train a GPT on one device or several, or go on with a run that was interrupted.
+"""Train a GPT, or a Flax model of your own, on one device or several; go on with a run that was interrupted.
 
     python -m jgraph.train
     python -m jgraph.train --preset gpt-124m --data tokens/ --run-dir runs/first

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+import jgraph
 
 ROOT = Path(__file__).parents[1]
 # A command line of the training, and a program for a GPU that is not here (tests/xla has those).
@@ -49,6 +52,6 @@ MODULES = [
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings_give_what_they_show(module):
-    found = doctest.testmod(importlib.import_module(module))
+    found = doctest.testmod(importlib.import_module(module), extraglobs={"jgraph": jgraph, "jax": jax, "jnp": jax.numpy})
     assert found.attempted > 0
     assert found.failed == 0

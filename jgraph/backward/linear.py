@@ -34,9 +34,10 @@ def dot_general(
     preferred_element_type: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """`jax.lax.dot_general`, recognised by `split_backward(..., products="hooked")`; what Flax layers take as `dot_general=`.
+    """Marks a product whose weight gradient may come late. Arguments and result are those of `jax.lax.dot_general`.
 
-    Args and result as those of `jax.lax.dot_general`. Without `products="hooked"` every product is found, hooked or not.
+    Pass it to Flax layers: `nnx.Linear(..., dot_general=jgraph.dot_general)`. It matters only to `split_backward(...,
+    products="hooked")`, which delays marked products alone; otherwise every product is found.
     """
 
     def jgraph_dot_general(lhs, rhs):

@@ -91,9 +91,11 @@ def split_backward(
     products: Products = "all",
     has_aux: bool = False,
 ) -> "Split":
-    """Splits a stage's backward pass into dgrad and wgrad, with no FLOP done twice.
+    """Splits a function's backward pass into dgrad (gradients of inputs, now) and wgrad (of weights, any time later).
 
-    >>> split = split_backward(lambda params, x: x @ params["w"] + params["b"])
+    As `jax.vjp`, but in two calls, and no FLOP is done twice.
+
+    >>> split = jgraph.split_backward(lambda params, x: x @ params["w"] + params["b"])
     >>> params, x = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, jnp.ones((4, 2))
     >>> y, residuals = split.forward(params, x)
     >>> dx, early, stash = split.dgrad(params, residuals, jnp.ones_like(y))
@@ -102,25 +104,27 @@ def split_backward(
     {'b': (3,), 'w': (2, 3)}
 
     Args:
-        stage_fn: `stage_fn(params, x, *extra) -> y`, pure, trees of real arrays; x of floating dtype. What is in `extra`
-            (tokens, masks, a dropout key) is not differentiated. Callbacks that return nothing, as `jax.debug.print`, run once
-            a microbatch, in forward. Arrays may be spread over automatic axes of a mesh, not over explicit ones.
-        delay: patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`, whose gradients shall come from wgrad. None
+        stage_fn: a pure `stage_fn(params, x, *extra) -> y` of trees of real arrays; x is floating. `extra` (tokens, masks, a
+            dropout key) is not differentiated. Callbacks that return nothing, as `jax.debug.print`, run once a microbatch, in
+            forward. Arrays may be spread over automatic axes of a mesh, not over explicit ones.
+        delay: patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`, whose gradients must come from wgrad. None
             delays every parameter that acts only as the weight of matrix products, `ragged_dot` or convolutions; the gradients
-            of the others (norm scales, biases, embeddings) come from dgrad at once.
-        recompute: `elementwise` keeps of the forward pass only what is more than a pass over memory to make again: inputs,
-            products, attention, reductions. `nothing` keeps what `jax.vjp` keeps, five arrays for a GELU instead of one; so
-            does a stage that uses `jax.checkpoint`, which then decides alone.
+            of the others (norm scales, biases, embeddings) come from dgrad.
+        recompute: `elementwise` does elementwise work again in the backward, and keeps inputs, products, attention and
+            reductions. `nothing` keeps what `jax.vjp` keeps: five arrays for a GELU instead of one. In a stage that uses
+            `jax.checkpoint`, that alone decides.
         products: `all`, or `hooked` to delay only those made with `jgraph.dot_general`.
         has_aux: whether `stage_fn` returns `(y, aux)`, as with `jax.vjp`. `forward` then gives aux as its third result. It is
             not differentiated: dgrad and wgrad cost no more, and nothing is kept for it.
 
     Returns:
-        A Split, whose methods are pure and jittable.
+        Split: `forward`, `dgrad`, `wgrad` and `accumulate`, pure and jittable.
 
     Raises:
-        SplitError: when it is used: a parameter in `delay` reaches the output by another way than as the weight of a product;
-            an array is complex or spread over explicit axes; a callback's result is read; `has_aux`, and no pair.
+        ConfigError: `recompute` or `products` is not one of its choices.
+        SplitError: an argument has another type; or, when it is used: a parameter in `delay` reaches the output by another way
+            than as the weight of a product; an array is complex or spread over explicit axes; a callback's result is read;
+            `has_aux`, and no pair.
     """
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("products", products, get_args(Products))
@@ -135,7 +139,7 @@ def split_backward(
 
 
 class Split:
-    """The parts of a stage: `forward`, `dgrad`, `wgrad`. See `split_backward`."""
+    """A stage's forward and the two parts of its backward, as pure functions. Made by `split_backward`."""
 
     def __init__(self, stage_fn: Callable[..., Tree], has_aux: bool, **options: Any):
         self._stage, self._has_aux, self._options = stage_fn, has_aux, options
@@ -153,19 +157,18 @@ class Split:
         return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options['recompute']!r})"
 
     def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
-        """Returns y, the residuals that this microbatch's backward pass needs, and with `has_aux` the stage's aux."""
+        """Returns y, the residuals (the arrays that this microbatch's backward reads), and with `has_aux` the stage's aux."""
         return self._forward(params, x, *extra)
 
     def dgrad(self, params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
         """Returns the gradient of the input, the gradients of parameters that are not delayed, and the stash for wgrad.
 
         Args:
-            params: as in `forward`.
-            residuals: of this microbatch's `forward`.
-            dy: as y.
+            params, residuals: those of this microbatch's `forward`.
+            dy: gradient of y, a tree as y.
 
         Returns:
-            dx, as x; early, as params with None for the delayed ones; the stash.
+            (dx, early, stash): dx is a tree as x; early is a tree as params, None for the delayed ones.
         """
         plan = self._own(residuals, "residuals")
         leaves, tree = jax.tree.flatten(dy)
@@ -177,18 +180,18 @@ class Split:
         return self._dgrad(params, residuals, dy)
 
     def wgrad(self, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
-        """Returns the gradients of the delayed parameters, as params with None for the others; of the parameters' dtypes.
+        """Returns the gradients of the delayed parameters in their dtypes: a tree as params, None for the others.
 
-        Needs of the residuals only what `Residuals.after_dgrad` keeps.
+        Reads only the residuals that `Residuals.after_dgrad` keeps.
         """
         self._match(residuals, stash)
         return self._wgrad(params, residuals.after_dgrad(), stash)
 
     def accumulate(self, main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
-        """Returns `main_grad` with `wgrad` added in float32, by the products themselves. In place where `main_grad` is donated.
+        """Adds `wgrad` to `main_grad` in float32, inside the products; returns the sum. In place where `main_grad` is donated.
 
         Args:
-            main_grad: as params; float32 where delayed, passed through elsewhere.
+            main_grad: a tree as params; delayed leaves are float32, other leaves are returned as they are.
             params, residuals, stash: as in `wgrad`.
         """
         self._match(residuals, stash)

@@ -18,7 +18,7 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class CanonicalLayout:
-    """Goes between a state and its canonical layout: parameters, and what the optimizer keeps like them, in the model's tree.
+    """Converts a state to its canonical layout and back: parameters and the optimizer's moments in the model's own tree.
 
     A state is a dataclass with `params` and `opt_state`; what else it has stays as it is.
 
@@ -44,7 +44,7 @@ class CanonicalLayout:
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
-        """Inverts `of`, bit for bit; takes what a run over other devices gave, too. Nothing is donated."""
+        """Inverts `of`, bit for bit, also for a state from a run over other devices. Nothing is donated."""
 
         # Hardly a buffer of the one fits into the other, and saving needs the room of both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
@@ -55,7 +55,7 @@ class CanonicalLayout:
         return lambda canonical: in_turn(back(canonical))
 
     def shapes(self) -> Any:
-        """Returns what `of` gives as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
+        """Returns the result of `of` as `jax.ShapeDtypeStruct`s, to restore into; with shardings on several devices."""
         shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes

@@ -31,12 +31,24 @@ _TRASH = "deleted"
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run, under `directory/STEP/`, which all its processes share and use together.
+    """Saves a state in the background and restores it; keeps the last `keep` checkpoints, under `directory/STEP/`.
+
+    As Orbax's `CheckpointManager`, which writes them, but every leaf has a checksum, and a damaged checkpoint is set aside for
+    the one before it. All processes of a run share one directory, and call every method together. Save
+    `TrainStep.canonical.of(state)`, and a run can go on over other devices.
+
+    >>> import tempfile
+    >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+    >>> checkpoints.save(100, {"w": jnp.ones(3)})
+    >>> checkpoints.wait()
+    >>> checkpoints.restore_latest({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+    (100, {'w': Array([1., 1., 1.], dtype=float32)})
+    >>> checkpoints.close()
 
     Args:
         directory: made when missing; what an interrupted save left there is removed.
         keep: number of checkpoints, at least 1.
-        warn: is told, in one line, of every checkpoint that is passed over because it is damaged.
+        warn: called with one line for every damaged checkpoint that is passed over.
     """
 
     def __init__(self, directory: Path, keep: int, *, warn: Callable[[str], object] = warnings.warn):
@@ -50,7 +62,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint whose writing has at least begun, damaged or not."""
+        """The step of the newest checkpoint, be it damaged or still being written; None where there is none."""
         return self._manager.latest_step()
 
     def check_space(self, state: object) -> None:
@@ -58,10 +70,10 @@ class Checkpoints:
         check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
 
     def save(self, step: int, state: object) -> None:
-        """Starts to write a checkpoint, after the one before it is written. The state may be donated once this returns.
+        """Starts to write a checkpoint, once the one before it is written. After it returns, the state may be donated.
 
         Args:
-            step: number of steps done, larger than that of every checkpoint there is; an equal one is left as it is.
+            step: number of steps done, larger than every step saved so far. Saving the newest again does nothing.
             state: pytree of arrays.
 
         Raises:
@@ -87,7 +99,7 @@ class Checkpoints:
         Damaged ones that are newer are named through `warn` and set aside as `damaged-STEP`, out of the way of new ones.
 
         Args:
-            like: pytree of arrays or `jax.ShapeDtypeStruct`; what is restored has its structure and lies on its devices.
+            like: pytree of arrays or `jax.ShapeDtypeStruct`; the state has its structure and lies on its devices.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the state in it has other leaves than `like`.
@@ -119,7 +131,7 @@ class Checkpoints:
             self._empty_trash()
 
     def close(self) -> None:
-        """Waits, then lets go of Orbax's threads. Raises CheckpointError as `wait` does."""
+        """Waits until all is on disk, then ends Orbax's threads. Raises CheckpointError as `wait` does."""
         try:
             self.wait()
         finally:

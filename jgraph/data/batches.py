@@ -87,9 +87,7 @@ def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int
     """Returns windows to evaluate on, in the order of the text, each at most once, so that a mean weighs them equally.
 
     Args:
-        tokens: 1-D stream of ids, at least seq_len + 1.
-        batch_size: rows of a batch.
-        seq_len: tokens that each row predicts.
+        tokens, batch_size, seq_len: as `Batches` has them.
         limit: largest number of batches, at least 1; a longer text is sampled evenly.
 
     Returns:

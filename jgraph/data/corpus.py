@@ -34,10 +34,8 @@ class Corpus:
 
     Attributes:
         name: as `load` was given it.
-        train: 1-D ids, uint8 for text, uint16 or uint32 for token files, mapped and checked when read.
-        heldout: likewise.
-        train_documents: number of documents.
-        heldout_documents: likewise.
+        train, heldout: 1-D ids, uint8 for text, uint16 or uint32 for token files, mapped and checked when read.
+        train_documents, heldout_documents: their numbers.
         vocab_size: every id is smaller; 256 for text.
         fingerprint: SHA-256 of the contents as 64 hexadecimal digits; does not depend on the order of documents.
         zlib_nats_per_token: what zlib, level 9, needs for a byte of the text (of its first 32 MiB); None for token files.

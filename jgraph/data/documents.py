@@ -20,16 +20,13 @@ _SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
 
 
 def cut(text: bytes, *, fewest_blocks: int = FEWEST_BLOCKS) -> list[bytes]:
-    """Cuts a text into documents.
+    """Cuts a text into documents, in its order, and leaves out those that are only white space.
 
     Lines that read `<|endoftext|>` separate documents. A text without them is cut at line ends into blocks of about 16 KiB.
 
     Args:
         text: bytes of any encoding; UTF-8 characters are never cut in two.
         fewest_blocks: a short text without separators gets smaller blocks, until there are about this many.
-
-    Returns:
-        The documents in the order of the text, without those that are only white space.
     """
     documents = _trim(_SEPARATOR.split(text))
     if len(documents) != 1:

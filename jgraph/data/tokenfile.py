@@ -152,15 +152,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> Header:
-    """Writes a token file, document by document, under a temporary name that becomes `path` only when all is on disk.
+    """Writes a token file, document by document, under a temporary name until all is on disk; returns its header.
 
     Args:
         path: the file; one that exists is replaced.
         documents: 1-D arrays of non-negative integers, end-of-text tokens included.
         vocab_size: recorded in the header; decides the stored dtype.
-
-    Returns:
-        The header that was written.
 
     Raises:
         DataError: an id is not below `vocab_size`, a document is no 1-D array of integers, there are no tokens, or `vocab_size`

@@ -25,13 +25,7 @@ class Encoder:
     """
 
     def __init__(self, path: Path):
-        """
-        Args:
-            path: a tokenizer.json.
-
-        Raises:
-            DataError: the library is not installed, or the file is not a tokenizer.
-        """
+        """Reads a tokenizer.json. Raises DataError if the library is not installed, or the file is not a tokenizer."""
         self._tokenizer = _load(path)
         # A file may ask for truncation and padding, which would drop and make up text.
         self._tokenizer.no_truncation()

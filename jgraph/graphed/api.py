@@ -42,11 +42,13 @@ def make_graphed_callables(
     training: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "GraphedCallables":
-    """Compiles forward and backward of callables, once; the counterpart of Transformer Engine's function of this name.
+    """Compiles forward and backward of each callable once, as CUDA graphs that your code calls in whatever order.
 
-    >>> import jax.numpy as jnp
+    As `jax.jit` of `jax.vjp`, but the backward is a call of its own, buffers have an owner, and wgrads may wait. It is the
+    counterpart of the functions of this name in PyTorch and Transformer Engine.
+
     >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
-    >>> graphed = make_graphed_callables(lambda params, x: x @ params, params, (x,))
+    >>> graphed = jgraph.make_graphed_callables(lambda params, x: x @ params, params, (x,))
     >>> graphed[0]
     Graphed(0: forward, backward; float32[4, 2] -> float32[4, 3])
     >>> y = graphed[0](params, x)
@@ -55,30 +57,31 @@ def make_graphed_callables(
     Args:
         callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
             `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, or a Flax module (NNX or Linen). x and y are floating; an
-            x of integers has no gradient; what is in `extra` and `kwargs` is not differentiated. Random keys are arguments.
-        params: of each callable; a tuple of them where `callables` is one. Arrays or `jax.ShapeDtypeStruct`.
+            x of integers has no gradient; `extra` and `kwargs` are not differentiated. Random keys are arguments.
+        params: of each callable, a tuple where `callables` is one. Arrays or `jax.ShapeDtypeStruct`.
         sample_args: (x, *extra) of each callable; microbatches share the shapes. Only shapes and dtypes are read.
         sample_kwargs: keyword arguments of each callable, if any.
-        order: what `run` plays, and how many callables there are: signed numbers (`jgraph.Order.parse`), an Order, a Schedule,
-            or one order per rank. None: each callable on its own.
+        order: the order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
+            None for callables that are only called one by one.
         num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
-        delay_wgrad: whether weight gradients are computed apart; for all, or one per stage: a chunk of one rank's order, a
-            callable without an order. One that has nothing to delay gets no wgrad, and may have none in the order.
-        reuse_buffers: whether buffers that only graphed callables see are used again after their last consumer. Then y and dx
-            of single calls are `Borrowed`.
-        param_grads: `owned`: a gradient is the caller's own array, of the parameter's dtype, except those of delayed
-            parameters. `aliased`: all are float32 sums in main_grad, at one address, as those of delayed parameters always are.
+        delay_wgrad: whether `wgrad` is a call of its own. One bool for all, or one per stage of the order (a chunk of a rank);
+            without an order, one per callable. A callable that has nothing to delay has no wgrad, and none in the order.
+        reuse_buffers: whether buffers that only graphed callables see are used again after their last reader. Then y and dx of
+            single calls are `Borrowed`.
+        param_grads: `owned`: a gradient is your own array, in the parameter's dtype, unless it is delayed. `aliased`: it is a
+            float32 sum in main_grad, always in the same buffer, as gradients of delayed parameters are in any case.
         devices: of each rank of the order; by default one, that of the params.
         training: False builds forwards only.
         compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
 
     Returns:
-        GraphedCallables: `[i]` is the i-th, `run` plays an order.
+        GraphedCallables: `[i]` is the i-th callable, `run` plays the order.
 
     Raises:
-        CallableError: callables, params and samples do not belong together, or an argument has no such value.
-        OrderError: the order cannot run, does not fit the callables, says otherwise than `delay_wgrad`, or has a wgrad of a
-            callable that has nothing to delay.
+        ConfigError: `param_grads` is not one of its choices.
+        CallableError: callables, params and samples do not belong together, or an argument has a value that is not allowed.
+        OrderError: the order cannot run, does not fit the callables or `delay_wgrad`, or has a wgrad of a callable that has
+            nothing to delay.
     """
     check_choice("param_grads", param_grads, get_args(ParamGrads))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)

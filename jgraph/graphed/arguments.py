@@ -31,9 +31,7 @@ def schedule_of(
     """Returns the schedule that an order means, and for each callable whether its wgrad is delayed.
 
     Args:
-        order: signed numbers, an Order, a Schedule, one order per rank, or None.
-        layers: callables per chunk, one number or one per chunk of a rank.
-        delay_wgrad: for all, or one per stage: a chunk of one rank's order, a callable without an order.
+        order, layers, delay_wgrad: as `make_graphed_callables` takes them; layers is its `num_layers_per_chunk`.
         count: number of callables.
 
     Raises:

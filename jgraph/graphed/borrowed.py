@@ -62,10 +62,10 @@ class Lease:
 
 
 class Borrowed:
-    """An array in a buffer of jgraph's own, which can be used where an array can until its owner takes the buffer back.
+    """Stands for an array in a buffer that jgraph will use again, and can be used as one until then.
 
-    As a pytree it is a node whose only leaf is the array, so a tree with handles can be given to a jitted function as it is.
-    Functions of `jax.lax` take `value`.
+    After that it raises, as a `jax.Array` that was donated, but says what took the buffer; `copy` or `keep` it before.
+    jax.numpy, numpy, operators and jitted functions take it as it is (a pytree node of one leaf), `jax.lax` takes its `value`.
     """
 
     __slots__ = ("_array", "_lease", "_path")
@@ -78,7 +78,7 @@ class Borrowed:
         """The array, in the owner's buffer.
 
         Raises:
-            OwnershipError: the buffer was taken back; the message says by what.
+            OwnershipError: the buffer was taken back; the message says what took it.
         """
         lease = self._lease
         if lease.ended:
@@ -90,14 +90,14 @@ class Borrowed:
         return self._array
 
     def copy(self) -> jax.Array:
-        """Returns the same numbers in a buffer of the caller's own. Raises OwnershipError as `value` does."""
+        """Returns the numbers in a buffer of your own. Raises OwnershipError as `value` does."""
         return jnp.copy(self.value)
 
     def keep(self) -> jax.Array:
-        """Returns the array itself, from now on the caller's: a pool buffer that is kept is not used again.
+        """Returns the array itself, from now on yours: jgraph does not use its buffer again.
 
         Raises:
-            OwnershipError: it was taken back, or it is an accumulator, which stays where it is.
+            OwnershipError: the buffer was taken back, or it is a sum in main_grad, which stays where it is: `copy` it.
         """
         array = self.value
         if self._lease.give_back is None:

@@ -18,11 +18,11 @@ Tree = Any
 
 
 class Graphed:
-    """One callable; see `make_graphed_callables`.
+    """Runs forward, dgrad and wgrad of one callable, as CUDA graphs. Made by `make_graphed_callables`.
 
     A forward keeps what its backward reads; `evaluate` keeps nothing. Microbatches are numbered by their forwards, from 0. A
     backward part belongs to the oldest that waits for it, or to the one that `microbatch` names. It must name one where more
-    wait than the order ever has at once, which without an order is one: then a forward never got its backward.
+    wait than the order ever has at once (without an order: one), since then a forward never got its backward.
 
     One thread at a time calls it, from a forward to the last backward part; with `reuse_buffers`, all callables of a build.
 
@@ -50,14 +50,14 @@ class Graphed:
         """Runs forward and keeps the arrays that the backward needs.
 
         Args:
-            params, x, extra, kwargs: as the samples; never donated.
+            params, x, extra, kwargs: shapes and dtypes as those of the samples; never donated.
 
         Returns:
-            y: the caller's array; with `reuse_buffers` a `Borrowed` on a pool buffer.
+            y: your array; with `reuse_buffers` a `Borrowed` on a pool buffer.
 
         Raises:
-            CallableError: something is not as it was built, every difference in one message; or the module is in another
-                mode; or the callable was reset.
+            CallableError: an argument is not as it was built (one message lists every difference); or the module is in
+                another mode; or the callable was reset.
             OwnershipError: x is a pool buffer that was released.
         """
         self._check_alive()
@@ -80,10 +80,10 @@ class Graphed:
             return shaped.y.unflatten(self._lent.lend("activation", y))
 
     def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
-        """Runs forward and keeps nothing, so that no backward belongs to it; for any thread at any time.
+        """Runs forward and keeps nothing: no backward belongs to it. Any thread may call it at any time.
 
-        The executable is that of the call, with its dropout if it has any. Buffers of a pool are read and not consumed, and y
-        is the caller's. Arguments and errors are those of the call.
+        It is the same executable as the call's, dropout included. It does not count as a reader of pool buffers, and y is your
+        array. Arguments and errors are those of the call.
         """
         self._check_alive()
         y = self.entry.shaped.y
@@ -93,15 +93,16 @@ class Graphed:
         """Runs the whole backward of a microbatch.
 
         Args:
-            dy: as y.
+            dy: gradient of y, a tree as y.
             microbatch: number of the microbatch; None for the oldest that has no backward.
 
         Returns:
-            Gradients as params, each leaf owned or a `Borrowed` on main_grad; None for integers. And dx, as x.
+            (grads, dx): grads is a tree as params, each leaf your array or a `Borrowed` on main_grad, None for integers; dx is
+            a tree as x.
 
         Raises:
-            CallableError: no forward waits for its backward, or more do than there should and `microbatch` does not say which
-                is meant; dy is not as y; built for inference; another thread's microbatches wait.
+            CallableError: no forward waits for its backward; more wait than there should, and `microbatch` names none; dy is
+                not as y; it was built with `training=False`; another thread's microbatches wait.
         """
         with self.turn:
             self._check_trains()
@@ -121,7 +122,7 @@ class Graphed:
             return self._finish(pending, "backward", outs), self._dx(outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
-        """Returns dx of a microbatch, whose wgrad then waits. Only where wgrads are delayed; otherwise as `backward`."""
+        """Returns dx of a microbatch, whose wgrad then waits. Needs `delay_wgrad`. Arguments and errors as of `backward`."""
         with self.turn:
             self._check_trains()
             if not self._delayed:
@@ -131,21 +132,21 @@ class Graphed:
             return self._dgrad(self._waiting.next("dgrad", "forward", microbatch), dy)
 
     def wgrad(self, *, microbatch: int | None = None) -> Tree:
-        """Returns the gradients of a microbatch, as `backward`; of the oldest whose wgrad waits, if none is named."""
+        """Returns the gradients of a microbatch, as `backward` does; `microbatch` None is the oldest whose wgrad waits."""
         with self.turn:
             self._check_trains()
             return self._wgrad(self._waiting.next("wgrad", "dgrad", microbatch))
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Numbers of the microbatches that wait: those without wgrad, then those without any backward, by age.
+        """Numbers of the microbatches that wait: first those that lack a wgrad, then those that lack a dgrad too, by age.
 
-        After a forward, the last is its number.
+        After a forward, the last number is that of its microbatch.
         """
         return self._waiting.numbers
 
     def drop(self, microbatch: int | None = None) -> None:
-        """Forgets a microbatch that waits and frees its buffers; all of them, if none is named. For any thread.
+        """Forgets a microbatch that waits and frees its buffers; None forgets all. Any thread may call it.
 
         Raises:
             CallableError: that microbatch does not wait; or another thread is in a call.
@@ -156,7 +157,7 @@ class Graphed:
 
     @property
     def main_grad(self) -> Tree:
-        """The float32 sums since `zero_grads`, as params: `Borrowed` where gradients are aliased, None elsewhere."""
+        """The float32 sums of gradients since `zero_grads`, a tree as params: `Borrowed` if aliased, None elsewhere."""
         self._check_alive()
         return self.gradients.tree({})
 
@@ -167,7 +168,7 @@ class Graphed:
             self.gradients.zero()
 
     def reset(self) -> None:
-        """Frees its buffers and executables. Any later use raises CallableError; the caller's arrays stay."""
+        """Frees buffers and executables. Any later use raises CallableError; your arrays stay."""
         with self.turn.taken_over():
             if not self._is_reset:
                 self._waiting.drop(None)

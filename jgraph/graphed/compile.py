@@ -115,9 +115,7 @@ def compile_tasks(
     """Compiles executables, several at a time.
 
     Args:
-        interfaces: of each executable.
-        callables: those of the tasks.
-        options: for XLA.
+        interfaces: of each executable, of tasks of these `callables`.
         loss_fn: of `loss` tasks: a function of y and of the leaves of its other arguments.
         copies: whether equal tasks on equal shapes are one executable, or `each` has its own; the latter on a GPU only.
 
@@ -204,7 +202,7 @@ def interface(
 
 
 def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
-    """Returns the random key of a layer for a microbatch of a step, as pipelines and graphed callables derive it.
+    """Returns the random key that pipelines and graphed callables give a layer for a microbatch of a step.
 
     Args:
         key: of the whole training.

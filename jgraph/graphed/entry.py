@@ -42,10 +42,8 @@ def compile_entries(
     """Compiles parts of callables, several at a time.
 
     Args:
-        callables: in any order.
         kinds: which parts, for each callable.
         aliased: places of the parameters whose gradients are added into main_grad, for each callable.
-        options: for XLA.
     """
     names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
     interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]

@@ -31,7 +31,7 @@ class RunResult:
 
     Attributes:
         losses: of each microbatch, scalars on the last device.
-        grads: of each callable, as params: float32 sums over the microbatches, owned arrays or `Borrowed`; None for integers.
+        grads: of each callable, as params: float32 sums over the microbatches, your arrays or `Borrowed`; None for integers.
         outputs: of each microbatch, of the last callable; None where they were dropped.
     """
 
@@ -41,10 +41,10 @@ class RunResult:
 
 
 class GraphedCallables(Sequence[Graphed]):
-    """Graphed callables in the order of the data. Made by `make_graphed_callables`.
+    """Holds graphed callables in the order of the data, and plays orders of them. Made by `make_graphed_callables`.
 
     Attributes:
-        lent: counts of the buffers of single calls, with `reuse_buffers`; none without.
+        lent: with `reuse_buffers`, counts of the buffers that single calls lent out.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GraphedCallables(Sequence[Graphed]):
         return [(executable.io.name, executable.report) for executable in executables]
 
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Returns the params of all callables, each on the device of its callable."""
+        """Puts the params of every callable on its device; returns them."""
         given = each("params", params, len(self))
         return tuple(
             jax.tree.map(lambda leaf, g=g: put(g.entry.shaped.device, leaf), tree)
@@ -101,12 +101,12 @@ class GraphedCallables(Sequence[Graphed]):
                 graphed.zero_grads()
 
     def drop(self) -> None:
-        """Forgets the microbatches that wait, of every callable, and frees their buffers."""
+        """Forgets the microbatches of every callable that wait, and frees their buffers."""
         for graphed in self._graphed:
             graphed.drop()
 
     def reset(self) -> None:
-        """Resets every callable and forgets the orders that were compiled."""
+        """Frees buffers and executables of every callable and order. Any later use raises CallableError."""
         for graphed in self._graphed:
             graphed.reset()
         self._params = None
@@ -128,7 +128,7 @@ class GraphedCallables(Sequence[Graphed]):
     ) -> RunResult:
         """Plays an order: every forward and backward of all microbatches, transfers between devices included.
 
-        The first call with an order and a loss function compiles; give the same function again, not a new lambda.
+        The first call with an order and a loss function compiles. Give the same function at every call: a new lambda compiles.
 
         Args:
             order: as in `make_graphed_callables`; None for the one given there.
@@ -142,16 +142,17 @@ class GraphedCallables(Sequence[Graphed]):
             key: folded by `step`, callable and microbatch into every keyword argument that is a random key.
             step: number of the training step.
             outputs: whether to `keep` the last callable's y.
-            join: `segments` makes one executable of consecutive actions of a rank that have no transfer between them;
-                `nothing` one of each action.
+            join: `segments` makes one executable of consecutive actions of a rank that have no transfer between them: fewer
+                launches. `nothing` makes one of each action.
 
         Returns:
             RunResult. Gradients in main_grad start from zero at every run.
 
         Raises:
             OrderError: the order cannot run or does not fit.
-            CallableError: an argument is not as it was built, every difference is listed; microbatches of single calls wait for
-                their backward; another thread is in a call.
+            ConfigError: `outputs` or `join` is not one of its choices.
+            CallableError: an argument is not as it was built (the message lists every difference); microbatches of single
+                calls wait for their backward; another thread is in a call.
             OwnershipError: an argument is an array of main_grad.
         """
         check_choice("outputs", outputs, get_args(Outputs))

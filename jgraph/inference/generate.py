@@ -24,20 +24,15 @@ def generate(
     window: int,
     temperature: float = 0.8,
 ) -> Array:
-    """Draws tokens one after the other, each from the softmax of logits / temperature.
+    """Draws `num_tokens` tokens, int32, one after the other, each from the softmax of logits / temperature.
 
     Args:
-        logits_fn: (params, tokens_BW) -> logits of the next token after each position, (B, W, V); causal.
-        params: its parameters.
+        logits_fn: `logits_fn(params, tokens_BW)` returns the logits of the next token after each position, (B, W, V); causal.
         prompt_L: int32 ids to start from, at least one.
         key: jax.random key; the same one gives the same tokens.
-        num_tokens: how many to draw.
         window: tokens that the model sees at most, e.g. the length it was trained on. A shorter context is padded on the
             right, where a causal model does not look.
         temperature: above 0; lower is more cautious.
-
-    Returns:
-        int32 of shape (num_tokens,).
     """
     num_prompt = prompt_L.shape[0]
     assert min(num_prompt, num_tokens, window) >= 1

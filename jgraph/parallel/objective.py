@@ -22,15 +22,19 @@ Tree = Any
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
 @dataclass(frozen=True)
 class Loss:
-    """A sum over the examples of a microbatch that count, with its weight.
+    """Lets a loss function return a sum and its weight instead of a mean; metrics and carried state too.
 
     A mean of means is wrong where microbatches or devices differ in how many of their tokens count, as they do with padding. A
     step sums totals and weights over all of them, and minimizes the quotient.
 
+    >>> def loss(params, batch, key):
+    ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
+    ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
+
     Attributes:
         total: scalar, the sum of the losses.
         weight: scalar, how many were summed.
-        aux: tree of scalars, sums too; a step reports their sums divided by the sum of the weights.
+        aux: tree of scalars, sums too; `metrics.aux` has their means, by the same weight.
         carried: the carried state after the microbatch, a tree as the one that was given.
     """
 

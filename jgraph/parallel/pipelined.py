@@ -27,14 +27,14 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class Pipelined:
-    """Gives every rank the layers of its stages. The loss of a step is then a `PipelineModel`.
+    """Gives every rank of a pipeline the layers of its stages. The loss of the step is a `PipelineModel`.
 
     Attributes:
         mesh: with the axis `pipe`, and perhaps `data` and `fsdp`.
         shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
-        schedule: what runs when, for as many ranks as `pipe` has and as many microbatches as the step.
-        compute_dtype: to which matrices are cast once a step; None uses them as they are.
-        remat: what of a layer its backward makes again: `nothing`, or the whole `layer` but for its input.
+        schedule: of as many ranks as `pipe` has and as many microbatches as the step, e.g. from `jgraph.schedule.generate`.
+        compute_dtype: dtype to which matrices are cast once a step; None uses them as they are.
+        remat: `nothing` keeps what `split_backward` keeps; `layer` keeps a layer's input and computes the rest again.
         rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
     """
 
@@ -53,7 +53,7 @@ class Pipelined:
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
 
     def bind(self, loss: PipelineModel, binding: Binding) -> "BoundPipeline":
-        """Raises ConfigError where the loss is no PipelineModel, or the step asks for what a pipeline does not have."""
+        """Returns the strategy with a model. Raises ConfigError for another loss, or a step that a pipeline cannot do."""
         if not isinstance(loss, PipelineModel):
             raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
         if binding.num_microbatches != self.schedule.num_microbatches:

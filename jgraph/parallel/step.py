@@ -40,14 +40,14 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What a step donates and gives back, leaf for leaf in the same buffers.
+    """Everything that a step updates. It is donated, and given back leaf for leaf in the same buffers.
 
     Attributes:
         step: int32 scalar, steps done, skipped ones included.
         skipped: int32 scalar, steps whose update was not applied.
         params: arrays, as the strategy lays them out.
         opt_state: optax's.
-        carried: what the model carries from step to step besides parameters.
+        carried: the model's other state, such as running statistics.
     """
 
     step: Array
@@ -89,16 +89,14 @@ class Elementwise(NamedTuple):
 def elementwise(transform: optax.GradientTransformation | Callable[[Tree], optax.GradientTransformation]) -> Elementwise:
     """Declares that an optax transform treats every element by itself, so that small parameters may share an array.
 
-    Such a transform sees arrays as they lie on the devices: packed, padded, stacked by rank. It then takes a few kernels,
-    not one for every parameter. Adam, AdamW, SGD and Lion are elementwise. Muon, Adafactor, what masks by a parameter's path
-    or takes a parameter's norm are not: give those to `train_step` as they are, and they see the model's own tree.
+    The update then takes a few kernels, not one for every parameter. Adam, AdamW, SGD and Lion are elementwise. Not so Muon,
+    Adafactor, and whatever masks by a parameter's path or takes its norm: give those to `train_step` as they are. A wrong
+    declaration is not noticed and gives wrong updates: the transform sees arrays that are packed, padded, stacked by rank.
+
+    >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
 
     Args:
         transform: the transform, or a function that makes it of a tree of bools, True where an array holds matrices.
-
-    Example:
-        >>> import optax, jgraph
-        >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
     """
     if isinstance(transform, optax.GradientTransformation):
         return Elementwise(lambda is_matrix: transform)
@@ -122,40 +120,45 @@ def train_step(
     fp8: FP8Config | None = None,
     batch: Tree = None,
 ) -> "TrainStep":
-    """Makes a training step, to be compiled before it is called.
+    """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
+
+    As the jitted function that you would write around `jax.value_and_grad` and `optax.apply_updates`, but it runs over the
+    devices of its strategy, and `compile` proves that it updates the state in place.
+
+    >>> def loss(params, batch, key):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> params, batch = {"w": jnp.zeros((8, 1))}, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
+    >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
+    >>> run, state = step.compile(batch), step.init(params)
+    >>> state, metrics = run(state, batch)
+    >>> float(metrics.loss)
+    1.0
 
     Args:
         loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
             carried state it takes that as a fourth argument and returns a `Loss` with it. For `Pipelined`, a `PipelineModel`.
-        transform: any optax transform of the clipped gradient, which it gets in float32, as it gets the parameters. It sees the
-            model's own tree, unless it is declared `elementwise`.
+        transform: any optax transform. It gets the clipped gradient and the parameters in float32, in the model's own tree
+            unless it is declared `elementwise`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
         num_microbatches: slices of the batch whose gradients are summed before the update.
-        clip_norm: the gradient is scaled so that its global norm is at most this; None does not clip.
+        clip_norm: largest global norm of the gradient, to which it is scaled down; None does not clip.
         key: a random key or a seed. A microbatch's key is folded from it by step, device and microbatch.
-        params_dtype: of the parameters that the optimizer updates.
-        grads_dtype: in which gradients are summed over microbatches and devices.
-        read_dtype: to which the summed gradient is rounded before the optimizer reads it; None reads it as it is.
-        freeze: patterns of names of parameters that are not trained, as in a shell.
-        carried: shapes of the carried state, if there is any; for `Pipelined`, of layers.
-        reductions: how it is reduced over microbatches and devices: `max`, `sum`, `mean`, `last`, or a tree of these.
-        fp8: computes matrix products with parameters in FP8, forward and backward; not with `Pipelined`.
+        params_dtype: dtype of the parameters that the optimizer updates.
+        grads_dtype: dtype in which gradients are summed over microbatches and devices.
+        read_dtype: dtype to which the summed gradient is rounded before the optimizer reads it; None does not round.
+        freeze: shell patterns of names of parameters that are not trained, e.g. `embed*`.
+        carried: shapes of the state that the model carries from step to step, such as running statistics; for `Pipelined`, of
+            layers.
+        reductions: how that is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, or a tree of these.
+        fp8: recipe to compute matrix products with parameters in FP8, forward and backward; not for `Pipelined`.
         batch: arrays or shapes of a whole batch; needed with `fp8`, to find these products.
+
+    Returns:
+        TrainStep: `compile(batch)` makes the function `run(state, batch) -> (state, metrics)`, `init(params)` the first state.
 
     Raises:
         ConfigError: an argument has a value that is not allowed.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, optax, jgraph
-        >>> params = {"w": jnp.zeros((8, 1))}
-        >>> def loss(params, batch, key):
-        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
-        >>> batch = {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
-        >>> run, state = step.compile(batch), step.init(params)
-        >>> state, metrics = run(state, batch)
-        >>> float(metrics.loss)
-        1.0
+        OrderError: a pipeline's layers do not make the stages of its schedule.
     """
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ConfigError(f"`num_microbatches` is {num_microbatches!r}: must be a positive integer", field="num_microbatches")
@@ -216,7 +219,7 @@ def _data_ranks(mesh: Mesh | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """A training step without arrays: makes its state, compiles, lays out batches and checkpoints. Made by `train_step`.
+    """Compiles a training step, makes its state, places batches; holds no arrays. Made by `train_step`.
 
     Attributes:
         bound: the strategy with its loss.
@@ -245,7 +248,7 @@ class TrainStep:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices; None for one."""
+        """The mesh of the strategy; None on one device."""
         return self.bound.mesh
 
     @property
@@ -262,7 +265,7 @@ class TrainStep:
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None) -> TrainState:
-        """Returns the state before the first step, made in one program where it belongs.
+        """Makes the state before the first step, in one program, on the devices where it lies.
 
         Args:
             params: the model's own tree, which is copied; or a function that makes it, so that no device ever has all of it.
@@ -300,7 +303,7 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Between the state and what checkpoints hold of it, which fits any strategy and devices."""
+        """Turns the state into the model's own tree, which checkpoints hold and any strategy can go on from, and back."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree) -> TrainState:
@@ -321,7 +324,7 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(batch_axes(self.mesh)))
 
     def batch_part(self, rows: int) -> tuple[int, int]:
-        """Returns which part of a batch of so many rows this process feeds, and of how many: 0 of 1 where it feeds all."""
+        """Returns (index, count): this process feeds part `index` of `count` of a batch of so many rows; (0, 1) if all."""
         sharding = self.batch_sharding
         if sharding is None:
             return 0, 1
@@ -330,7 +333,7 @@ class TrainStep:
         return start // (stop - start), rows // (stop - start)
 
     def place(self, batch: Tree) -> Tree:
-        """Returns a batch as arrays over all devices and processes, from the rows that this process feeds."""
+        """Lays a batch out over all devices and processes, from the rows that this process feeds. Returns its arrays."""
         sharding = self.batch_sharding
         if sharding is None:
             return batch
@@ -349,9 +352,9 @@ class TrainStep:
             xla_options: further XLA options as `name=value`, checked against the installed XLA; they win over what is chosen.
 
         Raises:
-            ShapeError: the rows of the batch cannot be shared by microbatches and devices.
+            ShapeError: microbatches and devices cannot share the rows of the batch, or `loss` does not return a scalar.
             CompilerOptionError: XLA refuses an option.
-            DonationError: a leaf of the state is copied.
+            DonationError: a leaf of the state would be copied, or change places with another.
         """
         platform = jax.default_backend()
         chosen = (*self.chosen_options(platform), *xla_options)
@@ -437,7 +440,7 @@ class TrainStep:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """A compiled training step, proven to update its state in place.
+    """A compiled training step, proven to update its state in place; `print` it for the report. Made by `TrainStep.compile`.
 
     Attributes:
         executable: jax's.
@@ -451,8 +454,8 @@ class CompiledStep:
         """Runs a step.
 
         Args:
-            state: donated: its buffers hold the result.
-            batch: as it was compiled for, placed by `TrainStep.place`.
+            state: donated: do not use it again, its buffers hold the new state.
+            batch: of the shapes it was compiled for, from `TrainStep.place`.
         """
         return in_turn(self.executable(state, batch))
 

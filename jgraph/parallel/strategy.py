@@ -28,7 +28,7 @@ PackingChoice = Literal["small", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """What a step asks of a strategy.
+    """Holds the choices of a step that its strategy must know.
 
     Attributes:
         num_microbatches: slices of the batch.
@@ -87,7 +87,7 @@ class Bound(Protocol):
 
 
 class Strategy(Protocol):
-    """Where parameters lie, and who computes what: `Replicated`, `FullySharded` or `Pipelined`.
+    """Says where parameters lie, and which device computes what: `Replicated`, `FullySharded` or `Pipelined`.
 
     Attributes:
         shapes: of the parameters, in the model's own tree.
@@ -102,7 +102,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Replicated:
-    """Gives every device all parameters and its part of the batch.
+    """Gives every device all parameters and its part of the batch, as PyTorch's DDP does. A `strategy` of `train_step`.
 
     Attributes:
         mesh: with the axis `data`; None for one device.
@@ -126,15 +126,19 @@ class Replicated:
 
 @dataclass(frozen=True, eq=False)
 class FullySharded:
-    """Gives every device its part of each parameter and of the batch (ZeRO stage 3, see `jgraph.parallel.fsdp`).
+    """Gives every device its part of each parameter and of the batch, as PyTorch's `fully_shard` does (ZeRO stage 3).
+
+    >>> jgraph.FullySharded(jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, rules=("w=1",))
+    FullySharded(fsdp=1, 32 parameters)
 
     Attributes:
         mesh: with the axis `fsdp`, and perhaps `data`.
         shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
-        rules: `PATTERN=AXIS`, which axis of the parameters that match is sharded; else an annotation or the shape says.
-        annotations: PartitionSpecs by the name of a parameter, as Flax's partition names give them.
-        compute_dtype: in which matrices are gathered; None gathers them as they are kept.
-        reshard_after_forward: gather parameters a second time for the backward, instead of keeping them.
+        rules: `PATTERN=AXIS`, the axis along which parameters that match are sharded; without one, an annotation or the shape
+            decides.
+        annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
+        compute_dtype: dtype in which matrices are gathered; None gathers them as they are kept.
+        reshard_after_forward: whether parameters are gathered a second time for the backward, instead of being kept.
     """
 
     mesh: Mesh

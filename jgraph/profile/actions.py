@@ -35,8 +35,7 @@ def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) ->
     """Returns when every action ran: from its first kernel's start to its last one's end, in ms from the first action's start.
 
     Args:
-        schedule: as the runtime plays it (`Pipeline.schedule`).
-        ranks: what each rank ran.
+        schedule, ranks: as the runtime plays it (`Pipeline.schedule`), and the kernels that each rank ran.
         runtime: in the `aligned` one a rank also runs a tick's forward or dgrad where it has nothing to do.
 
     Raises:

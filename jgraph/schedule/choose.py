@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule to take, and all candidates: the winner first, then by makespan, then those that cannot be."""
+    """The schedule to take, and all candidates: the winner first, then by makespan, then those that are impossible."""
 
     schedule: Schedule
     candidates: tuple[Candidate, ...]
@@ -55,15 +55,15 @@ def best(
 
     Args:
         pp, microbatches: as in `generate`.
-        costs: of all layers of a rank; a chunk's are this by the number of chunks.
-        sizes: bytes per pool (`slots.POOLS`) of all layers of a rank; what is between layers (activation, gradient) is not
-            divided.
+        costs: of all layers of a rank, to be divided by the number of chunks.
+        sizes: bytes per pool (`slots.POOLS`) of all layers of a rank, to be divided likewise, but not those between layers
+            (activation, gradient).
         memory_limit: bytes for the pools of a rank; None for no limit.
-        names, chunks: what to try.
+        names, chunks: schedules and numbers of chunks to try.
         latency, execution: as in `simulate`.
 
     Raises:
-        OrderError: nothing fits; the message says what comes nearest and by how much it is over.
+        OrderError: nothing fits; the message names what comes nearest, and by how much it is over.
     """
     sizes = dict(sizes or {})
     limit = float("inf") if memory_limit is None else memory_limit

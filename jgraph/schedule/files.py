@@ -28,7 +28,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """Returns the schedule of such a table.
+    """Returns the schedule of a table in PyTorch's format.
 
     A cell's column is its tick if every cell comes after those that it needs, as where the writer left idle cells empty;
     otherwise the columns only say the sequence, as in the compact tables that PyTorch writes.
@@ -121,14 +121,14 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Writes CSV or JSON, by the suffix of the path."""
+    """Writes a schedule: `.csv` is PyTorch's table, `.json` signed numbers for each rank."""
     path = Path(path)
     to_text, _ = _format(path)
     path.write_text(to_text(schedule), encoding="utf-8")
 
 
 def read(path: str | Path) -> Schedule:
-    """Reads CSV or JSON, by the suffix of the path. Raises OrderError, also where the file cannot be read."""
+    """Reads a schedule as `write` writes it. Raises OrderError if it cannot run or the file cannot be read."""
     path = Path(path)
     _, from_text = _format(path)
     try:

@@ -20,22 +20,22 @@ from jgraph.schedule.schedule import Schedule, loop, vee
 
 
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns the schedule of this name.
+    """Makes a pipeline schedule by name, as `--schedule` does.
 
-    >>> generate("zb-h1", pp=4, microbatches=16)
+    >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
     Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
 
     Args:
         name: one of `NAMES`.
-        pp: ranks on the pipeline axis.
+        pp: ranks of the pipeline.
         microbatches: per step.
-        chunks: stages per rank; zb-v and dualpipe-v have 2 whatever is said, 1 included; interleaved-1f1b has at least 2.
+        chunks: stages per rank. zb-v and dualpipe-v have 2 in any case; interleaved-1f1b needs at least 2.
 
     Returns:
-        A Schedule: a sequence of one Order per rank, each with `.to_list()`.
+        Schedule: a sequence of one Order per rank, each with `.to_list()`.
 
     Raises:
-        OrderError: there is no such schedule.
+        OrderError: no schedule has this name, or it cannot have so many ranks, microbatches or chunks.
     """
     if not isinstance(name, str) or name not in _GENERATORS:
         raise OrderError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}", field="name")

@@ -27,7 +27,7 @@ def megatron_order(
     overlap_moe_ep: bool = False,
     delay_wgrad: bool = False,
 ) -> Order:
-    """Returns the order of rank `pp_rank`.
+    """Returns the order in which Megatron-LM's pipeline plays rank `pp_rank`: 1F1B, or interleaved with `vpp`.
 
     Args:
         pp_size: ranks on the pipeline axis. A single one without overlap gets one microbatch: it has nothing to interleave.

@@ -21,15 +21,15 @@ Wgrads = Literal["oldest", "newest"]
 
 @dataclass(frozen=True, eq=False)
 class Order(Sequence[Action]):
-    """The actions of one rank, one after another.
+    """A checked sequence of the actions of one rank. `Order.parse` makes one of signed numbers.
 
     Attributes:
         kinds: int8 [N], places in `KINDS`.
         chunks: int32 [N], 0-based; every chunk of the rank appears.
         num_layers_per_chunk: of each chunk; () says one each. Exactly one where a chunk's wgrad is delayed: an entry says the
             chunk, so it could not say which layer's wgrad it means.
-        wgrads: of which dgrad that waits a wgrad is: the `oldest`, as everywhere else, or the `newest`, whose arrays a program
-            has at hand.
+        wgrads: which of the dgrads that wait a wgrad belongs to: the `oldest`, as everywhere else, or the `newest`, whose
+            arrays a program has at hand.
         microbatches: int32 [N], counted from the entries.
 
     Raises:
@@ -63,13 +63,14 @@ class Order(Sequence[Action]):
         num_layers_per_chunk: int | Sequence[int] | None = None,
         delay_wgrad: bool | Sequence[bool] | None = None,
     ) -> Self:
-        """Returns the order that Transformer Engine's signed numbers say.
+        """Returns the order of Transformer Engine's signed numbers.
 
-        >>> Order.parse([1, 1, -1, -1.5, -1, -1.5])
+        >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
         Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
 
         Args:
-            numbers: `c` forward, `-c` dgrad, `-c-0.5` wgrad of chunk c, counted from 1. Whole entries are integers.
+            numbers: `c` forward, `-c` dgrad, `-c-0.5` wgrad of chunk c, counted from 1. Without wgrads, `-c` is the whole
+                backward of chunk c. Whole entries are integers.
             num_layers_per_chunk: one number for all chunks or one per chunk; None for one layer each.
             delay_wgrad: whether wgrads are entries of their own, for all chunks or per chunk; None reads it off the entries.
 
@@ -88,7 +89,7 @@ class Order(Sequence[Action]):
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Self:
-        """Returns the order of these actions; their microbatches must be as either choice of `wgrads` would count them."""
+        """Returns the order of these actions, whose microbatches must be counted as one of the choices of `wgrads` does."""
         actions = list(actions) if isinstance(actions, Iterable) else [actions]
         for i, action in enumerate(actions):
             if not isinstance(action, Action) or action.kind not in KINDS:
@@ -157,8 +158,7 @@ class Order(Sequence[Action]):
         return self._split(np.ones(self.num_chunks, bool))
 
     def to_list(self) -> list[int | float]:
-        """Returns signed numbers. They say of a chunk, not of an entry, that wgrads are delayed: where some are, a `B` becomes
-        `I, W`."""
+        """Inverts `parse`. In a chunk where some wgrads are delayed, a whole backward becomes a dgrad and a wgrad."""
         order = self._split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
         return [

@@ -33,11 +33,14 @@ def vee(pp: int) -> Placement:
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Sequence[Order]):
-    """One order for each rank, where every stage is, and the tick of every action.
+    """Says what every rank of a pipeline does, and when: an order for each, the place of every stage, the tick of every action.
+
+    >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
+    Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
 
     Attributes:
         orders: of each rank.
-        placement: stages of each rank, ascending; place in the row is the chunk. () puts them round the ranks (`loop`).
+        placement: stages of each rank, ascending, one for each chunk. () puts them round the ranks (`loop`).
         ticks: of each rank's actions, int [N]; () for the earliest possible.
         name: for messages and pictures.
 
@@ -78,7 +81,7 @@ class Schedule(Sequence[Order]):
         return f"Schedule({self.name}: {', '.join(words)})"
 
     def split(self) -> "Schedule":
-        """Returns the same with every backward as a dgrad and, at once after it, a wgrad; at the earliest ticks."""
+        """Returns the schedule with every backward as a dgrad and a wgrad right after it, at the earliest ticks."""
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":

@@ -71,7 +71,7 @@ def live_spans(
 
 
 def assign(schedule: Schedule) -> Slots:
-    """Returns slots for a schedule, numbered by rank, as few as its ticks allow."""
+    """Gives every array of a schedule a place in its pool, with as few places on each rank as the ticks allow."""
     return number(schedule, live_ranges(schedule))
 
 

@@ -57,10 +57,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Which process of a run this is. Slurm and Open MPI tell of themselves; elsewhere, three flags go together."""
+    """Says which process of a run this is. Slurm and Open MPI tell it; elsewhere, the last three go together."""
 
     setup: Literal["auto", "off"] = "auto"
-    """Connect to the other processes where flags, Slurm or Open MPI tell of any, or never."""
+    """`auto` connects to the other processes if Slurm, Open MPI or the three below tell of any; `off` never does."""
     coordinator: str = ""
     """HOST:PORT at which process 0 can be reached by all; the port must be free there."""
     num_processes: int | None = None
@@ -88,12 +88,12 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run."""
+    """Says everything about a run of `python -m jgraph.train`: each field is a flag, and its docstring that flag's help."""
 
     preset: str = ""
     """Named configuration that the others override."""
     module: str = "jgraph_models.gpt:GPT"
-    """Where the model is: `package.module:Class`, of Flax NNX or Linen. What is set here of it are its own settings."""
+    """Class of the model, Flax NNX or Linen: `package.module:Class`."""
     model: Any = None
     """Settings of the model: the dataclass that its constructor takes first, if it takes one."""
     steps: int = 1000
@@ -111,7 +111,7 @@ class TrainConfig:
     reshard_after_forward: bool = False
     """With `fsdp`: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
     shard_rules: tuple[str, ...] = ()
-    """With `fsdp`: PATTERN=AXIS, which axis of the parameters that match is cut, e.g. '*/down/kernel=1'."""
+    """With `fsdp`: PATTERN=AXIS, the axis along which parameters that match are sharded, e.g. '*/down/kernel=1'."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks/0/*'."""
     main_params_dtype: DtypeName = "float32"
@@ -132,9 +132,9 @@ class TrainConfig:
     """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule`); a .csv or
     .json file; or `auto`, which measures and takes the fastest that fits."""
     memory_limit: float = 0.0
-    """With `schedule` auto: GiB of a device for what waits between the parts of the backward; 0 for no limit."""
+    """With `schedule` auto: GiB of a device for arrays that wait between the parts of the backward; 0 for no limit."""
     remat: Literal["nothing", "layer"] = "nothing"
-    """What of a pipeline's layer its backward makes again: nothing, or all but its input."""
+    """In a pipeline: `layer` keeps only the input of a layer, and computes the rest again in the backward."""
     data: str = "python-docs"
     """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
     run_dir: str = ""

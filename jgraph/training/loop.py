@@ -34,7 +34,7 @@ class Loop:
     Attributes:
         setup, step, batches, evaluate, checkpoints, log, reporter, clock: of the run.
         recorder: of a profile; None where there is to be none.
-        started: is called after the first step, once.
+        started: called once, after the first step.
         pending: steps that were handed over, and their numbers.
         skipped: updates of the run that were not applied.
         told_zero: arrays whose gradient was told to be zero.

@@ -14,7 +14,6 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
     """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) with warm-up and cosine decay; clipping is the step's own.
 
     Args:
-        config: learning rate, warm-up and the rest.
         steps: of the whole run; the cosine ends there.
         decay_mask: tree of the parameters, True where weight decay applies.
     """

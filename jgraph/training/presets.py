@@ -9,7 +9,11 @@ PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets
 
 
 def preset(name: str) -> TrainConfig:
-    """Returns the configuration of that name. Raises ConfigError, listing the names, for any other."""
+    """Returns the named configuration, as `--preset` does. Raises ConfigError, which lists the names, for any other name.
+
+    >>> jgraph.preset("cpu-tiny").batch_size
+    8
+    """
     if name not in PRESETS:
         raise ConfigError(f"`preset` is {name}: must be one of {', '.join(PRESETS)}", field="preset")
     return PRESETS[name]

@@ -45,9 +45,7 @@ class Recorder:
     """Records traces of a run's steps.
 
     Attributes:
-        setup: of the run.
-        captured: the compiled step with command buffers; None where it has none.
-        uncaptured: the compiled step without.
+        captured, uncaptured: the compiled step with command buffers (None where there are none), and without.
         first: the step at which recording begins.
         count: steps of each trace.
         directory: where traces go; what is there is removed.

@@ -36,16 +36,13 @@ _PROMPT_TOKENS = 64
 
 
 def train(config: TrainConfig, *, console: Console) -> Summary:
-    """Trains until `config.steps` or a signal, going on from the last checkpoint of the run directory.
+    """Trains until `config.steps` or a signal, from the last checkpoint of the run directory on. Returns the printed summary.
 
     Of several processes, which all call this, the first writes and talks; they stop and fail together.
 
     Args:
         config: the whole run.
         console: where to tell of it.
-
-    Returns:
-        The summary that was printed.
 
     Raises:
         JgraphError: anything that a user can put right, in one line. NonFiniteError for a loss or gradient that is not finite,

@@ -72,9 +72,8 @@ def compile_for(
     """Compiles a jitted function for a GPU that is not here; returns the program, and what of it XLA captures.
 
     Args:
-        jitted: from `jax.jit`.
-        args: its arguments, as `placed` takes them.
-        gpu: which, one of `GPUS`.
+        jitted, args: from `jax.jit`, and its arguments as `placed` takes them.
+        gpu: one of `GPUS`.
         compiler_options: as `jgraph.xla.compiler_options` returns them.
 
     Raises:
@@ -94,7 +93,6 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
     Args:
         args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
             has a sharding keeps it, everything else is placed on the first device.
-        gpu: which, one of `GPUS`.
     """
     sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
 

@@ -92,7 +92,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a compiled program launches: `captured` of `total` thunks in `command_buffers`; `outside` accounts for the rest."""
+    """Counts what a compiled program launches: `captured` of `total` thunks in `command_buffers`; `outside` lists the rest."""
 
     command_buffers: int
     captured: int
@@ -113,8 +113,7 @@ def compile_and_report(
     jax's persistent compilation cache, the report is the one that was kept when it was compiled (`jgraph.xla.cache`).
 
     Args:
-        lowered: from `jax.jit(f).lower(...)`.
-        compiler_options: as `jgraph.xla.compiler_options` returns them.
+        lowered, compiler_options: from `jax.jit(f).lower(...)` and `jgraph.xla.compiler_options`.
         platform: the one `lowered` is for, `cpu` or `gpu`/`cuda`; the default backend's by default.
 
     Returns:

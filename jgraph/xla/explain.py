@@ -78,12 +78,12 @@ class FP8Products:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Capture, donations and memory of a compiled program; `str` of it is the report.
+    """Capture, donations and memory of a compiled program; `str` of it is the report. Made by `explain`.
 
     Attributes:
         name: of the function.
         device: XLA's name of the GPU or CPU it was compiled for.
-        capture: command buffers, thunks in and outside of them; None where XLA at hand does not tell, and `notes` say why.
+        capture: command buffers, and thunks in and outside of them; None where XLA does not tell, and `notes` say why.
         donations: every donated leaf and the output in its buffer.
         memory: None where XLA does not tell.
         fp8: products in FP8, as far as a GPU has any.
@@ -138,20 +138,26 @@ def explain(
     target: str | None = None,
     compiler_options: Mapping[str, str | bool | int | float] | None = None,
 ) -> Explanation:
-    """Compiles a function, runs nothing, and says what the compiled program is.
+    """Reports what XLA made of a function: CUDA graphs, donated buffers, memory. Compiles it and runs nothing.
+
+    As `jax.jit(fn).lower(*args).compile()`, but it reads the compiled program for you, and a GPU need not be here.
+
+    >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
+    >>> report.dropped  # leaves donated for nothing
+    ()
 
     Args:
-        fn: a function, or what `jax.jit` returns. Static arguments are closed over (`functools.partial`) for a target.
+        fn: a function, or the result of `jax.jit`. With `target`, close over static arguments (`functools.partial`).
         args: its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shapes and dtypes are read.
         donate_argnums: of a plain function, as `jax.jit` takes them; a jitted one has its own.
         target: `h200`, `h100` or `b200` to compile for that GPU without having one; None for the default device of jax.
         compiler_options: as `jgraph.xla.compiler_options` returns them.
 
     Returns:
-        The report. Warnings of jax about donations, which are in it, are left out.
+        Explanation, whose `str` is the report. It takes the place of jax's warnings about donations.
 
     Raises:
-        ConfigError: `fn` is no function, or is jitted and `donate_argnums` are given besides.
+        ConfigError: `fn` is not a function, or it is jitted and `donate_argnums` are given too.
         CompilerOptionError: XLA refuses an option.
         TargetError: no such target, its compiler is not installed, or the program cannot be compiled without a GPU.
     """

@@ -52,17 +52,14 @@ class Option:
 def compiler_options(
     graph: str, xla_options: Sequence[str] = (), *, platform: str, num_devices: int = 1
 ) -> dict[str, OptionValue]:
-    """Returns options for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend and imports no jax.
+    """Returns XLA options by name, for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend, imports no jax.
 
     Args:
-        graph: `auto` leaves XLA's default; `off` records nothing; `full` records everything, on several devices the collectives
-            too, and then loops and branches as their pieces.
+        graph: which command buffers (CUDA graphs) XLA records. `auto` leaves its default; `off` records nothing; `full` records
+            everything, on several devices the collectives too, and then loops and branches as their pieces.
         xla_options: further `name=value` options; they win over those of `graph`.
         platform: `cpu`, or `gpu`/`cuda`. Command buffers exist on a GPU only, so on a CPU `graph` adds nothing.
         num_devices: that the program runs on.
-
-    Returns:
-        Option name to value, of the type that XLA wants.
 
     Raises:
         ConfigError: `graph` is none of the three.

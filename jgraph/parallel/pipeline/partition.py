@@ -16,25 +16,30 @@ Tree = Any
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """A model as functions of one microbatch; all pure, and run by every rank under `jax.shard_map` over the axis `pipe`.
+    """Describes a model to `Pipelined` as three pure functions of a microbatch: `embed`, then every `layer`, then `head`.
 
-    A pipeline of P ranks has one embedding and one head, not P. What `embed` returns counts on the rank of the first stage, the
-    loss of `head` on the rank of the last one; the others' results are thrown away. So plain functions work as they are. To
-    share the work, a function may use collectives over `pipe`, as `split_embedding` and `jgraph.cross_entropy(axis="pipe")`
-    do. A `head` that does so gets the y of the last stage on that rank and zeros on the others, so a psum of y is the last
-    stage's; that comes first, before anything that has no derivative at zero. A plain head gets anything on the others, and
-    what it makes of it is dropped, gradients included.
+    >>> model = jgraph.PipelineModel(
+    ...     embed=lambda outer, batch: batch @ outer["embed"],
+    ...     layer=lambda params, x: jnp.tanh(x @ params["kernel"]),
+    ...     head=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
+    ... )  # for parameters (outer, [layer, layer, ...]); `split` and `join` take others apart
 
-    Where stages are uneven, the shorter ones do their first layer once more, on their last layer's y, and drop what it makes.
+    Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. The result of `embed` counts on the rank of
+    the first stage, the loss of `head` on that of the last; other results are dropped, with their gradients. So plain functions
+    work as they are. To share the work, use collectives over `pipe`, as `split_embedding` and
+    `jgraph.cross_entropy(axis="pipe")` do. Such a `head` gets the last stage's x on its rank and zeros on the others: it begins
+    with a psum of x, before anything that has no derivative at zero.
+
+    Where stages are uneven, the shorter ones do their first layer once more and drop the result.
 
     Attributes:
-        embed: `embed(outer, inputs) -> x`, a floating array; `outer` are the parameters of embedding and head, in float32.
-        layer: `layer(params, x) -> x`, shape and dtype kept; `layer(params, x, key)` where a key is given. With carried state
+        embed: `embed(outer, batch) -> x`, a floating array; `outer` are the parameters of embedding and head, in float32.
+        layer: `layer(params, x) -> x` of the same shape and dtype; `layer(params, x, key)` with `takes_key`. With carried state
             it takes its own as a last argument and returns the pair of x and the state after the microbatch.
-        head: `head(outer, x, inputs) -> loss`, scalar float32, the mean over the microbatch; `outer` cast as the layers are.
-        sharded: paths (`/` between names) of the leaves of `outer` of which each rank holds 1/P, and along which axis.
-        split: `split(params) -> (outer, layers)`: a model's parameters as those outside the layers, and one tree a layer.
-        join: inverts it, `join(outer, layers) -> params`.
+        head: `head(outer, x, batch) -> loss`, scalar float32, the mean over the microbatch; `outer` cast as the layers are.
+        sharded: axis, by the path of a leaf of `outer` (`/` between names), along which each of P ranks holds 1/P of it.
+        split: `split(params) -> (outer, layers)`: parameters outside the layers, and a list of one tree a layer.
+        join: `join(outer, layers) -> params` inverts `split`.
         takes_key: whether `layer` takes a random key as its third argument in a training step.
         split_carried, join_carried: the same for carried state, `split_carried(carried) -> layers` and its inverse: one tree a
             layer, all alike. Embedding and head carry nothing.
@@ -147,7 +152,7 @@ class StageAssignment:
 
 
 def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Returns rows of an embedding of which each rank of `pipe` holds V/P, in order.
+    """Looks tokens up in an embedding of which each rank of `pipe` holds V/P rows, in order; as `table_VD[tokens]` of all.
 
     Args:
         table_VD: this rank's rows, float32; their gradient is summed over repeated tokens in float32.
