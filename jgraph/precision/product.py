@@ -177,8 +177,11 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
 def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config: FP8Config) -> tuple[Any, Any, Array, Array]:
     """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
     with scope("quantize"):
-        known = amax(x_MK) if scales is None else None
-        scale = scales[which] if known is None else scale_for(known, dtype)
+        if scales is None:
+            known = amax(x_MK)
+            scale = scale_for(known, dtype)
+        else:
+            known, scale = None, scales[which]
         found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
         largest = found.amax if known is None else known
         return found.rows, found.columns, seen(scale, largest), largest
