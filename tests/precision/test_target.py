@@ -43,8 +43,7 @@ def placed(step, leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.batch_sharding)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("recipe", "microbatches"), [("current", 1), ("delayed", 2)])
 def test_the_step_is_one_command_buffer_with_every_product_in_fp8_and_no_transpose_by_xla(h200, recipe, microbatches):
     model, loss = model_and_loss()
     step = jgraph.train_step(
