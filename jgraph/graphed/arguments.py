@@ -10,7 +10,7 @@ import numpy as np
 
 from jgraph.errors import CallableError, OrderError
 from jgraph.graphed.shaped import Shaped
-from jgraph.schedule.action import BACKWARD, FORWARD, WGRAD
+from jgraph.schedule.action import FORWARD, WGRAD
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
@@ -49,19 +49,11 @@ def schedule_of(
         schedule = Schedule(tuple(row if isinstance(row, Order) else Order.parse(row, layers) for row in rows))
     wanted = _each_flag(delay_wgrad, schedule.num_stages)
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
-        for chunk, (has, stage) in enumerate(zip(row.delay_wgrad, stages, strict=True)):
-            if has == wanted[stage]:
-                continue
-            kind, n = (WGRAD, -chunk - 1.5) if has else (BACKWARD, -chunk - 1)
-            position = int(np.flatnonzero((row.kinds == kind) & (row.chunks == chunk))[0])
-            wrong = f"with no wgrad of chunk {chunk + 1}, but delay_wgrad says that it is delayed; add a {n - 0.5:g} for each"
-            if has:
-                wrong = f"a wgrad of chunk {chunk + 1}, but delay_wgrad says that they are not delayed; leave them out"
-            raise OrderError(
-                f"entry {position} is {n:g}, {wrong}, or pass delay_wgrad={has}",
-                position=position,
-                rank=rank if schedule.num_ranks > 1 else None,
-            )
+        try:
+            row.check_delayed([wanted[stage] for stage in stages])
+        except OrderError as error:
+            error.rank = rank if schedule.num_ranks > 1 else None
+            raise
     flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
     if len(flags) != count:
         raise CallableError(

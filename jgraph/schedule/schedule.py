@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import FORWARD, WGRAD
-from jgraph.schedule.order import Order, newest_waiting
+from jgraph.schedule.action import DGRAD, FORWARD, WGRAD
+from jgraph.schedule.order import Order
 
 # Tables have a row for every tick: a number in a file must not fill the memory.
 _SPARE_TICKS = 1000
@@ -89,8 +89,12 @@ class Schedule(Sequence[Order]):
         """
         orders = []
         for order in self.orders:
-            chunks = order.chunks.copy()
-            chunks[order.kinds == WGRAD] = chunks[newest_waiting(order.kinds)]
+            chunks, waiting = order.chunks.copy(), []
+            for position, kind in enumerate(order.kinds.tolist()):
+                if kind == DGRAD:
+                    waiting.append(chunks[position])
+                elif kind == WGRAD:
+                    chunks[position] = waiting.pop()
             orders.append(Order(order.kinds, chunks, order.num_layers_per_chunk, "newest"))
         return Schedule(tuple(orders), self.placement, self.ticks, self.name)
 
