@@ -11,7 +11,7 @@ import numpy as np
 from jgraph.errors import CallableError, OrderError
 from jgraph.graphed.shaped import Shaped
 from jgraph.schedule.action import FORWARD, WGRAD
-from jgraph.schedule.order import Order
+from jgraph.schedule.order import Order, one_each
 from jgraph.schedule.schedule import Schedule
 
 
@@ -41,13 +41,13 @@ def schedule_of(
         CallableError: it is for another number of callables.
     """
     if order is None:
-        return None, _each_flag(delay_wgrad, count)
+        return None, one_each("delay_wgrad", delay_wgrad, count, bool, of="stage")
     if isinstance(order, Schedule):
         schedule = order
     else:
         rows = (order,) if _is_one(order) else order
         schedule = Schedule(tuple(row if isinstance(row, Order) else Order.parse(row, layers) for row in rows))
-    wanted = _each_flag(delay_wgrad, schedule.num_stages)
+    wanted = one_each("delay_wgrad", delay_wgrad, schedule.num_stages, bool, of="stage")
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
         try:
             row.check_delayed([wanted[stage] for stage in stages])
@@ -135,14 +135,3 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
 def _is_one(order: Any) -> bool:
     """Returns whether this is one rank's order."""
     return isinstance(order, Order) or not isinstance(order, Sequence) or not order or isinstance(order[0], Number)
-
-
-def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
-    if isinstance(delay_wgrad, bool):
-        return (delay_wgrad,) * count
-    if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
-        raise OrderError(
-            f"`delay_wgrad` is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages",
-            field="delay_wgrad",
-        )
-    return tuple(delay_wgrad)

@@ -13,8 +13,9 @@ import numpy as np
 
 from jgraph.graphed.compile import Task
 from jgraph.graphed.shaped import Shaped, Side
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, Kind
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, Kind
 from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.tables import tick_table
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]
@@ -223,13 +224,9 @@ def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
         for kinds in ((FORWARD,), (DGRAD, BACKWARD))
     )
     home = np.pad(schedule.rank_of_stage, 1, constant_values=-1)
-    actions = sorted(
-        (int(tick), r, KINDS[kind], int(stage), int(m))
-        for r, order in enumerate(schedule.orders)
-        for tick, kind, stage, m in zip(schedule.ticks[r], order.kinds, schedule.stages[r], order.microbatches, strict=True)
-    )
-    units = []
-    for tick, r, kind, stage, m in actions:
+    table, units = tick_table(schedule), []
+    for tick, r in np.argwhere(table.kind != IDLE).tolist():
+        kind, stage, m = KINDS[table.kind[tick, r]], int(table.stage[tick, r]), int(table.microbatch[tick, r])
         # What an action needs comes from one neighbour, and what it makes goes to the other.
         ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
         before, after = stage + 1 - step, stage + 1 + step

@@ -12,28 +12,21 @@ from jgraph.schedule.action import Kind
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """One executable of a callable.
+class Entry:
+    """A callable's executables, by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
 
-    Attributes:
-        executable: gives what the part computes; new gradients come last, and what it only hands on is not given.
-            What it reads are places in (params, x, extra) of `forward`, in (params, residuals, dy) of `dgrad` and `backward`,
-            in (params, residuals that wgrad needs, stash) of `wgrad`.
-        updates: places of the gradients added into main_grad: argument 0 and output 0.
-        new: places of the gradients that are arrays of their own.
+    What one reads are places in (params, x, extra) of `forward`, in (params, residuals, dy) of `dgrad` and `backward`, in
+    (params, residuals that wgrad needs, stash) of `wgrad`. It gives what the part computes, but for what that only hands on;
+    new gradients come last.
     """
 
-    executable: Executable
-    updates: tuple[int, ...]
-    new: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A callable's executables for one set of shapes, by kind: `forward`, and `backward` or `dgrad` and `wgrad`."""
-
     shaped: Shaped
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Executable]
+
+    def places(self, kind: str, how: How) -> tuple[int, ...]:
+        """Returns the parameters whose gradients a part makes as `new` arrays, or is to `add` into main_grad."""
+        grads = self.parts[kind].io.tasks[0].grads if kind in self.parts else ()
+        return tuple(place for place, _, found in grads if found == how)
 
 
 def compile_entries(
@@ -49,16 +42,14 @@ def compile_entries(
     """
     names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
     interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
-    parts: list[dict[str, Part]] = [{} for _ in callables]
+    parts: list[dict[str, Executable]] = [{} for _ in callables]
     for (n, kind), executable in zip(names, compile_tasks(interfaces, callables, options), strict=True):
-        grads = executable.io.tasks[0].grads
-        updates, new = (tuple(place for place, _, how in grads if how == that) for that in ("add", "new"))
-        parts[n][kind] = Part(executable, updates, new)
+        parts[n][kind] = executable
     return [Entry(shaped, made) for shaped, made in zip(callables, parts, strict=True)]
 
 
 def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
-    """Returns a part as a task. Its first registers are its arguments, as `Part` counts them; all that it makes is wanted."""
+    """Returns a part as a task. Its first registers are its arguments, as `Entry` counts them; all that it makes is wanted."""
     avals = list(shaped.params.avals)
 
     def new(*more: Any) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class GraphedCallables(Sequence[Graphed]):
 
     def reports(self) -> list[tuple[str, CaptureReport | None]]:
         """Returns the name of each executable and its capture report; None where there are no command buffers."""
-        executables = [part.executable for graphed in self._graphed for part in graphed.entry.parts.values()]
+        executables = [part for graphed in self._graphed for part in graphed.entry.parts.values()]
         executables += [instruction.executable for plan in self._plans.values() for instruction in plan.instructions]
         return [(executable.io.name, executable.report) for executable in executables]
 

@@ -26,7 +26,7 @@ class MainGrad:
         self._callable = f"callable {entry.shaped.index}"
         self._name = f"main_grad of {self._callable}"
         self._params, self._device = entry.shaped.params, entry.shaped.device
-        self.places = sorted({place for part in entry.parts.values() for place in part.updates})
+        self.places = sorted({place for kind in entry.parts for place in entry.places(kind, "add")})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)

@@ -103,11 +103,7 @@ def make_plan(
 
 
 def _compile(
-    flow: Flow,
-    segments: Sequence[Sequence[Unit]],
-    result: set[int],
-    options: Mapping[str, Any],
-    loss_fn: Callable[..., Any],
+    flow: Flow, segments: Sequence[Sequence[Unit]], result: set[int], options: Mapping[str, Any], loss_fn: Callable[..., Any]
 ) -> list[Instruction]:
     """Finds the registers that leave each segment and where each is read last, and compiles the segments."""
     kept = result | set(flow.named.values())
@@ -156,16 +152,11 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
         registers[r] = jnp.zeros(aval.shape, aval.dtype, device=device) if array is None else array
     for instruction in plan.instructions:
         io = instruction.executable.io
-        sums, outs = instruction.executable.compiled(
-            [registers[r] for r in io.sums],
-            [registers[r] for r in io.donated],
-            [registers[r] for r in io.read],
-        )
-        for r, value in zip(io.sums, sums, strict=True):
-            registers[r] = value
+        given = ([registers[r] for r in group] for group in (io.sums, io.donated, io.read))
+        sums, outs = instruction.executable.compiled(*given)
         for r in io.donated:
             registers[r] = None
-        for r, value in zip(io.outs, outs, strict=True):
+        for r, value in zip((*io.sums, *io.outs), (*sums, *outs), strict=True):
             registers[r] = value
         for source, target, device in instruction.sends:
             registers[target] = jax.device_put(registers[source], device)

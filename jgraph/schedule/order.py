@@ -48,7 +48,7 @@ class Order(Sequence[Action]):
         kinds, chunks = np.array(kinds, np.int8), np.array(chunks, np.int32)
         num_chunks = int(chunks.max()) + 1
         given = self.num_layers_per_chunk
-        layers = _per_chunk("num_layers_per_chunk", 1 if isinstance(given, tuple) and not given else given, num_chunks, int)
+        layers = one_each("num_layers_per_chunk", 1 if isinstance(given, tuple) and not given else given, num_chunks, int)
         check_choice("wgrads", self.wgrads, get_args(Wgrads))
         microbatches = _check(kinds, chunks, layers, self.wgrads)
         for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
@@ -83,7 +83,7 @@ class Order(Sequence[Action]):
         whole = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
         order = cls(np.where(whole, BACKWARD, kinds), chunks, () if num_layers_per_chunk is None else num_layers_per_chunk)  # pyright: ignore[reportArgumentType]
         if delay_wgrad is not None:
-            order.check_delayed(_per_chunk("delay_wgrad", delay_wgrad, order.num_chunks, bool))
+            order.check_delayed(one_each("delay_wgrad", delay_wgrad, order.num_chunks, bool))
         return order
 
     @classmethod
@@ -234,17 +234,17 @@ def _show(value: object) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
-def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple:
-    """Returns a value for each chunk, from one for all or one per chunk."""
-    values: list[Any] = [value] * num_chunks
+def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk") -> tuple:
+    """Returns a bool, or an int >= 1, for each chunk, from one for all or one per chunk. Raises OrderError."""
+    values: list[Any] = [value] * count
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
-        values = [value.item()] * num_chunks if isinstance(value, np.ndarray) and not value.ndim else list(value)
+        values = [value.item()] * count if isinstance(value, np.ndarray) and not value.ndim else list(value)
     for item in values:
         if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_whole(item) and 1 <= int(item) < 2**31):
             one = f"{kind.__name__}{' >= 1' * (kind is int)}"
-            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per chunk", field=name)
-    if len(values) != num_chunks:
-        wrong = f"`{name}` has {len(values)} values, but the order has {num_chunks} chunks: give one per chunk"
+            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per {of}", field=name)
+    if len(values) != count:
+        wrong = f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}"
         raise OrderError(wrong, field=name)
     return tuple(kind(item) for item in values)
 

@@ -25,14 +25,7 @@ from jgraph.schedule.slots import POOLS, live_ranges, number
 Source = Literal["previous", "next", "same"]
 Writing = Literal["makers", "all"]
 
-_MAKERS = {
-    "forward_dgrad": (FORWARD,),
-    "forward_wgrad": (FORWARD,),
-    "stash": (DGRAD,),
-    "loss": (FORWARD,),
-    "activation": (FORWARD,),
-    "gradient": (DGRAD, BACKWARD),
-}
+_MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gradient": (DGRAD, BACKWARD)}
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
         for pool in (*POOLS[:3], "loss")
         if counts[pool]
     }
-    came = _arrivals(schedule, table, numbers)
+    came, hops = _arrivals(schedule, table, numbers)
     last = schedule.num_stages - 1
     return ScheduleTables(
         table,
@@ -157,7 +150,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
         leave=microbatch_where((kind == FORWARD) & (stage == last)),
         back=microbatch_where(np.isin(kind, (DGRAD, BACKWARD)) & (stage == 0)),
         slots=slots,
-        hops=_hops(came, schedule.num_ranks),
+        hops=hops,
     )
 
 
@@ -173,8 +166,9 @@ def _taken(
     return taken
 
 
-def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> dict[tuple[Source, str], np.ndarray]:
-    """Returns, for each source and pool that is used, the slot of the array that comes at the end of each tick; -1 for none."""
+def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> tuple[dict, dict]:
+    """Returns, for each source and pool that is used, the slot of what comes at the end of each tick, -1 for none; and
+    for each neighbour the pairs (sender, receiver)."""
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
     forward = kind == FORWARD
@@ -198,24 +192,16 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
             f"stages on the same rank or on neighbours",
             rank=int(sender[i]),
         )
-    found = {}
+    found, hops = {}, {}
     for source, mask in sources.items():
+        if source != "same" and mask.any():
+            pairs = set(zip(receiver[mask].tolist(), sender[mask].tolist(), strict=True))
+            hops[source] = tuple((a, b) for b, a in sorted(pairs))
         for pool, which in (("activation", mask & up), ("gradient", mask & ~up)):
             if which.any():
                 found[source, pool] = np.full(kind.shape, -1, np.int32)
                 found[source, pool][tick[which], receiver[which]] = numbers[pool][goes_to[which], m[which]]
-    return found
-
-
-def _hops(came: Mapping[tuple[Source, str], np.ndarray], ranks: int) -> dict[Source, tuple[tuple[int, int], ...]]:
-    """Returns the pairs (sender, receiver) for each neighbour that something comes from."""
-    steps: dict[Source, int] = {"previous": 1, "next": -1}
-    hops = {}
-    for source, step in steps.items():
-        receivers = sorted({int(r) for (s, _), column in came.items() if s == source for r in np.nonzero(column >= 0)[1]})
-        if receivers:
-            hops[source] = tuple(((r - step) % ranks, r) for r in receivers)
-    return hops
+    return found, hops
 
 
 def phases(table: TickTable) -> tuple[Phase, ...]:

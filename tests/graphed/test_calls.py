@@ -141,10 +141,9 @@ def test_main_grad_keeps_its_address_over_runs_and_starts_from_zero(join):
 
 def test_the_compiled_programs_say_that_main_grad_is_updated_in_place():
     call, _ = build(delay_wgrad=True)
-    part = call.entry.parts["wgrad"]
-    assert len(part.updates) == 2
-    assert alias_map(part.executable.compiled) == {0: 0, 1: 1}
-    assert alias_map(call.entry.parts["forward"].executable.compiled) == {}
+    assert len(call.entry.places("wgrad", "add")) == 2
+    assert alias_map(call.entry.parts["wgrad"].compiled) == {0: 0, 1: 1}
+    assert alias_map(call.entry.parts["forward"].compiled) == {}
 
 
 def test_a_stale_handle_says_whose_it_was_what_ended_it_and_how_to_keep_it():
@@ -273,7 +272,7 @@ def test_what_the_callers_context_says_holds_while_building():
     # jax keeps such settings by thread.
     with jax.default_matmul_precision("highest"):
         call, _ = build()
-    assert "operand_precision={highest,highest}" in call.entry.parts["forward"].executable.compiled.as_text()
+    assert "operand_precision={highest,highest}" in call.entry.parts["forward"].compiled.as_text()
 
 
 # The pool
