@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.graphed.shaped import Shaped
+from jgraph.graphed.shaped import Shaped, Side
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, option_errors
 from jgraph.xla.cache import for_elsewhere
 
@@ -42,6 +42,14 @@ class Task:
     outs: tuple[int | None, ...]
     params: tuple[int, ...] = ()
     grads: tuple[tuple[int, int, How], ...] = ()
+
+
+def left_by(
+    side: Side, sources: Sequence[int | None], given: Sequence[int], new: Callable[[Any], int]
+) -> tuple[list[int], list[int | None]]:
+    """Returns the registers of what a part leaves for a later one; and those that it writes, None for what is `given` to it."""
+    left = [new(aval) if source is None else given[source] for aval, source in zip(side.avals, sources, strict=True)]
+    return left, [r if source is None else None for r, source in zip(left, sources, strict=True)]
 
 
 @dataclass(frozen=True)

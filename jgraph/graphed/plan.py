@@ -64,16 +64,9 @@ def make_plan(
 ) -> ExecutionPlan:
     """Returns a schedule as instructions, compiled.
 
-    Args:
-        callables: in the order of the data.
-        schedule: its stages hold them, `num_layers_per_chunk` each.
-        aliased: for each callable, places of the parameters whose sums lie in main_grad.
-        reuse: whether buffers are donated to, or freed after, their last consumer.
-        join: what is one executable.
-        outputs: whether those of the last callable are wanted.
-        keyed: whether random keys are folded here, or come with `extra`.
-        loss_fn, loss_args: and its arguments after y, one microbatch's as shapes.
-        options: for XLA.
+    `aliased` are, for each callable, the places of the parameters whose sums lie in main_grad. With `reuse`, buffers are
+    donated to their last consumer, or freed after it. Random keys are `folded` here or, `given`, come with `extra`. `loss_args`
+    are the arguments of `loss_fn` after y, one microbatch's as shapes.
     """
     loss_side, last = Side.of(tuple(loss_args)), callables[-1]
     loss = jax.eval_shape(loss_fn, last.y.shapes(), *loss_args)
