@@ -28,13 +28,7 @@ def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[A
 def schedule_of(
     order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
 ) -> tuple[Schedule | None, tuple[bool, ...]]:
-    """Returns the schedule that an order means, and for each callable whether its wgrad is delayed.
-
-    Args:
-        order: signed numbers, an Order, a Schedule, one order per rank, or None.
-        layers: callables per chunk, one number or one per chunk of a rank.
-        delay_wgrad: for all, or one per stage: a chunk of one rank's order, a callable without an order.
-        count: number of callables.
+    """Returns the schedule that an order means, and for each of `count` callables whether its wgrad is delayed.
 
     Raises:
         OrderError: the order cannot run, or says otherwise than `delay_wgrad`.

@@ -45,12 +45,12 @@ class Flow:
     """Registers given out so far.
 
     Attributes:
-        callables, devices, aliased, reuse, join, outputs: as `make_plan` takes them; devices by rank.
+        callables, devices, aliased, reuse: as `make_plan` takes them; devices by rank.
         loss_side, loss_aval: of the loss's arguments after y, and of the loss.
         avals: of every register.
         named: registers of what the caller gives, by name; see `given`.
         values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
-        sums: (callable, parameter) to register; `started` are those that an executable has written.
+        sums: (callable, parameter) to register.
         losses: by microbatch.
         send_buffers: of what is sent, the register of the buffer that it is written to; `turns`, those of a rank and shape.
     """
@@ -59,14 +59,11 @@ class Flow:
     devices: Sequence[Any]
     aliased: Sequence[Sequence[int]]
     reuse: bool
-    join: Join
-    outputs: Outputs
     loss_side: Side
     loss_aval: Any
     avals: dict[int, Any] = field(default_factory=dict)
     values: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
-    started: set[tuple[int, int]] = field(default_factory=set)
     named: dict[tuple[Any, ...], int] = field(default_factory=dict)
     losses: dict[int, int] = field(default_factory=dict)
     send_buffers: dict[int, int] = field(default_factory=dict)
@@ -173,11 +170,9 @@ class Flow:
         grads = []
         for place in places:
             aval, name = self.callables[i].params.avals[place], (i, place)
+            how = "add" if name in self.sums else "over" if place in self.aliased[i] else "start"
             if name not in self.sums:
                 self.sums[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
-            first = "add" if self.join == "nothing" else "over" if place in self.aliased[i] else "start"
-            how = "add" if name in self.started else first
-            self.started.add(name)
             grads.append((place, self.sums[name], how))
         return tuple(grads)
 

@@ -78,7 +78,7 @@ def make_plan(
     ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     of_rank = dict(zip(ranks, (shaped.device for shaped in callables), strict=True))
     devices = [of_rank[rank] for rank in range(schedule.num_ranks)]
-    flow = Flow(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)
+    flow = Flow(callables, devices, aliased, reuse, loss_side, loss_aval)
     for i, shaped in enumerate(callables):
         for place in shaped.keys if keyed == "folded" else ():
             flow.given(shaped.extra.avals[place], "keys", i, place)
