@@ -68,14 +68,7 @@ def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) ->
         starts.append(start_T[ticks])
         ends.append(end_T[ticks])
     first = min(row.min() for row in starts)
-    return as_run(schedule, [row - first for row in starts], [row - first for row in ends])
-
-
-def as_run(schedule: Schedule, starts: Sequence[Any], ends: Sequence[Any]) -> Simulation:
-    """Returns measured times of each rank's actions, in the form of a simulation."""
-    starts, ends = ([np.asarray(row, float) for row in rows] for rows in (starts, ends))
-    busy = np.array([float((end - start).sum()) for start, end in zip(starts, ends, strict=True)])
-    return Simulation(schedule, tuple(starts), tuple(ends), busy, 0.0)
+    return Simulation(schedule, tuple(row - first for row in starts), tuple(row - first for row in ends), 0.0)
 
 
 def costs(run: Simulation) -> dict[str, float]:

@@ -62,20 +62,23 @@ class Simulation:
     Attributes:
         schedule: what was simulated.
         starts, ends: of each rank's actions, [N], from 0.
-        busy: time each rank computes, [P].
         latency: of a transfer to another rank.
     """
 
     schedule: Schedule
     starts: tuple[np.ndarray, ...]
     ends: tuple[np.ndarray, ...]
-    busy: np.ndarray
     latency: float
 
     @property
     def makespan(self) -> float:
         """Time from the start of the step to the end of its last action."""
         return float(max(end[-1] for end in self.ends))
+
+    @property
+    def busy(self) -> np.ndarray:
+        """Time each rank computes, [P]."""
+        return np.array([(end - start).sum() for start, end in zip(self.starts, self.ends, strict=True)])
 
     @property
     def idle(self) -> np.ndarray:
@@ -137,9 +140,7 @@ def simulate(
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     table = (costs or Costs()).table(schedule.num_stages)
-    starts, ends = _play(schedule, table, latency, execution)
-    busy = [table[o.kinds, s].sum() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
-    return Simulation(schedule, starts, ends, np.array(busy), latency)
+    return Simulation(schedule, *_play(schedule, table, latency, execution), latency)
 
 
 def _play(schedule: Schedule, table: np.ndarray, latency: float, execution: Execution):

@@ -38,15 +38,9 @@ def profiled(config: TrainConfig, platform: str) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records traces of a run's steps.
+    """Records traces of `count` steps of a run each, from the step `first` on, into a directory; what is there is removed.
 
-    Attributes:
-        setup: of the run.
-        captured: the compiled step with command buffers; None where it has none.
-        uncaptured: the compiled step without.
-        first: the step at which recording begins.
-        count: steps of each trace.
-        directory: where traces go; what is there is removed.
+    `captured` is the compiled step with command buffers, None where it has none; `uncaptured` the one without.
     """
 
     setup: TrainSetup
