@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, check_heldout_fraction, count_heldout, cut, digest
+from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, count_heldout, cut, digest
 from jgraph.data.tokenfile import token_dtype, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
-from jgraph.errors import ConfigError, DataError
+from jgraph.errors import DataError, require
 
 SHARD_TOKENS = 1 << 27
 
@@ -46,9 +46,8 @@ def make_token_files(
         DataError: a text is missing, empty, not UTF-8; all documents are equal; `out` is in use; or no tokenizer.
         OSError: something cannot be read or written. Then, as after any interruption, `out` is as it was.
     """
-    if shard_tokens <= 0:
-        raise ConfigError(f"`shard_tokens` is {shard_tokens}: must be positive", field="shard_tokens")
-    check_heldout_fraction(heldout_fraction)  # before hours of tokenizing, not after
+    require(shard_tokens > 0, "shard_tokens", shard_tokens, "positive")
+    require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
     _check_paths(texts, tokenizer, out)
     encoder = Encoder(tokenizer)
     out = out.absolute()

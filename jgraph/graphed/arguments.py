@@ -116,10 +116,9 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         raise CallableError(
             f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all", field="devices"
         )
-    ranks = [0] * len(params)
+    num_ranks, ranks = 1, [0] * len(params)
     if schedule is not None:
-        ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
-    num_ranks = schedule.num_ranks if schedule is not None else 1
+        num_ranks, ranks = schedule.num_ranks, np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     if len(devices) not in (1, num_ranks):
         wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
         raise CallableError(wrong, field="devices")

@@ -226,17 +226,16 @@ def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}
     for unit in units:
-        segment = open_.get(unit.rank)
-        joins = (
+        segment = open_.get(unit.rank, [])
+        if (
             join == "segments"
-            and segment is not None
+            and segment
             and unit.needed_at < segment[0].tick
             and all(other.used_at > unit.tick for other in segment)
             and sum(len(other.tasks) for other in segment) < _MOST_JOINED
-        )
-        if joins and segment is not None:
+        ):
             segment.append(unit)
         else:
-            open_[unit.rank] = segment = [unit]
-            done.append(segment)
+            open_[unit.rank] = [unit]
+            done.append(open_[unit.rank])
     return sorted(done, key=lambda segment: segment[0].tick)

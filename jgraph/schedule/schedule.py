@@ -112,20 +112,18 @@ class Schedule(Sequence[Order]):
     @cached_property
     def rank_of_stage(self) -> np.ndarray:
         """int [S]."""
-        ranks = np.empty(self.num_stages, np.int64)
-        for r, stages in enumerate(self.placement):
-            ranks[list(stages)] = r
-        return ranks
+        return self._by_stage([[r] * len(stages) for r, stages in enumerate(self.placement)])
 
     @cached_property
     def num_layers(self) -> list[int]:
         """Layers of each stage."""
-        layers = {
-            stage: count
-            for order, row in zip(self.orders, self.placement, strict=True)
-            for stage, count in zip(row, order.num_layers_per_chunk, strict=True)
-        }
-        return [layers[stage] for stage in range(self.num_stages)]
+        return self._by_stage([order.num_layers_per_chunk for order in self.orders]).tolist()
+
+    def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns by stage what these rows say by rank and chunk."""
+        values = np.empty(self.num_stages, np.int64)
+        values[np.concatenate(self.placement)] = np.concatenate(rows)
+        return values
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:

@@ -117,7 +117,12 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     ranges["loss"] = np.where(is_last, born, -1), np.where(is_last, died, -1)
     assigned = number(schedule, ranges)
     numbers, counts = assigned.numbers, {pool: int(count.max()) for pool, count in assigned.counts.items()}
-    taken = {pool: _taken(numbers[pool], ranges[pool], schedule.rank_of_stage, (counts[pool], *kind.shape)) for pool in ranges}
+    # Whether a slot is in use in a tick, [count (at least 1), T + 1, P].
+    taken = {pool: np.zeros((max(count, 1), len(kind) + 1, schedule.num_ranks), bool) for pool, count in counts.items()}
+    for pool, (born, died) in ranges.items():
+        for (s, m), slot in np.ndenumerate(numbers[pool]):
+            if slot >= 0:
+                taken[pool][slot, born[s, m] : died[s, m] + 1, schedule.rank_of_stage[s]] = True
     slots = dict(counts)
 
     def complete(pool: str, column: np.ndarray, late: int) -> np.ndarray:
@@ -152,18 +157,6 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
         slots=slots,
         hops=hops,
     )
-
-
-def _taken(
-    numbers: np.ndarray, ranges: tuple[np.ndarray, np.ndarray], home: np.ndarray, shape: tuple[int, int, int]
-) -> np.ndarray:
-    """bool [count (at least 1), T + 1, P]: whether a slot is in use in a tick."""
-    count, ticks, ranks = shape
-    taken = np.zeros((max(count, 1), ticks + 1, ranks), bool)
-    for (s, m), slot in np.ndenumerate(numbers):
-        if slot >= 0:
-            taken[slot, ranges[0][s, m] : ranges[1][s, m] + 1, home[s]] = True
-    return taken
 
 
 def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> tuple[dict, dict]:

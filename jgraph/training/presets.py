@@ -2,7 +2,7 @@
 
 import importlib
 
-from jgraph.errors import ConfigError
+from jgraph.errors import require
 from jgraph.training.config import TrainConfig
 
 PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets").PRESETS
@@ -10,6 +10,5 @@ PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets
 
 def preset(name: str) -> TrainConfig:
     """Returns the configuration of that name. Raises ConfigError, listing the names, for any other."""
-    if name not in PRESETS:
-        raise ConfigError(f"`preset` is {name}: must be one of {', '.join(PRESETS)}", field="preset")
+    require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]
