@@ -23,16 +23,12 @@ class Encoder:
 
     Attributes:
         vocab_size: largest id + 1.
+
+    Raises:
+        DataError: the library is not installed, or the file is no tokenizer.json.
     """
 
     def __init__(self, path: Path):
-        """
-        Args:
-            path: a tokenizer.json.
-
-        Raises:
-            DataError: the library is not installed, or the file is not a tokenizer.
-        """
         self._tokenizer = _load(path)
         # A file may ask for truncation and padding, which would drop and make up text.
         self._tokenizer.no_truncation()

@@ -76,9 +76,12 @@ class Order(Sequence[Action]):
         Raises:
             OrderError: with `position`, the index of the first entry at fault.
         """
-        entries = _entries(numbers)
+        unordered = isinstance(numbers, (str, bytes, Mapping, Set)) or (isinstance(numbers, np.ndarray) and not numbers.ndim)
+        if unordered or not isinstance(numbers, Iterable):
+            raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
+        entries = list(numbers)
         parsed = [_parse_entry(i, entry, len(entries)) for i, entry in enumerate(entries)]
-        kinds, chunks = np.array(parsed, np.int32).T
+        kinds, chunks = np.array(parsed, np.int32).reshape(-1, 2).T
         # `-c` is the dgrad alone where chunk c has wgrads, and else the whole backward.
         whole = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
         order = cls(np.where(whole, BACKWARD, kinds), chunks, () if num_layers_per_chunk is None else num_layers_per_chunk)  # pyright: ignore[reportArgumentType]
@@ -189,16 +192,6 @@ class Order(Sequence[Action]):
         return Order(kinds, np.repeat(self.chunks, 1 + fused), self.num_layers_per_chunk, self.wgrads)
 
 
-def _entries(numbers: Iterable[object]) -> list[object]:
-    unordered = isinstance(numbers, (str, bytes, Mapping, Set))
-    if unordered or not isinstance(numbers, Iterable) or (isinstance(numbers, np.ndarray) and not numbers.ndim):
-        raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
-    entries = list(numbers)
-    if not entries:
-        raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
-    return entries
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
@@ -252,7 +245,7 @@ def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk"
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
     """Raises OrderError unless these are two equally long rows of whole numbers that say actions."""
     if not kinds.size:
-        raise OrderError("the order is empty; it needs at least one forward and one backward")
+        raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
     whole = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
     if not whole or kinds.ndim != 1 or kinds.shape != chunks.shape:
         raise OrderError(
