@@ -23,8 +23,11 @@ COLLECTIVES: dict[str, str] = {
 """Categories by opcode, without `-start` and `-done`."""
 
 # jax's primitives that have another name than XLA's opcode.
-_PRIMITIVES = dict.fromkeys(("psum", "psum-invariant", "pmax", "pmin"), "all-reduce")
-_PRIMITIVES |= {"ppermute": "collective-permute", "all-gather-invariant": "all-gather"}
+_PRIMITIVES: dict[str, str] = {
+    **dict.fromkeys(("psum", "psum-invariant", "pmax", "pmin"), "all-reduce"),
+    "ppermute": "collective-permute",
+    "all-gather-invariant": "all-gather",
+}
 
 CATEGORIES = (
     *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "optimizer"),

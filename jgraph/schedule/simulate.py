@@ -140,7 +140,8 @@ def simulate(
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     table = (costs or Costs()).table(schedule.num_stages)
-    return Simulation(schedule, *_play(schedule, table, latency, execution), latency)
+    starts, ends = _play(schedule, table, latency, execution)
+    return Simulation(schedule, starts, ends, latency)
 
 
 def _play(schedule: Schedule, table: np.ndarray, latency: float, execution: Execution):
