@@ -146,15 +146,16 @@ def time_pipeline(asked: Row) -> None:
     )
     answer(device=f"{ranks} x {devices[0].device_kind}", build_s=time.perf_counter() - start)
     placed = graphed.place(params)
-    run, _, latest = stepping(lambda: graphed.run(None, inputs, half_square, params=placed, join=asked["join"]))
 
-    def wait():
-        jax.block_until_ready((latest[0].losses, latest[0].grads))
+    def step():
+        result = graphed.run(None, inputs, half_square, params=placed, join=asked["join"])
+        return result.losses, result.grads
 
+    run, wait, latest = stepping(step)
     start = time.perf_counter()
     run()
     wait()
-    answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0].losses)))
+    answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0][0])))
 
     def measure(clock: Clock) -> Row:
         return clock.one_by_one(run, wait) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
