@@ -1,6 +1,7 @@
-"""`make_graphed_callables` against `jax.jit` and PyTorch: what a replay costs the host, a pipeline's step, what replays leave.
+"""`make_graphed_callables` against `jax.jit` and PyTorch: what a replay costs the host, and a pipeline's step.
 
-python -m benchmarks run callables --parts blocks pipeline replays
+python -m benchmarks run callables --parts blocks pipeline
+python -m benchmarks run callables --parts blocks --soak 1000       # what replays leave in memory
 """
 
 from collections.abc import Iterator
@@ -8,16 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from benchmarks.rows import Row, fastest, named, ratio, spread
-from benchmarks.runner import Benchmark, Options, Work
-from benchmarks.tables import Cell, Section, number
-from benchmarks.turns import Entrant, ask
+from benchmarks.runner import Benchmark, Soaked, Work
+from benchmarks.tables import Section, number
+from benchmarks.turns import Entrant
 from benchmarks.works import MLPSize, torchs
 
 PROGRAM = "benchmarks.programs.graphed"
 TORCH = "graphed callables"
 JITTED = "jit a block"
 BLOCKS = ("one by one", "one by one, reuse_buffers", "run, join segments", "run, join nothing", JITTED)
-REPLAYS = (100, 1_100)
 SIZES: dict[str, Row] = {
     "full": {"num_blocks": 12, "d_model": 256, "num_heads": 4, "d_ff": 1024, "batch": 2, "length": 128},
     "tiny": {"num_blocks": 3, "d_model": 64, "num_heads": 4, "d_ff": 256, "batch": 2, "length": 32},
@@ -32,11 +32,13 @@ PIPELINES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(Options):
+class Flags(Soaked):
     """Chooses what is run."""
 
-    parts: tuple[Literal["blocks", "pipeline", "replays"], ...] = ("blocks", "pipeline", "replays")
-    """blocks and replays use one GPU, pipeline `--ranks`."""
+    parts: tuple[Literal["blocks", "pipeline"], ...] = ("blocks", "pipeline")
+    """blocks use one GPU and can be soaked, pipeline uses `--ranks`."""
+    variant: tuple[str, ...] = (BLOCKS[1],)
+    """Blocks that a soak runs."""
     ranks: int = 4
     """GPUs of the pipeline."""
     pipelines: tuple[str, ...] = ("launch-bound", "large")
@@ -59,10 +61,7 @@ def works(options: Flags) -> Iterator[Work]:
             ]
             # They wait for the host: which kernels are chosen while others build does not show.
             yield Work(part, {"ranks": 1, "size": size}, [entrants], building=0)
-        elif part == "replays":
-            entrants = [entrant("jgraph", variant, asked | {"replays": REPLAYS}) for variant in ("one by one", "run")]
-            yield Work(part, {"ranks": 1, "size": size}, rows=(ask(one, timeout=options.timeout) for one in entrants))
-        else:
+        elif not options.soak:
             for name, layers in PIPELINES[options.sizes].items():
                 if name.startswith(options.pipelines) or options.sizes == "tiny":
                     yield pipeline(name, layers, options)
@@ -82,8 +81,6 @@ def pipeline(name: str, size: MLPSize, options: Flags) -> Work:
 
 def section(work: str, result: Row) -> Section:
     rows, size, ranks = result["rows"], result["size"], result["ranks"]
-    if work == "replays":
-        return replays_section()
     if work == "blocks":
         torch = next((row for row in rows if row["variant"] == TORCH and "ms" in row), None)
         shape = f"d {size['d_model']}, {size['batch']}x{size['length']} tokens, bfloat16"
@@ -114,23 +111,6 @@ def section(work: str, result: Row) -> Section:
         },
         notes="Every step is waited for. Gradients are summed up in float32 in jgraph, in bfloat16 in torch.",
     )
-
-
-def replays_section() -> Section:
-    def counts(key: str) -> Cell:
-        return lambda row: ", ".join("not told" if n is None else f"{n:,}" for n in row[key])
-
-    def growth(key: str) -> Cell:
-        return lambda row: "" if row[key] is None else f"{row[key]:+,}"
-
-    columns = {
-        "variant": named,
-        f"bytes on the device after {REPLAYS[0]:,}, {REPLAYS[1]:,}": counts("device_bytes"),
-        "growth": growth("device_growth"),
-        "host RSS": counts("host_bytes"),
-        "its growth": growth("host_growth"),
-    }
-    return Section("Replays of two callables with reuse_buffers", columns, needs="host_bytes")
 
 
 BENCHMARK = Benchmark("Graphed callables", __doc__, Flags, works, section)

@@ -29,7 +29,7 @@ FIELDS = {
     "peak_bytes, init_peak_bytes, step_bytes": "of the device that had most; when the state was made; of the program alone",
     "argument_bytes, temp_bytes, output_bytes, alias_bytes": "of the compiled step",
     "moved_bytes, bandwidth_share": "that a kernel must read and write; of the device's bandwidth",
-    "device_bytes, device_growth, host_bytes, host_growth, first_device_bytes, first_host_bytes": "in use, and how it grew",
+    "device_bytes, host_bytes, first_device_bytes, first_host_bytes": "in use, and before the first step of a soak",
     "params_bytes, grads_bytes, moments_bytes, update_bytes, more_bytes, reads": "by the dtype rules",
     "starts_ms, ends_ms": "of every action of each rank",
 }

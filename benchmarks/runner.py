@@ -56,7 +56,18 @@ class Traced(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several(Options):
+class Soaked(Options):
+    """Adds the flags of benchmarks whose works can be soaked."""
+
+    soak: int = 0
+    """Steps of each work, by the first variant if there is one, watched for memory and hangs, into soaks.json; nothing else is
+    run."""
+    hang_seconds: float = 60.0
+    """Longest time of a step of a soak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several(Soaked):
     """Adds the flags of benchmarks of training on several GPUs."""
 
     ranks: int = 0
@@ -65,11 +76,6 @@ class Several(Options):
     """What is captured, as in `python -m jgraph.train`."""
     xla_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE for all of jgraph's programs; may be repeated."""
-    soak: int = 0
-    """Steps of each work, by the first variant if there is one, watched for memory and hangs, into soaks.json; nothing else is
-    run."""
-    hang_seconds: float = 60.0
-    """Longest time of a step of a soak."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Benchmark:
         for work in self.works(options):
             variant = next(iter(options.variant), "")
             ours = next(one for group in work.groups for one in group if one.named["variant"] == variant)
-            graph = ours.request.get("graph") or ours.request["config"]["graph"]
+            graph = ours.request.get("config", ours.request).get("graph", "auto")
             told = [f"{options.name} {work.name}", ours.named.get("schedule"), variant, f"graph {graph}"]
             name = ", ".join(filter(None, told))
             results.begin(name, graph=graph, **work.about)

@@ -39,7 +39,7 @@ one)
   on 0 110 single_gpu --presets launch-bound $short
   on 0 130 single_gpu --presets gpt-124m
   on 0 220 callables --parts blocks $short --name callables1
-  on 0 40 callables --parts replays --name callables1
+  on 0 40 callables --parts blocks --soak 1000
   wait
   ;;
 several)

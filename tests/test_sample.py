@@ -41,9 +41,9 @@ def test_the_key_decides_what_is_drawn():
     assert set(draws[0]) == set(range(V))
 
 
-def test_a_low_temperature_keeps_to_the_likely():
-    def mild(params, tokens_BT):
-        return jnp.broadcast_to(jnp.arange(V) / V, (*tokens_BT.shape, V))
+def test_a_token_that_is_far_likelier_than_all_others_is_drawn():
+    def steep(params, tokens_BT):
+        return jnp.broadcast_to(1e3 * jnp.arange(V), (*tokens_BT.shape, V))
 
-    tokens = generate(mild, None, jnp.array([0]), jax.random.key(0), num_tokens=50, window=8, temperature=0.001)
+    tokens = generate(steep, None, jnp.array([0]), jax.random.key(0), num_tokens=50, window=8)
     assert set(np.asarray(tokens).tolist()) == {V - 1}

@@ -1,6 +1,5 @@
-"""A process that is asked about graphed callables: GPT blocks one by one, a pipeline's step, or what replays leave behind."""
+"""A process that is asked about graphed callables: GPT blocks one by one, or a pipeline's step."""
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jgraph
-from benchmarks.harness import resident_bytes
+from benchmarks.harness import soak
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
 from benchmarks.programs.step import devices_of, stepping
@@ -111,7 +110,7 @@ def time_blocks(asked: Row) -> None:
     def measure(clock: Clock) -> Row:
         return clock.back_to_back(run, wait) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
 
-    take_turns(measure)
+    take_turns(measure, partial(soak, run, wait, jax.devices()[:1], dict))
 
 
 # Pipeline
@@ -147,15 +146,16 @@ def time_pipeline(asked: Row) -> None:
     )
     answer(device=f"{ranks} x {devices[0].device_kind}", build_s=time.perf_counter() - start)
     placed = graphed.place(params)
-    run, _, latest = stepping(lambda: graphed.run(None, inputs, half_square, params=placed, join=asked["join"]))
 
-    def wait():
-        jax.block_until_ready((latest[0].losses, latest[0].grads))
+    def step():
+        result = graphed.run(None, inputs, half_square, params=placed, join=asked["join"])
+        return result.losses, result.grads
 
+    run, wait, latest = stepping(step)
     start = time.perf_counter()
     run()
     wait()
-    answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0].losses)))
+    answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0][0])))
 
     def measure(clock: Clock) -> Row:
         return clock.one_by_one(run, wait) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
@@ -163,32 +163,6 @@ def time_pipeline(asked: Row) -> None:
     take_turns(measure)
 
 
-# Replays
-
-REPLAYED: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
-    "one by one": lambda blocks: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
-    "run": lambda blocks: blocks.run("segments", reuse_buffers=True),
-}
-
-
-def count_bytes(asked: Row) -> None:
-    """Tells the bytes in use on the device and of the process after each number of replays that is asked for."""
-    iteration = REPLAYED[asked["variant"]](Blocks.of(asked["size"] | {"num_blocks": 2}))
-    after = []
-    for replay in range(1, asked["replays"][-1] + 1):
-        latest = iteration()
-        if replay in asked["replays"]:
-            jax.block_until_ready(latest)
-            del latest
-            gc.collect()
-            stats = jax.devices()[0].memory_stats()
-            after.append((stats["bytes_in_use"] if stats else None, resident_bytes()))
-    bytes_of = {place: [one[i] for one in after] for i, place in enumerate(("device", "host"))}
-    for place, (first, last) in bytes_of.items():
-        answer(**{f"{place}_bytes": [first, last], f"{place}_growth": None if first is None else last - first})
-    answer(device=f"1 x {jax.devices()[0].device_kind}", replays=asked["replays"])
-
-
 if __name__ == "__main__":
     asked = request()
-    {"blocks": time_blocks, "pipeline": time_pipeline, "replays": count_bytes}[asked["task"]](asked)
+    {"blocks": time_blocks, "pipeline": time_pipeline}[asked["task"]](asked)

@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jgraph.profile.program import Program
 from jgraph.profile.trace import read
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
-from jgraph.training.profiling import profiled, uncaptured
+from jgraph.training.profiling import profiled
 from jgraph.training.setup import TrainSetup
 from jgraph.xla import cache, count_launches
 from jgraph.xla.launches import profiler_options
@@ -128,7 +128,7 @@ def time_step(asked: Row) -> None:
 
 def categories(config: TrainConfig) -> Row:
     """Returns milliseconds by category, mean of the ranks, of the step without command buffers, whose kernels have names."""
-    step = Step.of(uncaptured(config), tell=lambda **row: None)
+    step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
     step.run()
     step.wait()
     with tempfile.TemporaryDirectory() as folder:

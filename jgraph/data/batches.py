@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from jgraph.data.tokenfile import Tokens
-from jgraph.errors import ConfigError, DataError
+from jgraph.errors import DataError, require
 
 # B batch, T sequence
 
@@ -49,11 +49,8 @@ class Batches:
 
     def __post_init__(self):
         assert 0 <= self.process_index < self.process_count
-        if self.batch_size % self.process_count:
-            raise ConfigError(
-                f"`batch_size` is {self.batch_size}: must be divisible by the number of processes, {self.process_count}",
-                field="batch_size",
-            )
+        divisible = f"divisible by the number of processes, {self.process_count}"
+        require(self.batch_size % self.process_count == 0, "batch_size", self.batch_size, divisible)
         _check_length(self.tokens, self.seq_len)
 
     @property

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from jgraph.errors import ConfigError, DataError
+from jgraph.errors import DataError, require
 
 HELDOUT_FRACTION = 0.1
 _BLOCK_BYTES = 16 * 1024
@@ -59,12 +59,6 @@ def digest(document: bytes) -> bytes:
     return hashlib.sha256(document).digest()
 
 
-def check_heldout_fraction(heldout_fraction: float) -> None:
-    """Raises ConfigError unless the fraction is in (0, 1)."""
-    if not 0 < heldout_fraction < 1:
-        raise ConfigError(f"`heldout_fraction` is {heldout_fraction}: must be in (0, 1)", field="heldout_fraction")
-
-
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
     """Counts the documents, sorted by hash, that are held out: those whose hash is in the lowest `heldout_fraction`.
 
@@ -81,7 +75,7 @@ def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FR
         ConfigError: the fraction is not in (0, 1).
         DataError: there are no two different documents.
     """
-    check_heldout_fraction(heldout_fraction)
+    require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")
     equals_of_first = bisect_right(digests, digests[0]) if digests else 0
     if equals_of_first == len(digests):
         raise DataError(

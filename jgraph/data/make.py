@@ -7,26 +7,21 @@ order of their hashes, the held-out ones first. All happens in a hidden director
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, check_heldout_fraction, count_heldout, cut, digest
+from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, count_heldout, cut, digest
 from jgraph.data.tokenfile import token_dtype, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
-from jgraph.errors import ConfigError, DataError
+from jgraph.errors import DataError, require
 
 SHARD_TOKENS = 1 << 27
 
 
-@dataclass(frozen=True, order=True)
-class _Document:
-    """A document's hash and its span of tokens in the spool."""
-
-    digest: bytes
-    start: int
-    stop: int
+# A document's hash and its span of tokens in the spool.
+_Document: TypeAlias = tuple[bytes, int, int]
 
 
 def make_token_files(
@@ -51,9 +46,8 @@ def make_token_files(
         DataError: a text is missing, empty, not UTF-8; all documents are equal; `out` is in use; or no tokenizer.
         OSError: something cannot be read or written. Then, as after any interruption, `out` is as it was.
     """
-    if shard_tokens <= 0:
-        raise ConfigError(f"`shard_tokens` is {shard_tokens}: must be positive", field="shard_tokens")
-    check_heldout_fraction(heldout_fraction)  # before hours of tokenizing, not after
+    require(shard_tokens > 0, "shard_tokens", shard_tokens, "positive")
+    require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
     _check_paths(texts, tokenizer, out)
     encoder = Encoder(tokenizer)
     out = out.absolute()
@@ -62,11 +56,11 @@ def make_token_files(
     try:
         spool = partial / "spool"
         documents = sorted(_tokenize(texts, encoder, spool))
-        num_heldout = count_heldout([document.digest for document in documents], heldout_fraction)
+        num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
         tokens = np.memmap(spool, dtype=token_dtype(encoder.vocab_size), mode="r")
         for side, part in (("heldout", documents[:num_heldout]), ("train", documents[num_heldout:])):
             for index, shard in enumerate(_shards(part, shard_tokens)):
-                spans = (tokens[document.start : document.stop] for document in shard)
+                spans = (tokens[start:stop] for _, start, stop in shard)
                 write_tokens(partial / f"{side}-{index:05d}.bin", spans, vocab_size=encoder.vocab_size)
         spool.unlink()
         shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
@@ -101,7 +95,7 @@ def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[
                     if largest >= vocab_size:
                         raise DataError(f"the tokenizer gives id {largest} where its vocabulary ends at {vocab_size - 1}")
                     file.write(ids.astype(dtype).tobytes())
-                    yield _Document(digest(document), start, start + len(ids))
+                    yield digest(document), start, start + len(ids)
                     start += len(ids)
             except DataError as e:
                 raise DataError(f"`text` is {text}: {e}") from e
@@ -109,8 +103,8 @@ def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[
 
 def _shards(documents: Sequence[_Document], shard_tokens: int) -> Iterator[Sequence[_Document]]:
     first = num_tokens = 0
-    for index, document in enumerate(documents, start=1):
-        num_tokens += document.stop - document.start
+    for index, (_, start, stop) in enumerate(documents, start=1):
+        num_tokens += stop - start
         if num_tokens >= shard_tokens or index == len(documents):
             yield documents[first:index]
             first, num_tokens = index, 0

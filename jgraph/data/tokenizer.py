@@ -1,5 +1,6 @@
 """A tokenizer.json through the optional `tokenizers` library: text to ids to make token files, ids to text to read samples."""
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,12 @@ class Encoder:
 
     Attributes:
         vocab_size: largest id + 1.
+
+    Raises:
+        DataError: the library is not installed, or the file is no tokenizer.json.
     """
 
     def __init__(self, path: Path):
-        """Reads a tokenizer.json. Raises DataError if the library is not installed, or the file is not a tokenizer."""
         self._tokenizer = _load(path)
         # A file may ask for truncation and padding, which would drop and make up text.
         self._tokenizer.no_truncation()
@@ -55,24 +58,17 @@ class Encoder:
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
     """Returns a function from ids to text, or to numbers where the tokenizer's file or the library is missing."""
-    try:
-        tokenizer = _load(path) if path.exists() else None
-    except _MissingLibraryError:
-        tokenizer = None
-    if tokenizer is None:
+    if not path.exists() or importlib.util.find_spec("tokenizers") is None:
         return lambda ids: " ".join(str(token) for token in ids)
+    tokenizer = _load(path)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-
-
-class _MissingLibraryError(DataError):
-    """`tokenizers` is not installed."""
 
 
 def _load(path: Path) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise _MissingLibraryError(f"{path}: needs the tokenizers library: pip install 'jgraph[tokenizers]'") from e
+        raise DataError(f"{path}: needs the tokenizers library: pip install 'jgraph[tokenizers]'") from e
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return Tokenizer.from_str(text)

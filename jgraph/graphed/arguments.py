@@ -10,8 +10,8 @@ import numpy as np
 
 from jgraph.errors import CallableError, OrderError
 from jgraph.graphed.shaped import Shaped
-from jgraph.schedule.action import BACKWARD, FORWARD, WGRAD
-from jgraph.schedule.order import Order
+from jgraph.schedule.action import FORWARD, WGRAD
+from jgraph.schedule.order import Order, one_each
 from jgraph.schedule.schedule import Schedule
 
 
@@ -28,38 +28,26 @@ def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[A
 def schedule_of(
     order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
 ) -> tuple[Schedule | None, tuple[bool, ...]]:
-    """Returns the schedule that an order means, and for each callable whether its wgrad is delayed.
-
-    Args:
-        order, layers, delay_wgrad: as `make_graphed_callables` takes them; layers is its `num_layers_per_chunk`.
-        count: number of callables.
+    """Returns the schedule that an order means, and for each of `count` callables whether its wgrad is delayed.
 
     Raises:
         OrderError: the order cannot run, or says otherwise than `delay_wgrad`.
         CallableError: it is for another number of callables.
     """
     if order is None:
-        return None, _each_flag(delay_wgrad, count)
+        return None, one_each("delay_wgrad", delay_wgrad, count, bool, of="stage")
     if isinstance(order, Schedule):
         schedule = order
     else:
         rows = (order,) if _is_one(order) else order
         schedule = Schedule(tuple(row if isinstance(row, Order) else Order.parse(row, layers) for row in rows))
-    wanted = _each_flag(delay_wgrad, schedule.num_stages)
+    wanted = one_each("delay_wgrad", delay_wgrad, schedule.num_stages, bool, of="stage")
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
-        for chunk, (has, stage) in enumerate(zip(row.delay_wgrad, stages, strict=True)):
-            if has == wanted[stage]:
-                continue
-            kind, n = (WGRAD, -chunk - 1.5) if has else (BACKWARD, -chunk - 1)
-            position = int(np.flatnonzero((row.kinds == kind) & (row.chunks == chunk))[0])
-            wrong = f"with no wgrad of chunk {chunk + 1}, but delay_wgrad says that it is delayed; add a {n - 0.5:g} for each"
-            if has:
-                wrong = f"a wgrad of chunk {chunk + 1}, but delay_wgrad says that they are not delayed; leave them out"
-            raise OrderError(
-                f"entry {position} is {n:g}, {wrong}, or pass delay_wgrad={has}",
-                position=position,
-                rank=rank if schedule.num_ranks > 1 else None,
-            )
+        try:
+            row.check_delayed([wanted[stage] for stage in stages])
+        except OrderError as error:
+            error.rank = rank if schedule.num_ranks > 1 else None
+            raise
     flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
     if len(flags) != count:
         raise CallableError(
@@ -128,10 +116,9 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         raise CallableError(
             f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all", field="devices"
         )
-    ranks = [0] * len(params)
+    num_ranks, ranks = 1, [0] * len(params)
     if schedule is not None:
-        ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
-    num_ranks = schedule.num_ranks if schedule is not None else 1
+        num_ranks, ranks = schedule.num_ranks, np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     if len(devices) not in (1, num_ranks):
         wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
         raise CallableError(wrong, field="devices")
@@ -141,14 +128,3 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
 def _is_one(order: Any) -> bool:
     """Returns whether this is one rank's order."""
     return isinstance(order, Order) or not isinstance(order, Sequence) or not order or isinstance(order[0], Number)
-
-
-def _each_flag(delay_wgrad: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
-    if isinstance(delay_wgrad, bool):
-        return (delay_wgrad,) * count
-    if not isinstance(delay_wgrad, Sequence) or len(delay_wgrad) != count or not all(isinstance(d, bool) for d in delay_wgrad):
-        raise OrderError(
-            f"`delay_wgrad` is {delay_wgrad!r}: must be True, False, or one of them for each of {count} stages",
-            field="delay_wgrad",
-        )
-    return tuple(delay_wgrad)

@@ -221,7 +221,7 @@ class Graphed:
         outs = self._run_backward(pending, "dgrad", leaves, dy)
         given, new = [*pending.residuals, *leaves], iter(outs[shaped.num_dx :])
         pending.stash = [next(new) if source is None else given[source] for source in shaped.stash_from]
-        pending.early = dict(zip(self.entry.parts["dgrad"].new, new, strict=True))
+        pending.early = dict(zip(self.entry.places("dgrad", "new"), new, strict=True))
         pending.residuals = pending.residuals[shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
         if self._lent:
@@ -238,7 +238,7 @@ class Graphed:
     def _finish(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
         """Forgets a microbatch; returns gradients as params: new arrays, handles on main_grad, and None for integers."""
         self._waiting.end(pending)
-        new = self.entry.parts[kind].new if kind in self.entry.parts else ()
+        new = self.entry.places(kind, "new")
         gradients = self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
         pending.release(by=f"the {kind} of callable {self.index}")
         return gradients
@@ -248,10 +248,8 @@ class Graphed:
         return shaped.x.unflatten(self._lent.lend("gradient", outs[: shaped.num_dx])) if shaped.takes_gradient else None
 
     def _run(self, kind: str, arrays: Sequence[Any], number: int = -1) -> list[Any]:
-        part = self.entry.parts[kind]
-        places = part.updates
+        executable, places = self.entry.parts[kind], self.entry.places(kind, "add")
         sums = self.gradients.open() if places else {}
-        executable = part.executable
         new, outs = executable.compiled([sums[i] for i in places], [], [arrays[i] for i in executable.io.read])
         if places:
             self.gradients.update(dict(zip(places, new, strict=True)), f"the {kind} of microbatch {number}")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.graphed.shaped import Shaped
+from jgraph.graphed.shaped import Shaped, Side
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, option_errors
 from jgraph.xla.cache import for_elsewhere
 
@@ -42,6 +42,14 @@ class Task:
     outs: tuple[int | None, ...]
     params: tuple[int, ...] = ()
     grads: tuple[tuple[int, int, How], ...] = ()
+
+
+def left_by(
+    side: Side, sources: Sequence[int | None], given: Sequence[int], new: Callable[[Any], int]
+) -> tuple[list[int], list[int | None]]:
+    """Returns the registers of what a part leaves for a later one; and those that it writes, None for what is `given` to it."""
+    left = [new(aval) if source is None else given[source] for aval, source in zip(side.avals, sources, strict=True)]
+    return left, [r if source is None else None for r, source in zip(left, sources, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -112,15 +120,10 @@ def compile_tasks(
     loss_fn: Callable[..., Any] | None = None,
     copies: Literal["shared", "each"] = "shared",
 ) -> list[Executable]:
-    """Compiles executables, several at a time.
+    """Compiles executables of the tasks of these callables, several at a time.
 
-    Args:
-        interfaces: of each executable, of tasks of these `callables`.
-        loss_fn: of `loss` tasks: a function of y and of the leaves of its other arguments.
-        copies: whether equal tasks on equal shapes are one executable, or `each` has its own; the latter on a GPU only.
-
-    Raises:
-        DonationError: a sum is not updated in place.
+    `loss_fn`, of `loss` tasks, is a function of y and of the leaves of its other arguments. Equal tasks on equal shapes are one
+    executable, or `each` has its own; the latter on a GPU only. Raises DonationError where a sum is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
     # The copies of a GPU are told apart by their number.
@@ -165,14 +168,10 @@ def interface(
     dying: Collection[int] = (),
     stored: Sequence[tuple[int, int]] = (),
 ) -> Interface:
-    """Returns the registers that an executable of these tasks reads and writes.
+    """Returns the registers that an executable of these tasks, in this order, reads and writes.
 
-    Args:
-        tasks: in their order.
-        avals: by register, of these at least.
-        wanted: registers that are read outside.
-        dying: registers that nothing reads afterwards.
-        stored: (register to write, register in whose buffer): both of one shape; what was in the buffer is not read.
+    `avals` are by register. Those `wanted` are read outside, and nothing reads those `dying` afterwards. `stored` are pairs
+    (register to write, register in whose buffer), both of one shape; what was in the buffer is not read.
     """
 
     def kind(register: int) -> tuple[Any, Any]:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jgraph.graphed.compile import Task
+from jgraph.graphed.compile import Task, left_by
 from jgraph.graphed.shaped import Shaped, Side
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, Kind
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, Kind
 from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.tables import tick_table
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]
@@ -44,13 +45,12 @@ class Flow:
     """Registers given out so far.
 
     Attributes:
-        callables, devices, aliased, reuse, join, outputs: as `make_plan` takes them; devices by rank.
+        callables, devices, aliased, reuse: as `make_plan` takes them; devices by rank.
         loss_side, loss_aval: of the loss's arguments after y, and of the loss.
         avals: of every register.
-        owned: registers that only the plan sees.
         named: registers of what the caller gives, by name; see `given`.
         values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
-        sums: (callable, parameter) to register; `started` are those that an executable has written.
+        sums: (callable, parameter) to register.
         losses: by microbatch.
         send_buffers: of what is sent, the register of the buffer that it is written to; `turns`, those of a rank and shape.
     """
@@ -59,15 +59,11 @@ class Flow:
     devices: Sequence[Any]
     aliased: Sequence[Sequence[int]]
     reuse: bool
-    join: Join
-    outputs: Outputs
     loss_side: Side
     loss_aval: Any
     avals: dict[int, Any] = field(default_factory=dict)
-    owned: set[int] = field(default_factory=set)
     values: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
-    started: set[tuple[int, int]] = field(default_factory=set)
     named: dict[tuple[Any, ...], int] = field(default_factory=dict)
     losses: dict[int, int] = field(default_factory=dict)
     send_buffers: dict[int, int] = field(default_factory=dict)
@@ -102,39 +98,18 @@ class Flow:
             self.named[name] = self.register(aval)
         return self.named[name]
 
-    def own(self, aval: Any) -> int:
-        """Returns a register for an array that only the plan sees."""
-        self.owned.add(register := self.register(aval))
-        return register
-
-    def unit(self, kind: Kind, rank: int, tick: int, i: int, m: int, neighbours: tuple[int | None, int | None]) -> Unit:
-        """Returns the tasks of an action of callable i; `neighbours` are the ranks of callables i - 1 and i + 1."""
-        unit = Unit(rank, tick, [], [])
-        if kind == "forward":
-            self._forward(unit, i, m, neighbours[1])
-        else:
-            self._backward(unit, kind, i, m, neighbours[0])
-        return unit
-
     def params(self, i: int, part: str) -> tuple[int, ...]:
         side = self.callables[i].params
         return tuple(self.given(side.avals[place], "params", i, place) for place in self.callables[i].reads[part])
 
-    def _forward(self, unit: Unit, i: int, m: int, next_rank: int | None) -> None:
+    def forward(self, unit: Unit, i: int, m: int, next_rank: int | None) -> None:
         shaped = self.callables[i]
         if i == 0:
             self.values["x", 0, m] = [self.given(aval, "x", m, place) for place, aval in enumerate(shaped.x.avals)]
         ins = [*self.values.pop(("x", i, m)), *self._extra(unit, i, m)]
-        if next_rank is None and self.outputs == "keep":
-            y = [self.register(aval) for aval in shaped.y.avals]
-        else:
-            y = [self.own(aval) for aval in shaped.y.avals]
-        residuals: list[int] = []
-        outs: list[int | None] = [*y]
-        for aval, source in zip(shaped.residuals.avals, shaped.residuals_from, strict=True):
-            residuals.append(self.own(aval) if source is None else ins[source])
-            outs.append(residuals[-1] if source is None else None)
-        unit.tasks.append(Task("forward", i, tuple(ins), tuple(outs), self.params(i, "forward")))
+        y = [self.register(aval) for aval in shaped.y.avals]
+        residuals, written = left_by(shaped.residuals, shaped.residuals_from, ins, self.register)
+        unit.tasks.append(Task("forward", i, tuple(ins), (*y, *written), self.params(i, "forward")))
         self.values["residuals", i, m] = residuals
         if next_rank is None:
             self._loss(unit, i, m, y)
@@ -146,7 +121,7 @@ class Flow:
         registers = []
         for place, aval in enumerate(shaped.extra.avals):
             if ("keys", i, place) in self.named:
-                key = self.own(aval)
+                key = self.register(aval)
                 scalar = jax.ShapeDtypeStruct((), np.int32)
                 step = self.given(scalar, "step", unit.rank)
                 microbatch = self.given(scalar, "microbatch", unit.rank, m)
@@ -159,12 +134,12 @@ class Flow:
     def _loss(self, unit: Unit, i: int, m: int, y: list[int]) -> None:
         shaped = self.callables[i]
         arguments = [self.given(aval, "loss", m, place) for place, aval in enumerate(self.loss_side.avals)]
-        dy = [self.own(aval) for aval in shaped.y.avals]
+        dy = [self.register(aval) for aval in shaped.y.avals]
         self.losses[m] = self.register(self.loss_aval)
         unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy)))
         self.values["y", i, m], self.values["dy", i, m] = y, dy
 
-    def _backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
+    def backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
         shaped = self.callables[i]
         residuals = self.values["residuals", i, m]
         if kind == "wgrad" and not shaped.late:
@@ -178,15 +153,13 @@ class Flow:
         ins = [*residuals, *self.values.pop(("dy", i, m))]
         dx: list[int] = []
         if previous_rank is not None and shaped.takes_gradient:
-            dx = [self.own(aval) for aval in shaped.x.avals]
+            dx = [self.register(aval) for aval in shaped.x.avals]
         outs: list[int | None] = [*dx] if dx else [None] * shaped.num_dx
         places, read = (*shaped.early, *shaped.late), self.params(i, "dgrad")
         if kind == "dgrad":
-            places, stash = shaped.early, []
-            for aval, source in zip(shaped.stash.avals, shaped.stash_from, strict=True):
-                stash.append(self.own(aval) if source is None else ins[source])
-                outs.append(stash[-1] if source is None else None)
-            self.values["stash", i, m] = stash
+            places = shaped.early
+            self.values["stash", i, m], written = left_by(shaped.stash, shaped.stash_from, ins, self.register)
+            outs += written
         else:
             read += self.params(i, "wgrad")
         unit.tasks.append(Task(kind, i, tuple(ins), tuple(outs), read, self._grads(i, places)))
@@ -197,18 +170,16 @@ class Flow:
         grads = []
         for place in places:
             aval, name = self.callables[i].params.avals[place], (i, place)
+            how = "add" if name in self.sums else "over" if place in self.aliased[i] else "start"
             if name not in self.sums:
                 self.sums[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
-            first = "add" if self.join == "nothing" else "over" if place in self.aliased[i] else "start"
-            how = "add" if name in self.started else first
-            self.started.add(name)
             grads.append((place, self.sums[name], how))
         return tuple(grads)
 
     def _send(self, unit: Unit, registers: list[int], avals: Sequence[Any], rank: int) -> list[int]:
         if self.devices[rank] == self.devices[unit.rank]:
             return registers
-        arrived = [self.own(aval) for aval in avals]
+        arrived = [self.register(aval) for aval in avals]
         unit.sends += [(a, b, self.devices[rank]) for a, b in zip(registers, arrived, strict=True)]
         return arrived
 
@@ -223,20 +194,19 @@ def units_of(flow: Flow, schedule: Schedule) -> list[Unit]:
         for kinds in ((FORWARD,), (DGRAD, BACKWARD))
     )
     home = np.pad(schedule.rank_of_stage, 1, constant_values=-1)
-    actions = sorted(
-        (int(tick), r, KINDS[kind], int(stage), int(m))
-        for r, order in enumerate(schedule.orders)
-        for tick, kind, stage, m in zip(schedule.ticks[r], order.kinds, schedule.stages[r], order.microbatches, strict=True)
-    )
-    units = []
-    for tick, r, kind, stage, m in actions:
+    table, units = tick_table(schedule), []
+    for tick, r in np.argwhere(table.kind != IDLE).tolist():
+        kind, stage, m = KINDS[table.kind[tick, r]], int(table.stage[tick, r]), int(table.microbatch[tick, r])
         # What an action needs comes from one neighbour, and what it makes goes to the other.
         ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
         before, after = stage + 1 - step, stage + 1 + step
         places = range(ends[stage] - schedule.num_layers[stage], ends[stage])
         for i in places if kind == "forward" else reversed(places):
-            around = (rank_of[i - 1] if i else None, rank_of[i + 1] if i + 1 < len(rank_of) else None)
-            unit = flow.unit(kind, r, tick, i, m, around)
+            unit = Unit(r, tick, [], [])
+            if kind == "forward":
+                flow.forward(unit, i, m, rank_of[i + 1] if i + 1 < len(rank_of) else None)
+            else:
+                flow.backward(unit, kind, i, m, rank_of[i - 1] if i else None)
             if kind != "wgrad" and home[before] != r:
                 unit.needed_at = int(ticks[before, m])
             if unit.sends:
@@ -256,17 +226,16 @@ def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}
     for unit in units:
-        segment = open_.get(unit.rank)
-        joins = (
+        segment = open_.get(unit.rank, [])
+        if (
             join == "segments"
-            and segment is not None
+            and segment
             and unit.needed_at < segment[0].tick
             and all(other.used_at > unit.tick for other in segment)
             and sum(len(other.tasks) for other in segment) < _MOST_JOINED
-        )
-        if joins and segment is not None:
+        ):
             segment.append(unit)
         else:
-            open_[unit.rank] = segment = [unit]
-            done.append(segment)
+            open_[unit.rank] = [unit]
+            done.append(open_[unit.rank])
     return sorted(done, key=lambda segment: segment[0].tick)

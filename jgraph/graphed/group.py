@@ -80,7 +80,7 @@ class GraphedCallables(Sequence[Graphed]):
 
     def reports(self) -> list[tuple[str, CaptureReport | None]]:
         """Returns the name of each executable and its capture report; None where there are no command buffers."""
-        executables = [part.executable for graphed in self._graphed for part in graphed.entry.parts.values()]
+        executables = [part for graphed in self._graphed for part in graphed.entry.parts.values()]
         executables += [instruction.executable for plan in self._plans.values() for instruction in plan.instructions]
         return [(executable.io.name, executable.report) for executable in executables]
 
@@ -221,10 +221,6 @@ class GraphedCallables(Sequence[Graphed]):
             (aliased if place in self._graphed[i].gradients.places else owned)[i][place] = register
         given = {id(array) for array in registers if array is not None}
         for i, graphed in enumerate(self._graphed):
-            if plan.flow.join == "nothing":  # then every addition is by the same executable, whichever comes first
-                graphed.gradients.zero()
-                for register, zeros in zip(owned[i].values(), graphed.gradients.blank(tuple(owned[i])), strict=True):
-                    registers[register] = zeros
             sums = graphed.gradients.renew()
             if any(id(sums[place]) in given for place in aliased[i]):
                 raise OwnershipError(

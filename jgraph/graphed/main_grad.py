@@ -26,7 +26,7 @@ class MainGrad:
         self._callable = f"callable {entry.shaped.index}"
         self._name = f"main_grad of {self._callable}"
         self._params, self._device = entry.shaped.params, entry.shaped.device
-        self.places = sorted({place for part in entry.parts.values() for place in part.updates})
+        self.places = sorted({place for kind in entry.parts for place in entry.places(kind, "add")})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)
@@ -52,15 +52,11 @@ class MainGrad:
     def renew(self) -> dict[int, jax.Array]:
         """Returns the arrays for a step that starts every sum anew: all made again if one is gone."""
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
-            self.arrays = dict(zip(self.places, self.blank(tuple(self.places)), strict=True))
+            shapes = tuple(self._params.avals[place].shape for place in self.places)
+            arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))()
+            check_concrete(self._callable, arrays)
+            self.arrays = dict(zip(self.places, arrays, strict=True))
         return self.arrays
-
-    def blank(self, places: tuple[int, ...]) -> list[jax.Array]:
-        """Returns new float32 zeros, made by one program."""
-        shapes = tuple(self._params.avals[place].shape for place in places)
-        arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))() if shapes else []
-        check_concrete(self._callable, arrays)
-        return arrays
 
     def zero(self) -> None:
         """Sets the arrays to zero, in place."""

@@ -52,21 +52,15 @@ def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
         elif path not in wanted:
             texts.append(f"{where} is not known")
         else:
-            texts += _leaf_differences(where, wanted[path], found[path], leaves[path], device)
+            leaf = leaves[path]
+            if found[path] != wanted[path]:
+                texts.append(f"{where} is {_show(found[path])}, built for {_show(wanted[path])}")
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                texts.append(f"{where} was donated or deleted by the caller")
+            elif isinstance(leaf, jax.Array) and leaf.devices() != {device} and leaf.committed:
+                texts.append(f"{where} is on {', '.join(map(str, sorted(leaf.devices(), key=str)))}, built for {device}")
     if not texts and here.tree != side.tree:
         texts.append(f"{name} has the structure {here.tree}, built for {side.tree}")
-    return texts
-
-
-def _leaf_differences(where: str, wanted: Any, found: Any, leaf: Any, device: Any) -> list[str]:
-    texts = []
-    if found != wanted:
-        texts.append(f"{where} is {_show(found)}, built for {_show(wanted)}")
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            texts.append(f"{where} was donated or deleted by the caller")
-        elif leaf.devices() != {device} and leaf.committed:
-            texts.append(f"{where} is on {', '.join(map(str, sorted(leaf.devices(), key=str)))}, built for {device}")
     return texts
 
 

@@ -64,16 +64,9 @@ def make_plan(
 ) -> ExecutionPlan:
     """Returns a schedule as instructions, compiled.
 
-    Args:
-        callables: in the order of the data.
-        schedule: its stages hold them, `num_layers_per_chunk` each.
-        aliased: for each callable, places of the parameters whose sums lie in main_grad.
-        reuse: whether buffers are donated to, or freed after, their last consumer.
-        join: what is one executable.
-        outputs: whether those of the last callable are wanted.
-        keyed: whether random keys are folded here, or come with `extra`.
-        loss_fn, loss_args: and its arguments after y, one microbatch's as shapes.
-        options: for XLA.
+    `aliased` are, for each callable, the places of the parameters whose sums lie in main_grad. With `reuse`, buffers are
+    donated to their last consumer, or freed after it. Random keys are `folded` here or, `given`, come with `extra`. `loss_args`
+    are the arguments of `loss_fn` after y, one microbatch's as shapes.
     """
     loss_side, last = Side.of(tuple(loss_args)), callables[-1]
     loss = jax.eval_shape(loss_fn, last.y.shapes(), *loss_args)
@@ -85,7 +78,7 @@ def make_plan(
     ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     of_rank = dict(zip(ranks, (shaped.device for shaped in callables), strict=True))
     devices = [of_rank[rank] for rank in range(schedule.num_ranks)]
-    flow = Flow(callables, devices, aliased, reuse, join, outputs, loss_side, loss_aval)
+    flow = Flow(callables, devices, aliased, reuse, loss_side, loss_aval)
     for i, shaped in enumerate(callables):
         for place in shaped.keys if keyed == "folded" else ():
             flow.given(shaped.extra.avals[place], "keys", i, place)
@@ -103,11 +96,7 @@ def make_plan(
 
 
 def _compile(
-    flow: Flow,
-    segments: Sequence[Sequence[Unit]],
-    result: set[int],
-    options: Mapping[str, Any],
-    loss_fn: Callable[..., Any],
+    flow: Flow, segments: Sequence[Sequence[Unit]], result: set[int], options: Mapping[str, Any], loss_fn: Callable[..., Any]
 ) -> list[Instruction]:
     """Finds the registers that leave each segment and where each is read last, and compiles the segments."""
     kept = result | set(flow.named.values())
@@ -156,16 +145,11 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
         registers[r] = jnp.zeros(aval.shape, aval.dtype, device=device) if array is None else array
     for instruction in plan.instructions:
         io = instruction.executable.io
-        sums, outs = instruction.executable.compiled(
-            [registers[r] for r in io.sums],
-            [registers[r] for r in io.donated],
-            [registers[r] for r in io.read],
-        )
-        for r, value in zip(io.sums, sums, strict=True):
-            registers[r] = value
+        given = ([registers[r] for r in group] for group in (io.sums, io.donated, io.read))
+        sums, outs = instruction.executable.compiled(*given)
         for r in io.donated:
             registers[r] = None
-        for r, value in zip(io.outs, outs, strict=True):
+        for r, value in zip((*io.sums, *io.outs), (*sums, *outs), strict=True):
             registers[r] = value
         for source, target, device in instruction.sends:
             registers[target] = jax.device_put(registers[source], device)

@@ -100,12 +100,6 @@ class Shaped:
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
-    def arguments(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[Tree, Tree, Tree]:
-        """Returns the arguments of `split.forward`, from the leaves of params and of (x, extra)."""
-        x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
-        weights = self.params.unflatten(params)
-        return (weights, x, extra) if self.takes_gradient else (weights, (), (x, extra))
-
     @cached_property
     def last_use_of_x(self) -> str:
         """The part that reads x last: `forward`, `dgrad` or `wgrad`."""
@@ -125,7 +119,9 @@ class Shaped:
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Returns the leaves of (y, residuals)."""
-        return jax.tree.leaves(self.split.forward(*self.arguments(params, inputs)))
+        x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
+        given = (x, extra) if self.takes_gradient else ((), (x, extra))
+        return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *given))
 
     def dgrad(self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]):
         """Returns the leaves of dx, gradients by place, and the leaves of the stash."""

@@ -67,14 +67,7 @@ def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) ->
         starts.append(start_T[ticks])
         ends.append(end_T[ticks])
     first = min(row.min() for row in starts)
-    return as_run(schedule, [row - first for row in starts], [row - first for row in ends])
-
-
-def as_run(schedule: Schedule, starts: Sequence[Any], ends: Sequence[Any]) -> Simulation:
-    """Returns measured times of each rank's actions, in the form of a simulation."""
-    starts, ends = ([np.asarray(row, float) for row in rows] for rows in (starts, ends))
-    busy = np.array([float((end - start).sum()) for start, end in zip(starts, ends, strict=True)])
-    return Simulation(schedule, tuple(starts), tuple(ends), busy, 0.0)
+    return Simulation(schedule, tuple(row - first for row in starts), tuple(row - first for row in ends), 0.0)
 
 
 def costs(run: Simulation) -> dict[str, float]:
@@ -143,13 +136,14 @@ def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, 
     """
     schedule = run.schedule
     starts, ends, ticks = (np.concatenate(rows) for rows in (run.starts, run.ends, schedule.ticks))
-    gradients, makes = schedule.num_stages * schedule.num_microbatches, np.concatenate(schedule.makes())
-    maker = np.full(2 * gradients + 1, -1)
+    gradients, (all_needs, all_makes) = schedule.num_stages * schedule.num_microbatches, schedule.links
+    makes = np.concatenate(all_makes)
+    maker = np.full(len(schedule.home), -1)
     maker[makes] = np.arange(len(makes))
     maker[-1] = -1  # what wgrads share, and where needs of -1 point
     needs = [
         np.where(order.kinds == WGRAD, gradients + stages * schedule.num_microbatches + order.microbatches, need)
-        for order, stages, need in zip(schedule, schedule.stages, schedule.needs(), strict=True)
+        for order, stages, need in zip(schedule, schedule.stages, all_needs, strict=True)
     ]
     previous = np.arange(len(starts)) - 1
     previous[np.cumsum([0, *map(len, schedule.orders[:-1])])] = -1

@@ -15,24 +15,16 @@ from jgraph.scopes import PREFIX
 from jgraph.xla.hlo import Instruction
 
 COLLECTIVES: dict[str, str] = {
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-reduce": "all-reduce",
-    "all-to-all": "all-to-all",
+    **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
     "ragged-all-to-all": "all-to-all",
     "collective-broadcast": "all-gather",
-    "collective-permute": "transfer",
-    "send": "transfer",
-    "recv": "transfer",
+    **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
 }
 """Categories by opcode, without `-start` and `-done`."""
 
 # jax's primitives that have another name than XLA's opcode.
-_PRIMITIVES = {
-    "psum": "all-reduce",
-    "psum-invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
+_PRIMITIVES: dict[str, str] = {
+    **dict.fromkeys(("psum", "psum-invariant", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
     "all-gather-invariant": "all-gather",
 }

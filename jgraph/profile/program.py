@@ -133,8 +133,8 @@ class Program(HloModule):
         """Names of instructions that depend on an argument that is not updated in place: on the batch, not on the state."""
         found: set[str] = set()
         computation = self.computations[self.entry]
-        arguments = range(len(computation.parameters()))
-        self._spread(computation, [n not in self.aliased_parameters for n in arguments], found)
+        updated = {int(parameter) for _, parameter, _ in self._aliases}
+        self._spread(computation, [n not in updated for n in range(len(computation.parameters()))], found)
         return found
 
     def _spread(self, computation: Computation, arguments: Sequence[Any], found: set[str]) -> Any:

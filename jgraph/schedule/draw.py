@@ -75,7 +75,7 @@ def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
             text.append(f"rank {r}".ljust(label))
             for i, window in enumerate(windows):
                 text.append(GAP if i else "", style="dim")
-                _append_cells(text, _cells(run, r, scale), window, _chunks(run) if colour else 0)
+                _append_cells(text, run, r, scale, window, colour)
             text.append("\n")
         text.append(" " * label + _axis(run.makespan, scale, windows) + "\n", style="dim")
     return text
@@ -106,20 +106,12 @@ def _shortest(run: Simulation) -> float:
     return float(max(spans.min(), spans.max() / 16))
 
 
-_Cell = tuple[int, int, int, int, str]
-
-
-def _cells(run: Simulation, r: int, scale: float) -> list[_Cell]:
-    """Returns the first column and the one after the last, kind, chunk and microbatch of every action of a rank."""
-    order = run.schedule[r]
+def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], colour: bool) -> None:
+    """Appends the cells of a rank in the window."""
+    order, chunks, at = run.schedule[r], _chunks(run), window[0]
     # Whole numbers of Python's, which have no end: a latency can be as long as it likes.
     begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
-    return list(zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True))
-
-
-def _append_cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunks: int) -> None:
-    """Appends the cells of the window; in colours if `chunks`, the number of tints, is not 0."""
-    at = window[0]
+    cells = zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True)
     for first, last, kind, chunk, microbatch in cells:
         left, right = max(first, at), min(last, window[1])
         if right <= left:
@@ -127,7 +119,7 @@ def _append_cells(text: Text, cells: list[_Cell], window: tuple[int, int], chunk
         text.append(IDLE * (left - at), style="dim")
         # Of what is cut in two, the larger part has the number.
         number = microbatch if 2 * (right - left) >= last - first + (first < left) else ""
-        if chunks:
+        if colour:
             # Two neighbours of one colour need something between their numbers; without a number, a line at the start.
             cell = number.center(right - left) if len(number) < right - left else "▏".ljust(right - left)
             text.append(cell, style=Style(color=TEXT, bgcolor=tint(kind, chunk, chunks)))

@@ -50,7 +50,7 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
     return make(int(pp), int(microbatches), int(chunks))
 
 
-def forward_sequence(P: int, M: int, C: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+def forward_sequence(M: int, C: int, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns chunks and microbatches of a rank's forwards if `group` of them go through a chunk before the next one's turn."""
     microbatches = np.arange(M)
     first = microbatches - microbatches % group
@@ -187,8 +187,8 @@ def _grouped(P: int, M: int, C: int) -> tuple[np.ndarray, np.ndarray]:
     """`forward_sequence` in groups of P microbatches. What P leaves over joins the first group: a group smaller than P would
     leave every rank waiting for itself, and one larger than the first would be needed by its dgrads before it is there."""
     first = min(M, P + M % P)
-    start = forward_sequence(P, first, C, first)
-    rest = forward_sequence(P, M - first, C, P)
+    start = forward_sequence(first, C, first)
+    rest = forward_sequence(M - first, C, P)
     return np.concatenate([start[0], rest[0]]), np.concatenate([start[1], rest[1] + first])
 
 

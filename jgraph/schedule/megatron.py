@@ -75,7 +75,7 @@ def megatron_order(
     def order_of(rank: int) -> Order:
         ahead = pp_size - rank - 1
         warmup = ahead if vpp is None or pp_size == 1 else 2 * ahead + (chunks - 1) * group
-        forwards = forward_sequence(pp_size, num_microbatches, chunks, min(group, num_microbatches))[0]
+        forwards = forward_sequence(num_microbatches, chunks, min(group, num_microbatches))[0]
         warmup = min(warmup, len(forwards))
         kinds, entry_chunks = alternate(forwards, chunks - 1 - forwards, warmup)
         if not overlap_moe_ep:

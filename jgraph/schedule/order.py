@@ -6,9 +6,9 @@ first in, first out, its k-th wgrad. An order may say instead that a wgrad is th
 
 import math
 import numbers
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, Self, get_args, overload
 
 import numpy as np
@@ -48,7 +48,7 @@ class Order(Sequence[Action]):
         kinds, chunks = np.array(kinds, np.int8), np.array(chunks, np.int32)
         num_chunks = int(chunks.max()) + 1
         given = self.num_layers_per_chunk
-        layers = _per_chunk("num_layers_per_chunk", 1 if np.size(given) == 0 else given, num_chunks, int) or ()
+        layers = one_each("num_layers_per_chunk", 1 if isinstance(given, tuple) and not given else given, num_chunks, int)
         check_choice("wgrads", self.wgrads, get_args(Wgrads))
         microbatches = _check(kinds, chunks, layers, self.wgrads)
         for name, array in (("kinds", kinds), ("chunks", chunks), ("microbatches", microbatches)):
@@ -77,15 +77,18 @@ class Order(Sequence[Action]):
         Raises:
             OrderError: with `position`, the index of the first entry at fault.
         """
-        entries = _entries(numbers)
+        unordered = isinstance(numbers, (str, bytes, Mapping, Set)) or (isinstance(numbers, np.ndarray) and not numbers.ndim)
+        if unordered or not isinstance(numbers, Iterable):
+            raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
+        entries = list(numbers)
         parsed = [_parse_entry(i, entry, len(entries)) for i, entry in enumerate(entries)]
-        kinds = np.array([kind for kind, _ in parsed], np.int8)
-        chunks = np.array([chunk for _, chunk in parsed], np.int32)
-        _check_chunks(chunks)
-        num_chunks = int(chunks.max()) + 1
-        kinds = _read_backwards(kinds, chunks, _per_chunk("delay_wgrad", delay_wgrad, num_chunks, bool))
-        layers = _per_chunk("num_layers_per_chunk", num_layers_per_chunk, num_chunks, int)
-        return cls(kinds, chunks, layers or ())
+        kinds, chunks = np.array(parsed, np.int32).reshape(-1, 2).T
+        # `-c` is the dgrad alone where chunk c has wgrads, and else the whole backward.
+        whole = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
+        order = cls(np.where(whole, BACKWARD, kinds), chunks, () if num_layers_per_chunk is None else num_layers_per_chunk)  # pyright: ignore[reportArgumentType]
+        if delay_wgrad is not None:
+            order.check_delayed(one_each("delay_wgrad", delay_wgrad, order.num_chunks, bool))
+        return order
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Self:
@@ -153,6 +156,20 @@ class Order(Sequence[Action]):
         """Whether any wgrad of a chunk is an action of its own, for each chunk."""
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
+    def check_delayed(self, wanted: Sequence[bool]) -> None:
+        """Raises OrderError unless wgrads are actions of their own in the chunks of which this says so, and in no others."""
+        said, has = np.array(wanted)[self.chunks], np.array(self.delay_wgrad)[self.chunks]
+        wrong = np.flatnonzero(np.where(self.kinds == WGRAD, ~said, (self.kinds == BACKWARD) & said & ~has))
+        if len(wrong):
+            position = int(wrong[0])
+            c = int(self.chunks[position]) + 1
+            problem = f"{-c}, but no wgrad of chunk {c} comes, and delay_wgrad says that they are delayed"
+            remedy = f"add one {-c - 0.5:g} for each {-c}, or pass delay_wgrad=False"
+            if self.kinds[position] == WGRAD:
+                problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, but delay_wgrad says that they are not delayed"
+                remedy = "remove it, or pass delay_wgrad=True"
+            raise OrderError.at(position, f"{problem}; {remedy}")
+
     def split(self) -> "Order":
         """Returns the same order with every backward as a dgrad and, at once after it, a wgrad."""
         return self._split(np.ones(self.num_chunks, bool))
@@ -173,16 +190,6 @@ class Order(Sequence[Action]):
         kinds = np.repeat(np.where(fused, DGRAD, self.kinds), 1 + fused)
         kinds[np.flatnonzero(fused) + np.arange(1, fused.sum() + 1)] = WGRAD
         return Order(kinds, np.repeat(self.chunks, 1 + fused), self.num_layers_per_chunk, self.wgrads)
-
-
-def _entries(numbers: Iterable[object]) -> list[object]:
-    unordered = isinstance(numbers, (str, bytes, Mapping, Set))
-    if unordered or not isinstance(numbers, Iterable) or (isinstance(numbers, np.ndarray) and not numbers.ndim):
-        raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
-    entries = list(numbers)
-    if not entries:
-        raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
-    return entries
 
 
 def _is_whole(value: Any) -> bool:
@@ -220,45 +227,25 @@ def _show(value: object) -> str:
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
-def _per_chunk(name: str, value: Any, num_chunks: int, kind: type) -> tuple | None:
-    """Returns a value for each chunk, from one for all or one per chunk; None for None."""
-    if value is None:
-        return None
-    values: list[Any] = [value] * num_chunks
+def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk") -> tuple:
+    """Returns a bool, or an int >= 1, for each chunk, from one for all or one per chunk. Raises OrderError."""
+    values: list[Any] = [value] * count
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
-        values = [value.item()] * num_chunks if isinstance(value, np.ndarray) and not value.ndim else list(value)
+        values = [value.item()] * count if isinstance(value, np.ndarray) and not value.ndim else list(value)
     for item in values:
         if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_whole(item) and 1 <= int(item) < 2**31):
             one = f"{kind.__name__}{' >= 1' * (kind is int)}"
-            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per chunk", field=name)
-    if len(values) != num_chunks:
-        wrong = f"`{name}` has {len(values)} values, but the order has {num_chunks} chunks: give one per chunk"
+            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per {of}", field=name)
+    if len(values) != count:
+        wrong = f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}"
         raise OrderError(wrong, field=name)
     return tuple(kind(item) for item in values)
-
-
-def _read_backwards(kinds: np.ndarray, chunks: np.ndarray, delayed: tuple[bool, ...] | None) -> np.ndarray:
-    """Returns the kinds, where `-c` is the dgrad alone if chunk c's wgrads are delayed, and else the whole backward."""
-    has_wgrad = np.bincount(chunks[kinds == WGRAD], minlength=chunks.max() + 1) > 0
-    wanted = has_wgrad if delayed is None else np.array(delayed)
-    wrong = np.flatnonzero(np.where(kinds == DGRAD, (wanted & ~has_wgrad)[chunks], (kinds == WGRAD) & ~wanted[chunks]))
-    if len(wrong):
-        position = int(wrong[0])
-        c = int(chunks[position]) + 1
-        if kinds[position] == DGRAD:
-            problem = f"{-c}, but no wgrad of chunk {c} comes, and delay_wgrad says that they are delayed"
-            remedy = f"add one {-c - 0.5:g} for each {-c}, or pass delay_wgrad=False"
-        else:
-            problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, but delay_wgrad says that they are not delayed"
-            remedy = "remove it, or pass delay_wgrad=True"
-        raise OrderError.at(position, f"{problem}; {remedy}")
-    return np.where((kinds == DGRAD) & ~wanted[chunks], BACKWARD, kinds)
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
     """Raises OrderError unless these are two equally long rows of whole numbers that say actions."""
     if not kinds.size:
-        raise OrderError("the order is empty; it needs at least one forward and one backward")
+        raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
     whole = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
     if not whole or kinds.ndim != 1 or kinds.shape != chunks.shape:
         raise OrderError(
@@ -282,101 +269,63 @@ def _check_chunks(chunks: np.ndarray) -> None:
         raise OrderError.at(position, f"{problem}; number the chunks from 1, without gaps")
 
 
-def newest_waiting(kinds: np.ndarray) -> np.ndarray:
-    """Returns, for every wgrad, the position of the newest dgrad that waits then; there must be one."""
-    waiting, found = [], []
-    for position, kind in enumerate(kinds.tolist()):
-        if kind == DGRAD:
-            waiting.append(position)
-        elif kind == WGRAD:
-            found.append(waiting.pop())
-    return np.array(found, np.int64)
-
-
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:
-    """Raises OrderError if the order cannot run; returns the microbatches. One pass per chunk, no Python loop over entries."""
+    """Raises OrderError if the order cannot run; returns the microbatches."""
     _check_chunks(chunks)
     assert len(layers) == chunks.max() + 1
-    by_chunk = np.argsort(chunks, kind="stable")
-    bounds = np.searchsorted(chunks[by_chunk], np.arange(len(layers) + 1))
-    microbatches = np.empty(len(kinds), np.int32)
-    positions = [by_chunk[start:stop] for start, stop in pairwise(bounds)]
-    counts, faults = [], []
-    for c, at in enumerate(positions):
-        try:
-            counts.append(_check_chunk(c, kinds[at], at, microbatches, layers[c], wgrads))
-        except OrderError as error:
-            faults.append(error)
-    if faults:
-        raise min(faults, key=lambda error: error.position or 0)
-    if len(set(counts)) > 1:
-        c = int(np.argmax(counts))
-        fewest = min(counts)
-        position = int(positions[c][np.flatnonzero(kinds[positions[c]] == FORWARD)[fewest]])
-        few = f"chunk {counts.index(fewest) + 1} has only {fewest} microbatches; every chunk sees the same ones"
-        raise OrderError.at(position, f"the forward of chunk {c + 1}, microbatch {fewest}, but {few}")
-    _check_between_chunks(kinds, positions)
-    return microbatches
+    microbatches: list[int] = []
+    # By chunk: how many there were so far, and the microbatches whose wgrad is to come.
+    forwards, dgrads = [0] * len(layers), [0] * len(layers)
+    waiting: list[deque[int]] = [deque() for _ in layers]
+    dgrad_kinds = (DGRAD, BACKWARD)
+    where = {FORWARD: kinds == FORWARD, DGRAD: np.isin(kinds, dgrad_kinds)}
+    totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in where.items()}
 
+    def place(kind: int, c: int, m: int) -> int:
+        return int(np.flatnonzero(where[kind] & (chunks == c))[m])
 
-def _check_chunk(c: int, kinds: np.ndarray, at: np.ndarray, microbatches: np.ndarray, layers: int, wgrads: Wgrads) -> int:
-    """Checks one chunk by itself: forward before dgrad before wgrad, as many of each. Returns how many.
+    def fault(position: int, m: int, problem: str) -> OrderError:
+        name = "dgrad" if kinds[position] in dgrad_kinds else KINDS[kinds[position]]
+        return OrderError.at(position, f"the {name} of chunk {chunks[position] + 1}, microbatch {m}, {problem}")
 
-    `kinds` are those of the chunk's entries and `at` their positions. Fills in `microbatches`.
-    """
-    forward, dgrad, wgrad = (
-        np.cumsum(mask) for mask in (kinds == FORWARD, (kinds == DGRAD) | (kinds == BACKWARD), kinds >= WGRAD)
-    )
-    k = np.choose(kinds, (forward, dgrad, wgrad, dgrad)) - 1
-    microbatches[at] = k
-
-    def fail(i: int, problem: str):
-        name = KINDS[kinds[i]] if kinds[i] != BACKWARD else "dgrad"
-        raise OrderError.at(int(at[i]), f"the {name} of chunk {c + 1}, microbatch {k[i]}, {problem}")
-
-    def later(mask: np.ndarray, count: int) -> str:
+    def later(kind: int, c: int, m: int) -> str:
         """Returns where the action that must come first is, if it comes at all."""
-        found = np.flatnonzero(mask)
-        return f"move it after entry {at[found[count]]}" if count < len(found) else f"only {len(found)} come in all"
+        total = totals[kind][c]
+        return f"move it after entry {place(kind, c, m)}" if m < total else f"only {total} come in all"
 
-    overtakes = (kinds == BACKWARD) & (wgrad != dgrad) & (wgrads == "oldest")
-    bad = np.flatnonzero((dgrad > forward) | (wgrad > dgrad) | overtakes)
-    if len(bad):
-        i = int(bad[0])
-        if dgrad[i] > forward[i]:
-            fail(i, f"before its forward; {later(kinds == FORWARD, int(k[i]))}")
-        if wgrad[i] > dgrad[i]:
-            fail(i, f"before its dgrad; {later((kinds == DGRAD) | (kinds == BACKWARD), int(k[i]))}")
-        pending = f"while the wgrad of microbatch {wgrad[i] - 1} is pending"
-        fail(i, f"with its wgrad, {pending}; wgrads go first in, first out: split it")
-    if wgrads == "newest":
-        microbatches[at[kinds == WGRAD]] = k[newest_waiting(kinds)]
-    total = int(forward[-1])
-    if dgrad[-1] < total:
-        fail(int(np.flatnonzero(kinds == FORWARD)[dgrad[-1]]), f"and its dgrad never comes; add {-(c + 1)} for it")
-    if wgrad[-1] < total:
-        i = int(np.flatnonzero((kinds == DGRAD) | (kinds == BACKWARD))[wgrad[-1]])
-        fail(i, f"and its wgrad never comes; add {-(c + 1.5):g} for it")
-    if layers > 1 and (kinds == WGRAD).any():
-        i = int(np.argmax(kinds == WGRAD))
-        fail(i, f"which has {layers} layers; where wgrad is delayed, make every layer a chunk of its own")
-    return total
-
-
-def _check_between_chunks(kinds: np.ndarray, positions: list[np.ndarray]) -> None:
-    """Raises OrderError unless forwards go up the chunks and dgrads come down: one works on the result of the other."""
-    forwards = [at[kinds[at] == FORWARD] for at in positions]
-    dgrads = [at[(kinds[at] == DGRAD) | (kinds[at] == BACKWARD)] for at in positions]
-    faults = []
-    for c in range(1, len(positions)):
-        for name, first, second, before, after in (
-            ("forward", forwards[c - 1], forwards[c], c - 1, c),
-            ("dgrad", dgrads[c], dgrads[c - 1], c, c - 1),
-        ):
-            m = int(np.argmax(second < first))
-            if second[m] < first[m]:
-                faults.append((int(second[m]), int(first[m]), name, after, before, m))
-    if faults:
-        position, other, name, after, before, m = min(faults)
-        needed = f"before that of chunk {before + 1}, which it needs; move it after entry {other}"
-        raise OrderError.at(position, f"the {name} of chunk {after + 1}, microbatch {m}, {needed}")
+    crossed = None  # what is wrong within a chunk is told before what is wrong between two
+    for position, (kind, c) in enumerate(zip(kinds.tolist(), chunks.tolist(), strict=True)):
+        if kind == WGRAD:
+            if not waiting[c]:
+                raise fault(position, dgrads[c], f"before its dgrad; {later(DGRAD, c, dgrads[c])}")
+            m = waiting[c].popleft() if wgrads == "oldest" else waiting[c].pop()
+            if layers[c] > 1:
+                problem = f"which has {layers[c]} layers; where wgrad is delayed, make every layer a chunk of its own"
+                raise fault(position, m, problem)
+        else:
+            # Forwards go up the chunks and dgrads come down: one works on the result of the other.
+            of, done, neighbour = (FORWARD, forwards, c - 1) if kind == FORWARD else (DGRAD, dgrads, c + 1)
+            m = done[c]
+            if kind != FORWARD and m >= forwards[c]:
+                raise fault(position, m, f"before its forward; {later(FORWARD, c, m)}")
+            if 0 <= neighbour < len(layers) and done[neighbour] <= m < totals[of][neighbour]:
+                problem = f"before that of chunk {neighbour + 1}, which it needs; {later(of, neighbour, m)}"
+                crossed = crossed or fault(position, m, problem)
+            if kind == BACKWARD and waiting[c] and wgrads == "oldest":
+                pending = f"while the wgrad of microbatch {waiting[c][0]} is pending"
+                raise fault(position, m, f"with its wgrad, {pending}; wgrads go first in, first out: split it")
+            done[c] += 1
+            if kind == DGRAD:
+                waiting[c].append(m)
+        microbatches.append(m)
+    missing = [(place(FORWARD, c, m), m, "dgrad", -c - 1) for c, m in enumerate(dgrads) if m < forwards[c]]
+    missing += [(place(DGRAD, c, left[0]), left[0], "wgrad", -c - 1.5) for c, left in enumerate(waiting) if left]
+    if missing:
+        position, m, name, entry = min(missing)
+        raise fault(position, m, f"and its {name} never comes; add {entry:g} for it")
+    if (fewest := min(forwards)) < max(forwards):
+        few = f"chunk {forwards.index(fewest) + 1} has only {fewest} microbatches; every chunk sees the same ones"
+        raise fault(place(FORWARD, forwards.index(max(forwards)), fewest), fewest, f"but {few}")
+    if crossed:
+        raise crossed
+    return np.array(microbatches, np.int32)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import FORWARD, WGRAD
-from jgraph.schedule.order import Order, newest_waiting
+from jgraph.schedule.action import DGRAD, FORWARD, WGRAD
+from jgraph.schedule.order import Order
 
 # Tables have a row for every tick: a number in a file must not fill the memory.
 _SPARE_TICKS = 1000
@@ -64,8 +64,7 @@ class Schedule(Sequence[Order]):
         object.__setattr__(self, "placement", placement)
         _check_counts(self)
         object.__setattr__(self, "num_stages", sum(map(len, placement)))
-        earliest = np.ones((4, self.num_stages), np.int64)
-        object.__setattr__(self, "ticks", _check_ticks(self) if self.ticks else play(self, earliest, latency=0)[0])
+        object.__setattr__(self, "ticks", _check_ticks(self) if self.ticks else _earliest(self))
         for row in self.ticks:
             row.flags.writeable = False
 
@@ -92,8 +91,12 @@ class Schedule(Sequence[Order]):
         """
         orders = []
         for order in self.orders:
-            chunks = order.chunks.copy()
-            chunks[order.kinds == WGRAD] = chunks[newest_waiting(order.kinds)]
+            chunks, waiting = order.chunks.copy(), []
+            for position, kind in enumerate(order.kinds.tolist()):
+                if kind == DGRAD:
+                    waiting.append(chunks[position])
+                elif kind == WGRAD:
+                    chunks[position] = waiting.pop()
             orders.append(Order(order.kinds, chunks, order.num_layers_per_chunk, "newest"))
         return Schedule(tuple(orders), self.placement, self.ticks, self.name)
 
@@ -112,20 +115,18 @@ class Schedule(Sequence[Order]):
     @cached_property
     def rank_of_stage(self) -> np.ndarray:
         """int [S]."""
-        ranks = np.empty(self.num_stages, np.int64)
-        for r, stages in enumerate(self.placement):
-            ranks[list(stages)] = r
-        return ranks
+        return self._by_stage([[r] * len(stages) for r, stages in enumerate(self.placement)])
 
     @cached_property
     def num_layers(self) -> list[int]:
         """Layers of each stage."""
-        layers = {
-            stage: count
-            for order, row in zip(self.orders, self.placement, strict=True)
-            for stage, count in zip(row, order.num_layers_per_chunk, strict=True)
-        }
-        return [layers[stage] for stage in range(self.num_stages)]
+        return self._by_stage([order.num_layers_per_chunk for order in self.orders]).tolist()
+
+    def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns by stage what these rows say by rank and chunk."""
+        values = np.empty(self.num_stages, np.int64)
+        values[np.concatenate(self.placement)] = np.concatenate(rows)
+        return values
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
@@ -140,82 +141,59 @@ class Schedule(Sequence[Order]):
             table[stages[mask], order.microbatches[mask]] = time[mask]
         return table
 
-    def needs(self) -> tuple[np.ndarray, ...]:
-        """Returns, per rank and action, the flat index (see `makes`) of the array that it needs; -1 for none."""
+    @cached_property
+    def links(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        """Per rank and action, the flat index of the array that it needs, -1 for none, and of that which it makes.
+
+        s * M + m is the activation of stage s, (S + s) * M + m its gradient; wgrads share the one past the end.
+        """
         count, last = self.num_microbatches, self.num_stages - 1
-        rows = []
+        needs, makes = [], []
         for order, stages in zip(self.orders, self.stages, strict=True):
-            forward = order.kinds == FORWARD
-            index = np.where(forward, stages - 1, self.num_stages + stages + 1) * count + order.microbatches
-            nothing = (order.kinds == WGRAD) | (forward & (stages == 0)) | (~forward & (stages == last))
-            rows.append(np.where(nothing, -1, index))
-        return tuple(rows)
+            forward, wgrad = order.kinds == FORWARD, order.kinds == WGRAD
+            made = np.where(forward, stages, self.num_stages + stages)
+            nothing = wgrad | (stages == np.where(forward, 0, last))
+            needs.append(np.where(nothing, -1, (made + np.where(forward, -1, 1)) * count + order.microbatches))
+            makes.append(np.where(wgrad, 2 * self.num_stages * count, made * count + order.microbatches))
+        return tuple(needs), tuple(makes)
 
-    def makes(self) -> tuple[np.ndarray, ...]:
-        """Returns, per rank and action, the flat index of the array that it makes for another stage: s * M + m for the
-        activation of stage s, (S + s) * M + m for its gradient; wgrads share the one past the end."""
-        count = self.num_microbatches
-        return tuple(
-            np.where(
-                order.kinds == WGRAD,
-                2 * self.num_stages * count,
-                np.where(order.kinds == FORWARD, stages, self.num_stages + stages) * count + order.microbatches,
-            )
-            for order, stages in zip(self.orders, self.stages, strict=True)
-        )
+    @cached_property
+    def home(self) -> np.ndarray:
+        """The rank that makes each array, by the index that `links` has; -1 for the one past the end."""
+        return np.append(np.tile(np.repeat(self.rank_of_stage, self.num_microbatches), 2), -1)
 
 
-def play(schedule: Schedule, costs: np.ndarray, latency: float) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Returns when every action starts and ends if each starts as soon as its rank is free and what it needs has arrived.
+def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
+    """Returns the ticks of the actions if each comes as soon as its rank is free and what it needs is there.
 
-    Args:
-        costs: [4, S], what an action of a kind takes on a stage, > 0.
-        latency: between the end of an action and the use of its result on another rank, >= 0.
-
-    Returns:
-        (starts, ends), each a tuple of [N] arrays, one per rank, of the dtype of `costs`.
-
-    Raises:
-        OrderError: the ranks wait for each other.
+    Raises OrderError if the ranks wait for each other.
     """
-    needs = [row.tolist() for row in schedule.needs()]
-    makes = [row.tolist() for row in schedule.makes()]
-    took = [costs[o.kinds, s].tolist() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
-    home = np.repeat(schedule.rank_of_stage, schedule.num_microbatches).tolist() * 2 + [-1]
-    arrived: list = [None] * len(home)
+    needs, makes = ([row.tolist() for row in rows] for rows in schedule.links)
+    made = [-1] * len(schedule.home)
     waiting: dict[int, int] = {}
-    starts: list[list] = [[] for _ in needs]
-    ends: list[list] = [[] for _ in needs]
+    ticks: list[list[int]] = [[] for _ in needs]
     ready = list(range(len(needs)))
     while ready:
         r = ready.pop()
-        row_starts, row_ends = starts[r], ends[r]
-        clock = row_ends[-1] if row_ends else 0
-        for i in range(len(row_ends), len(needs[r])):
-            need = needs[r][i]
+        for i in range(len(ticks[r]), len(needs[r])):
+            need, tick = needs[r][i], ticks[r][-1] + 1 if ticks[r] else 0
             if need >= 0:
-                time = arrived[need]
-                if time is None:
+                if made[need] < 0:
                     waiting[need] = r
                     break
-                if home[need] != r:
-                    time += latency
-                clock = max(clock, time)
-            row_starts.append(clock)
-            clock += took[r][i]
-            row_ends.append(clock)
-            made = makes[r][i]
-            arrived[made] = clock
-            if made in waiting:
-                ready.append(waiting.pop(made))
+                tick = max(tick, made[need] + 1)
+            ticks[r].append(tick)
+            made[makes[r][i]] = tick
+            if makes[r][i] in waiting:
+                ready.append(waiting.pop(makes[r][i]))
     if waiting:
-        raise _deadlock(schedule, {r: (len(ends[r]), need) for need, r in waiting.items()})
-    return tuple(np.array(t, costs.dtype) for t in starts), tuple(np.array(t, costs.dtype) for t in ends)
+        raise _deadlock(schedule, {r: (len(ticks[r]), need) for need, r in waiting.items()})
+    return tuple(np.array(row, np.int64) for row in ticks)
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderError:
     """Returns an error that names the ranks that wait for each other, following who waits for whom until a rank comes twice."""
-    home = np.repeat(schedule.rank_of_stage, schedule.num_microbatches).tolist() * 2
+    home = schedule.home.tolist()
     chain, r = [], next(iter(stuck))
     while r not in chain:
         chain.append(r)
@@ -266,10 +244,10 @@ def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
         OrderError: they do not ascend on a rank, something is used before the tick after the one that made it, or there are
             far more than there are actions.
     """
-    made = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1, np.int64)
+    made, (all_needs, all_makes) = np.full(len(schedule.home), -1, np.int64), schedule.links
     _check_rows("ticks", schedule.ticks, schedule.orders)
     rows = []
-    for r, (order, row, makes) in enumerate(zip(schedule.orders, schedule.ticks, schedule.makes(), strict=True)):
+    for r, (order, row, makes) in enumerate(zip(schedule.orders, schedule.ticks, all_makes, strict=True)):
         given, allowed = np.asarray(row), "ticks are whole numbers from 0 and go up"
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.max(initial=0) > 2**62:
             raise OrderError.of_rank(r, f" has ticks {given.dtype}{list(given.shape)}; {allowed}")
@@ -282,7 +260,7 @@ def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
         made[makes] = ticks
         rows.append(ticks)
     made[-1] = -1
-    for r, (ticks, needs) in enumerate(zip(rows, schedule.needs(), strict=True)):
+    for r, (ticks, needs) in enumerate(zip(rows, all_needs, strict=True)):
         early = np.flatnonzero(made[needs] >= ticks)
         if len(early):
             position = int(early[0])

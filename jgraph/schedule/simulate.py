@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
 from jgraph.errors import OrderError, check_choice
 from jgraph.schedule.action import DGRAD, KINDS, WGRAD, check_whole
-from jgraph.schedule.schedule import Schedule, play
+from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.slots import check_sizes, live_spans
 
 Execution = Literal["dataflow", "neighbours", "lockstep"]
@@ -61,20 +62,23 @@ class Simulation:
     Attributes:
         schedule: what was simulated.
         starts, ends: of each rank's actions, [N], from 0.
-        busy: time each rank computes, [P].
         latency: of a transfer to another rank.
     """
 
     schedule: Schedule
     starts: tuple[np.ndarray, ...]
     ends: tuple[np.ndarray, ...]
-    busy: np.ndarray
     latency: float
 
     @property
     def makespan(self) -> float:
         """Time from the start of the step to the end of its last action."""
         return float(max(end[-1] for end in self.ends))
+
+    @property
+    def busy(self) -> np.ndarray:
+        """Time each rank computes, [P]."""
+        return np.array([(end - start).sum() for start, end in zip(self.starts, self.ends, strict=True)])
 
     @property
     def idle(self) -> np.ndarray:
@@ -112,11 +116,7 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    latency: float = 0.0,
-    execution: Execution = "dataflow",
+    schedule: Schedule, costs: Costs | None = None, *, latency: float = 0.0, execution: Execution = "dataflow"
 ) -> Simulation:
     """Simulates a schedule: when every action runs, how long a step takes, how much of it ranks idle. Needs no device.
 
@@ -139,42 +139,30 @@ def simulate(
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     table = (costs or Costs()).table(schedule.num_stages)
-    if execution == "dataflow":
-        starts, ends = play(schedule, table, latency)
-    else:
-        starts, ends = _by_ticks(schedule, table, latency, _together(schedule, execution))
-    busy = [table[o.kinds, s].sum() for o, s in zip(schedule.orders, schedule.stages, strict=True)]
-    return Simulation(schedule, starts, ends, np.array(busy), latency)
+    starts, ends = _play(schedule, table, latency, execution)
+    return Simulation(schedule, starts, ends, latency)
 
 
-def _together(schedule: Schedule, execution: Execution) -> np.ndarray:
-    """Returns whether a rank waits for another at the end of a tick, [P, P]."""
-    if execution == "lockstep":
-        return np.ones((schedule.num_ranks,) * 2, bool)
-    pairs = np.eye(schedule.num_ranks, dtype=bool)
-    home = schedule.rank_of_stage
-    pairs[home[:-1], home[1:]] = pairs[home[1:], home[:-1]] = True
-    return pairs
-
-
-def _by_ticks(schedule: Schedule, table: np.ndarray, latency: float, together: np.ndarray):
-    """Plays tick by tick: a rank enters a tick only when all that it is `together` with have left the one before."""
-    ticks, ranks = schedule.num_ticks, schedule.num_ranks
-    nothing = 2 * schedule.num_stages * schedule.num_microbatches
-    cost, needs, makes = np.zeros((ticks, ranks)), np.full((ticks, ranks), -1), np.full((ticks, ranks), nothing)
-    for r, (order, stages, at) in enumerate(zip(schedule.orders, schedule.stages, schedule.ticks, strict=True)):
-        cost[at, r] = table[order.kinds, stages]
-        needs[at, r], makes[at, r] = schedule.needs()[r], schedule.makes()[r]
-    home = np.append(np.tile(np.repeat(schedule.rank_of_stage, schedule.num_microbatches), 2), -1)
-    far = np.where((needs >= 0) & (home[needs] != np.arange(ranks)), latency, 0.0)
-    arrived, clock = np.zeros(nothing + 1), np.zeros(ranks)
-    starts, ends = np.zeros((ticks, ranks)), np.zeros((ticks, ranks))
-    for t in range(ticks):
-        # What is not there is needs == -1, the last place, which holds the end of some wgrad: put it back to 0 each time.
-        arrived[nothing] = 0.0
-        starts[t] = np.maximum(clock, arrived[needs[t]] + far[t])
-        ends[t] = starts[t] + cost[t]
-        arrived[makes[t]] = ends[t]
-        clock = np.where(together, ends[t], 0.0).max(axis=1)
-    own = range(ranks)
-    return tuple(starts[schedule.ticks[r], r] for r in own), tuple(ends[schedule.ticks[r], r] for r in own)
+def _play(schedule: Schedule, table: np.ndarray, latency: float, execution: Execution):
+    """Returns when every action of a rank starts and ends, by the rank."""
+    ranks, home = range(schedule.num_ranks), schedule.home.tolist()
+    near = [{r} for r in ranks]
+    for a, b in pairwise(schedule.rank_of_stage.tolist()):
+        near[a].add(b)
+        near[b].add(a)
+    lengths = [len(order) for order in schedule.orders]
+    took = np.concatenate([table[o.kinds, s] for o, s in zip(schedule.orders, schedule.stages, strict=True)])
+    rank, costs = np.repeat(ranks, lengths).tolist(), took.tolist()
+    ticks, needs, makes = (np.concatenate(rows).tolist() for rows in (schedule.ticks, *schedule.links))
+    starts, arrived, clock, now = np.zeros(len(ticks)), [0.0] * len(home), [0.0] * len(ranks), 0
+    for i in np.argsort(ticks, kind="stable").tolist():
+        while execution != "dataflow" and now < ticks[i]:
+            now += 1
+            clock = [max(clock)] * len(ranks) if execution == "lockstep" else [max(clock[q] for q in near[r]) for r in ranks]
+        r, need = rank[i], needs[i]
+        if need >= 0:
+            clock[r] = max(clock[r], arrived[need] + latency * (home[need] != r))
+        starts[i] = clock[r]
+        clock[r] += costs[i]
+        arrived[makes[i]] = clock[r]
+    return tuple(tuple(np.split(times, np.cumsum(lengths)[:-1])) for times in (starts, starts + took))

@@ -25,14 +25,7 @@ from jgraph.schedule.slots import POOLS, live_ranges, number
 Source = Literal["previous", "next", "same"]
 Writing = Literal["makers", "all"]
 
-_MAKERS = {
-    "forward_dgrad": (FORWARD,),
-    "forward_wgrad": (FORWARD,),
-    "stash": (DGRAD,),
-    "loss": (FORWARD,),
-    "activation": (FORWARD,),
-    "gradient": (DGRAD, BACKWARD),
-}
+_MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gradient": (DGRAD, BACKWARD)}
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,12 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     ranges["loss"] = np.where(is_last, born, -1), np.where(is_last, died, -1)
     assigned = number(schedule, ranges)
     numbers, counts = assigned.numbers, {pool: int(count.max()) for pool, count in assigned.counts.items()}
-    taken = {pool: _taken(numbers[pool], ranges[pool], schedule.rank_of_stage, (counts[pool], *kind.shape)) for pool in ranges}
+    # Whether a slot is in use in a tick, [count (at least 1), T + 1, P].
+    taken = {pool: np.zeros((max(count, 1), len(kind) + 1, schedule.num_ranks), bool) for pool, count in counts.items()}
+    for pool, (born, died) in ranges.items():
+        for (s, m), slot in np.ndenumerate(numbers[pool]):
+            if slot >= 0:
+                taken[pool][slot, born[s, m] : died[s, m] + 1, schedule.rank_of_stage[s]] = True
     slots = dict(counts)
 
     def complete(pool: str, column: np.ndarray, late: int) -> np.ndarray:
@@ -146,7 +144,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
         for pool in (*POOLS[:3], "loss")
         if counts[pool]
     }
-    came = _arrivals(schedule, table, numbers)
+    came, hops = _arrivals(schedule, table, numbers)
     last = schedule.num_stages - 1
     return ScheduleTables(
         table,
@@ -157,24 +155,13 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
         leave=microbatch_where((kind == FORWARD) & (stage == last)),
         back=microbatch_where(np.isin(kind, (DGRAD, BACKWARD)) & (stage == 0)),
         slots=slots,
-        hops=_hops(came, schedule.num_ranks),
+        hops=hops,
     )
 
 
-def _taken(
-    numbers: np.ndarray, ranges: tuple[np.ndarray, np.ndarray], home: np.ndarray, shape: tuple[int, int, int]
-) -> np.ndarray:
-    """bool [count (at least 1), T + 1, P]: whether a slot is in use in a tick."""
-    count, ticks, ranks = shape
-    taken = np.zeros((max(count, 1), ticks + 1, ranks), bool)
-    for (s, m), slot in np.ndenumerate(numbers):
-        if slot >= 0:
-            taken[slot, ranges[0][s, m] : ranges[1][s, m] + 1, home[s]] = True
-    return taken
-
-
-def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> dict[tuple[Source, str], np.ndarray]:
-    """Returns, for each source and pool that is used, the slot of the array that comes at the end of each tick; -1 for none."""
+def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> tuple[dict, dict]:
+    """Returns, for each source and pool that is used, the slot of what comes at the end of each tick, -1 for none; and
+    for each neighbour the pairs (sender, receiver)."""
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
     forward = kind == FORWARD
@@ -198,24 +185,16 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
             f"stages on the same rank or on neighbours",
             rank=int(sender[i]),
         )
-    found = {}
+    found, hops = {}, {}
     for source, mask in sources.items():
+        if source != "same" and mask.any():
+            pairs = set(zip(receiver[mask].tolist(), sender[mask].tolist(), strict=True))
+            hops[source] = tuple((a, b) for b, a in sorted(pairs))
         for pool, which in (("activation", mask & up), ("gradient", mask & ~up)):
             if which.any():
                 found[source, pool] = np.full(kind.shape, -1, np.int32)
                 found[source, pool][tick[which], receiver[which]] = numbers[pool][goes_to[which], m[which]]
-    return found
-
-
-def _hops(came: Mapping[tuple[Source, str], np.ndarray], ranks: int) -> dict[Source, tuple[tuple[int, int], ...]]:
-    """Returns the pairs (sender, receiver) for each neighbour that something comes from."""
-    steps: dict[Source, int] = {"previous": 1, "next": -1}
-    hops = {}
-    for source, step in steps.items():
-        receivers = sorted({int(r) for (s, _), column in came.items() if s == source for r in np.nonzero(column >= 0)[1]})
-        if receivers:
-            hops[source] = tuple(((r - step) % ranks, r) for r in receivers)
-    return hops
+    return found, hops
 
 
 def phases(table: TickTable) -> tuple[Phase, ...]:

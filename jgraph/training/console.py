@@ -41,10 +41,6 @@ class Summary:
     sample: tuple[str, str] = ("", "")
     stopped_by: str = ""
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
-
 
 class Reporter:
     """Writes to a console: one live line on a terminal, one plain line each time elsewhere. A context manager."""
@@ -95,13 +91,14 @@ class Reporter:
 
     def summary(self, summary: Summary) -> None:
         """Writes how the run ended."""
-        rate, zlib = summary.tokens_per_second, summary.zlib_nats_per_token
+        seconds, zlib = summary.seconds, summary.zlib_nats_per_token
+        rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
         rows = {
             "outcome": f"{summary.outcome} at step {summary.steps}/{self._config.steps}",
             "loss": f"train {_number(summary.train_loss, '.4f')} nats/token",
             "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
             + ("" if zlib is None else f"; zlib -9 needs {zlib:.4f} on the same text"),
-            "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s" + (f", {rate:,.0f} tokens/s" if rate else ""),
+            "tokens": f"{summary.tokens:,} in {seconds:.1f} s{rate}",
         }
         if summary.skipped:
             rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"

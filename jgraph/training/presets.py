@@ -2,7 +2,7 @@
 
 import importlib
 
-from jgraph.errors import ConfigError
+from jgraph.errors import require
 from jgraph.training.config import TrainConfig
 
 PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets").PRESETS
@@ -14,6 +14,5 @@ def preset(name: str) -> TrainConfig:
     >>> jgraph.preset("cpu-tiny").batch_size
     8
     """
-    if name not in PRESETS:
-        raise ConfigError(f"`preset` is {name}: must be one of {', '.join(PRESETS)}", field="preset")
+    require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,11 @@ def profiled(config: TrainConfig, platform: str) -> TrainConfig:
     return dataclasses.replace(config, xla_options=(*config.xla_options, _PROFILED))
 
 
-def uncaptured(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration of the same step without command buffers."""
-    return dataclasses.replace(config, graph="off")
-
-
 @dataclass(frozen=True)
 class Recorder:
-    """Records traces of a run's steps.
+    """Records traces of `count` steps of a run each, from the step `first` on, into a directory; what is there is removed.
 
-    Attributes:
-        captured, uncaptured: the compiled step with command buffers (None where there are none), and without.
-        first: the step at which recording begins.
-        count: steps of each trace.
-        directory: where traces go; what is there is removed.
+    `captured` is the compiled step with command buffers, None where it has none; `uncaptured` the one without.
     """
 
     setup: TrainSetup
@@ -63,6 +55,7 @@ class Recorder:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         metrics: list[StepMetrics] = []
+        trace = partial(jax.profiler.trace, profiler_options=profiler_options())
 
         def run(step: CompiledStep, state: TrainState, count: int) -> TrainState:
             for _ in range(count):
@@ -73,20 +66,16 @@ class Recorder:
             return state
 
         if self.captured is not None:
-            with _trace(self.directory / "captured"):
+            with trace(str(self.directory / "captured")):
                 state = run(self.captured, state, self.count)
             state = run(self.uncaptured, state, 1)  # its first run loads and records
-        with _trace(self.directory / "uncaptured"):
+        with trace(str(self.directory / "uncaptured")):
             state = run(self.uncaptured, state, self.count)
         with gzip.open(self.directory / "program.txt.gz", "wt") as file:
             file.write(self.uncaptured.as_text())
         about = _about(self.setup, self.uncaptured) | {"steps": self.count}
         (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
         return state, metrics
-
-
-def _trace(directory: Path):
-    return jax.profiler.trace(str(directory), profiler_options=profiler_options())
 
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:

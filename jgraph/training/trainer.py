@@ -119,8 +119,7 @@ def _train(
         setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-    process_index, process_count = setup.step.batch_part(config.batch_size)
-    part = {"process_index": process_index, "process_count": process_count}
+    part = dict(zip(("process_index", "process_count"), setup.step.batch_part(config.batch_size), strict=True))
     batches = Batches(corpus.train, **sizes, **part, check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
@@ -225,7 +224,7 @@ def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
 def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profiling.Recorder:
     """Compiles for the profile, before the loop, so that no pause cools the devices that are to be traced."""
     first, stop = setup.config.profile_steps
-    plain = dataclasses.replace(setup, config=profiling.uncaptured(setup.config))
+    plain = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph="off"))
     is_captured = jax.default_backend() == "gpu" and setup.config.graph != "off"
     return profiling.Recorder(
         setup,

@@ -156,11 +156,6 @@ class HloModule:
         return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
 
     @property
-    def aliased_parameters(self) -> set[int]:
-        """Numbers of the parameters whose buffers outputs take."""
-        return {int(parameter) for _, parameter, _ in self._aliases}
-
-    @property
     def aliases(self) -> dict[int, int]:
         """Flat index of an output leaf to that of the argument leaf whose buffer it takes; tokens are not counted."""
         tokens = _TOKENS.match(self.text)

@@ -173,16 +173,7 @@ def installed_options() -> Mapping[str, Option] | None:
 # --- The descriptor. Field numbers are those of google/protobuf/descriptor.proto, which are fixed for good. ---
 
 _Fields: TypeAlias = list[tuple[int, bytes | int]]
-_KINDS: dict[int, OptionKind] = {
-    1: "float",
-    2: "float",
-    3: "int64",
-    5: "int32",
-    8: "bool",
-    9: "string",
-    11: "message",
-    14: "enum",
-}
+_KINDS: dict[int, OptionKind] = {1: "float", 2: "float", 3: "int64", 5: "int32", 8: "bool", 11: "message", 14: "enum"}
 
 
 def _descriptor_of_installed_xla() -> _Fields | None:

@@ -55,7 +55,7 @@ def test_a_golden_row_that_is_sound_here_builds(name):
 @pytest.mark.parametrize(
     ("order", "delay", "text"),
     [
-        ([1, -1], True, r"entry 1 is -1, with no wgrad of chunk 1, but delay_wgrad says.*add a -1.5"),
+        ([1, -1], True, r"entry 1 is -1, but no wgrad of chunk 1 comes, and delay_wgrad says.*add one -1.5"),
         ([1, -1, -1.5], False, r"entry 2 is -1.5, a wgrad of chunk 1, but delay_wgrad says.*delay_wgrad=True"),
         (
             generate("zb-h1", pp=2, microbatches=2),
@@ -65,7 +65,7 @@ def test_a_golden_row_that_is_sound_here_builds(name):
         (
             generate("1f1b", pp=2, microbatches=2),
             True,
-            r"says that it is delayed; add a -1.5 for each, or pass delay_wgrad=False",
+            r"says that they are delayed; add one -1.5 for each -1, or pass delay_wgrad=False",
         ),
     ],
 )

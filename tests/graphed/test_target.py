@@ -40,9 +40,9 @@ def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
 
 def test_main_grad_is_updated_in_place_on_the_target(h200):
     graphed = blocks(1, h200[0], param_grads="aliased")
-    part = graphed[0].entry.parts["backward"]
-    assert len(part.updates) == 6
-    assert alias_map(part.executable.compiled) == {i: i for i in range(6)}
+    entry = graphed[0].entry
+    assert len(entry.places("backward", "add")) == 6
+    assert alias_map(entry.parts["backward"].compiled) == {i: i for i in range(6)}
 
 
 def test_a_joined_order_is_one_command_buffer(h200):

@@ -9,7 +9,7 @@ import pytest
 
 from jgraph.errors import ProfileError
 from jgraph.profile import actions
-from jgraph.schedule import Costs, Order, Schedule, generate, simulate
+from jgraph.schedule import Costs, Order, Schedule, Simulation, generate, simulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.tables import tick_table
 
@@ -27,6 +27,10 @@ CASES = [  # name, P, M, chunks, runtime
     ("dualpipe-v", 2, 6, 2, "general"),
 ]
 cases = pytest.mark.parametrize(("name", "P", "M", "chunks", "runtime"), CASES)
+
+
+def as_run(schedule, starts, ends):
+    return Simulation(schedule, *(tuple(np.asarray(row, float) for row in rows) for rows in (starts, ends)), latency=0.0)
 
 
 def schedule_of(name, P, M, chunks, runtime):
@@ -79,7 +83,7 @@ def with_a_slow_one(schedule, runtime, rank, position, more):
             for i in np.flatnonzero(schedule.ticks[r] == tick):
                 starts[r][i], left[r] = clock[r], clock[r] + took[r][i]
         clock = [max(left[q] for q in neighbours[r]) for r in range(schedule.num_ranks)]
-    return actions.as_run(schedule, starts, [start + own for start, own in zip(starts, took, strict=True)])
+    return as_run(schedule, starts, [start + own for start, own in zip(starts, took, strict=True)])
 
 
 @cases
@@ -165,7 +169,7 @@ def test_the_critical_path_follows_what_is_needed_however_short_the_wait_was():
 def test_the_critical_path_goes_from_a_wgrad_to_its_dgrad_if_that_ended_after_what_came_between():
     schedule = Schedule((Order.parse([1, 1, -1, -1, -1.5, -1.5]),))
     # The kernels of both dgrads are in turn.
-    run = actions.as_run(schedule, [[0, 2, 4, 4.5, 7.04, 8.04]], [[2, 4, 7.04, 7, 8.04, 9.04]])
+    run = as_run(schedule, [[0, 2, 4, 4.5, 7.04, 8.04]], [[2, 4, 7.04, 7, 8.04, 9.04]])
     (path,) = actions.critical(run)
     np.testing.assert_array_equal(path, [True, True, True, False, True, True])
 
@@ -175,7 +179,7 @@ def test_an_action_that_begins_late_for_no_reason_is_late_itself():
     starts, ends = ([row.copy() for row in rows] for rows in (run.starts, run.ends))
     for rows in (starts, ends):
         rows[0][-1] += 9  # other ranks are through by then, but in the same tick, for which nobody waits
-    late = actions.late(actions.as_run(run.schedule, starts, ends), COSTS)
+    late = actions.late(as_run(run.schedule, starts, ends), COSTS)
     assert late[0][-1] == pytest.approx(9)
 
 
@@ -183,7 +187,7 @@ def test_an_action_that_begins_before_the_one_before_ends_is_late_by_what_it_too
     run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
     starts = [row.copy() for row in run.starts]
     starts[0][-1] -= 0.75  # XLA may put kernels of two actions in turn
-    late = actions.late(actions.as_run(run.schedule, starts, run.ends), COSTS)
+    late = actions.late(as_run(run.schedule, starts, run.ends), COSTS)
     assert late[0][-1] == pytest.approx(0.75)
 
 

@@ -122,7 +122,7 @@ def test_orders_that_are_hazardous_only_for_reused_buffers_can_run(row):
         (
             [1, -1],
             {"num_layers_per_chunk": [1, 1]},
-            "`num_layers_per_chunk` has 2 values, but the order has 1 chunks: give one per chunk",
+            "`num_layers_per_chunk` has 2 values, but there are 1 chunks: give one per chunk",
         ),
         ([1, -1], {"delay_wgrad": 1}, "`delay_wgrad` is 1 (int): must be one bool, or one per chunk"),
     ],

@@ -134,7 +134,7 @@ def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
 def test_the_report_is_json_with_the_fields_of_the_report():
     report = explain(update, STATE, X, donate_argnums=0)
     fields = json.loads(report.to_json())
-    assert set(fields) == {"name", "device", "capture", "donations", "memory", "notes"}
+    assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "notes"}
     assert fields["donations"][0] == {
         "leaf": "state['m']",
         "array": "float32[9]",
