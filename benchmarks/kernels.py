@@ -1,107 +1,92 @@
-"""Each implementation of a kernel on one GPU, in one process: milliseconds, bytes, share of the device's bandwidth.
+"""Kernels against their bytes: cast, transpose and amax in one pass, by each implementation, on one GPU.
 
-    python -m benchmarks.kernels [--sizes tiny] [--out FILE.json]
+    python -m benchmarks run kernels
 
-A kernel is too short for the host's clock, so a program has `steps` of it, and a turn is several programs back to back. Each
-step reads another array than the one before, which is not in the cache. In turns, the median of `rounds`.
+A step is a program of several kernels, since one is too short to be handed over by itself. Each reads another array than the
+one before it, which is not in the cache.
 """
 
-import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import tyro
 
-from benchmarks.rows import Row
-from jgraph import device
+from benchmarks import runner
+from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.rows import Row, named
+from benchmarks.runner import Benchmark, Work
+from benchmarks.tables import Section, number
+from benchmarks.turns import Entrant
+from jgraph.device import find
 from jgraph.kernels import cast_transpose
 from jgraph.kernels.quantize import bytes_moved
 
-SIZES = {"full": ((16384, 8192), (16384, 2048), (8192, 2048)), "tiny": ((256, 128),)}
+SHAPES = {"full": ((16384, 8192), (16384, 2048), (8192, 2048)), "tiny": ((256, 128),)}
+KERNELS, ARRAYS = 16, 4  # of a program
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
-    """What to run."""
+class Options(runner.Options):
+    """Chooses what is run."""
 
     implementations: tuple[str, ...] = ("mosaic", "triton", "xla")
-    """Which take part; one that cannot be compiled is told as failed."""
+    """Which take part; what cannot be compiled here is told as failed."""
     want: Literal["both", "rows", "columns"] = "both"
     """What is written."""
-    sizes: Literal["full", "tiny"] = "full"
-    """tiny is for a machine without a GPU."""
-    rounds: int = 9
-    """How often each has its turn."""
-    steps: int = 16
-    """Kernels in a program."""
-    calls: int = 3
-    """Programs in a turn."""
-    out: str = ""
-    """File for the rows, as JSON."""
 
 
-def compiled(flags: Flags, implementation: str, dtype: str, x: jax.Array) -> Callable[[], object]:
-    """Returns a program of several kernels, one after the other since each takes its scale of the amax of the last."""
-    slots = [x + i for i in range(4)]
+def works(options: Options) -> Iterator[Work]:
+    for shape in SHAPES[options.sizes]:
+        for dtype in ("float8_e4m3fn", "float8_e5m2"):
+            asked = {"shape": shape, "dtype": dtype, "want": options.want}
+            entrants = [
+                Entrant({"system": "jgraph", "variant": name}, "benchmarks.kernels", asked | {"implementation": name})
+                for name in options.implementations
+            ]
+            yield Work(f"{shape[0]} x {shape[1]} to {dtype}, {options.want}", {"ranks": 1, **asked}, [entrants])
+
+
+def time_kernel(asked: Row) -> None:
+    """Answers with the time of a kernel; runs in a process of its own."""
+    x = jax.random.normal(jax.random.key(0), tuple(asked["shape"]), jnp.bfloat16)
+    arrays, latest, kind = [x + i for i in range(ARRAYS)], [None], jax.devices()[0].device_kind
 
     @jax.jit
-    def steps(slots: list[jax.Array], scale: jax.Array) -> list[object]:
+    def program(arrays: list[jax.Array], scale: jax.Array) -> list[object]:
         outs = []
-        for i in range(flags.steps):
-            out = cast_transpose(slots[i % len(slots)], scale, dtype, want=flags.want, implementation=implementation)
-            outs.append(out)
+        for i in range(KERNELS):
+            how = {"want": asked["want"], "implementation": asked["implementation"]}
+            outs.append(out := cast_transpose(arrays[i % ARRAYS], scale, asked["dtype"], **how))
             # Keeps the order and nothing else: an amax is never negative.
             scale = jnp.where(out.amax >= 0, scale, 0)
         return outs
 
-    run = partial(steps.lower(slots, jnp.float32(1)).compile(), slots, jnp.float32(1))
-    jax.block_until_ready(run())
-    return run
+    def run() -> None:
+        latest[0] = None
+        latest[0] = program(arrays, jnp.float32(1))
+
+    run()
+    answer(device=kind, moved_bytes=KERNELS * bytes_moved(x, asked["want"]))
+    take_turns(lambda clock: clock.back_to_back(run, lambda: jax.block_until_ready(latest)))
 
 
-def rows(flags: Flags) -> Iterator[Row]:
-    kind = jax.devices()[0].device_kind
-    known = device.find(kind)
-    for shape in SIZES[flags.sizes]:
-        x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
-        for dtype in ("float8_e4m3fn", "float8_e5m2"):
-            runs, times = {}, {}
-            for name in flags.implementations:
-                variant = f"{name} {shape[0]} x {shape[1]} {dtype} {flags.want}"
-                try:
-                    runs[variant] = compiled(flags, name, dtype, x)
-                except Exception as e:  # of jax, of XLA, of Pallas: the others go on
-                    yield {"system": "jgraph", "variant": variant, "failed": f"{type(e).__name__}: {e}".partition("\n")[0]}
-            for _ in range(flags.rounds):
-                for variant, run in runs.items():
-                    start = time.perf_counter()
-                    jax.block_until_ready([run() for _ in range(flags.calls)][-1])
-                    times.setdefault(variant, []).append((time.perf_counter() - start) * 1e3 / (flags.steps * flags.calls))
-            moved = bytes_moved(x, flags.want)
-            for variant, repeats in times.items():
-                ms = statistics.median(repeats)
-                share = {"bandwidth_share": moved / ms * 1e3 / known.copy_bytes_per_second} if known else {}
-                row = {"system": "jgraph", "variant": variant, "device": kind, "ms": ms, "repeats_ms": repeats}
-                yield row | {"moved_bytes": moved} | share
+def section(name: str, result: Row) -> Section:
+    def share(row: Row) -> str:
+        device = find(row["device"].removeprefix("1 x "))
+        return f"{row['moved_bytes'] / row['ms'] * 1e3 / device.copy_bytes_per_second:.0%}" if device else ""
+
+    columns = {
+        "variant": named,
+        "ms a kernel": lambda row: f"{row['ms'] / KERNELS:.4f}",
+        "GB/s": lambda row: f"{row['moved_bytes'] / row['ms'] / 1e6:.0f}",
+        "of the bandwidth": share,
+    }
+    return Section(name, columns | {"W": number("power_watts", ".0f")})
 
 
-def main(flags: Flags) -> None:
-    found = []
-    for row in rows(flags):
-        found.append(row)
-        share = f", {row['bandwidth_share']:.0%} of the bandwidth" if "bandwidth_share" in row else ""
-        told = row.get("failed") or f"{row['ms']:.4f} ms, {row['moved_bytes'] / 1e6:.1f} MB{share}"
-        print(f"{row['variant']}: {told}", flush=True)
-    if flags.out:
-        Path(flags.out).write_text(json.dumps(found, indent=1) + "\n")
-
+BENCHMARK = Benchmark("Kernels against their bytes", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags, description=__doc__))
+    time_kernel(request())

@@ -28,7 +28,7 @@ FIELDS = {
     "steps, done": "that were asked of a soak and that it did; those that were logged",
     "peak_bytes, init_peak_bytes, step_bytes": "of the device that had most; when the state was made; of the program alone",
     "argument_bytes, temp_bytes, output_bytes, alias_bytes": "of the compiled step",
-    "moved_bytes, bandwidth_share": "that a kernel must read and write; of the device's bandwidth",
+    "moved_bytes": "that the kernels of a step must read and write",
     "device_bytes, host_bytes, first_device_bytes, first_host_bytes": "in use, and before the first step of a soak",
     "params_bytes, grads_bytes, moments_bytes, update_bytes, more_bytes, reads": "by the dtype rules",
     "starts_ms, ends_ms": "of every action of each rank",
