@@ -35,7 +35,7 @@ class Pipelined:
         schedule: of as many ranks as `pipe` has and as many microbatches as the step, e.g. from `jgraph.schedule.generate`.
         compute_dtype: dtype to which matrices are cast once a step; None uses them as they are.
         remat: `nothing` keeps what `split_backward` keeps; `layer` keeps a layer's input and computes the rest again.
-        rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
+        shard_rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
     """
 
     mesh: Mesh
@@ -43,7 +43,7 @@ class Pipelined:
     schedule: Schedule
     compute_dtype: Any = None
     remat: Remat = "nothing"
-    rules: tuple[str, ...] = ()
+    shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -71,10 +71,9 @@ class Pipelined:
         carried = Carried.of(model, binding.carried, binding.reductions, num_layers)
         choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
         pipeline = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices)
-        axes = (
-            fsdp.asked_axes(leaf_names(self.shapes), self.rules, self.annotations) if Axis.FSDP in self.mesh.axis_names else {}
-        )
-        return pipeline.shard_as(self.shapes, axes)
+        if Axis.FSDP not in self.mesh.axis_names:
+            return pipeline.shard_as(self.shapes, {})
+        return pipeline.shard_as(self.shapes, fsdp.asked_axes(leaf_names(self.shapes), self.shard_rules, self.annotations))
 
 
 @dataclass(frozen=True, eq=False)

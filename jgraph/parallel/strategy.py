@@ -128,14 +128,15 @@ class Replicated:
 class FullySharded:
     """Gives every device its part of each parameter and of the batch, as PyTorch's `fully_shard` does (ZeRO stage 3).
 
-    >>> jgraph.FullySharded(jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, rules=("w=1",))
+    >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    >>> jgraph.FullySharded(mesh, shapes, shard_rules=("w=1",))
     FullySharded(fsdp=1, 32 parameters)
 
     Attributes:
         mesh: with the axis `fsdp`, and perhaps `data`.
         shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
-        rules: `PATTERN=AXIS`, the axis along which parameters that match are sharded; without one, an annotation or the shape
-            decides.
+        shard_rules: `PATTERN=AXIS`, the axis along which parameters that match are sharded; without one, an annotation or the
+            shape decides.
         annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
         compute_dtype: dtype in which matrices are gathered; None gathers them as they are kept.
         reshard_after_forward: whether parameters are gathered a second time for the backward, instead of being kept.
@@ -143,7 +144,7 @@ class FullySharded:
 
     mesh: Mesh
     shapes: Tree
-    rules: tuple[str, ...] = ()
+    shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
     compute_dtype: Any = None
     reshard_after_forward: bool = False
@@ -155,7 +156,7 @@ class FullySharded:
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
 
     def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
-        axes = fsdp.asked_axes(leaf_names(self.shapes), self.rules, self.annotations)
+        axes = fsdp.asked_axes(leaf_names(self.shapes), self.shard_rules, self.annotations)
         packing = _packing(self.shapes, binding.packing, alone={*axes, *binding.weights(self.shapes)})
         shards = fsdp.shard_specs(jax.eval_shape(packing.pack, self.shapes), self.mesh.shape[Axis.FSDP], axes)
         return DataParallel(self.mesh, loss, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)

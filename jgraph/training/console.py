@@ -84,7 +84,9 @@ class Reporter:
         """Writes the resolved configuration, compactly."""
         run = dataclasses.asdict(self._config)
         del run["distributed"]  # differs from process to process; the trainer says how many there are
-        nested = {title: run.pop(title) or {} for title in ("model", "optimizer")}
+        nested = {title: run.pop(title) or {} for title in ("model", "fp8", "optimizer")}
+        if self._config.precision == "bf16":
+            del nested["fp8"]
         for title, fields in {"run": run, **nested}.items():
             words = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
             self.line(f"{title}: {' '.join(words)}")

@@ -95,7 +95,7 @@ class TrainSetup:
             strategy = FullySharded(
                 mesh,
                 model.shapes,
-                rules=config.shard_rules,
+                shard_rules=config.shard_rules,
                 annotations=model.annotations,
                 compute_dtype=_compute_dtype(config),
                 reshard_after_forward=config.reshard_after_forward,
@@ -352,7 +352,7 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
     shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
     if config.fsdp > 1:
-        choices |= {"rules": config.shard_rules, "annotations": found.annotations}
+        choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations}
     num_layers = len(jax.eval_shape(model.split, shapes)[1])
     if num_layers < config.pp * config.chunks:
         raise ConfigError(

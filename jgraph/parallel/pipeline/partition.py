@@ -75,7 +75,7 @@ class StageAssignment:
         if self.num_layers < self.num_stages:
             raise OrderError(
                 f"{self.num_layers} layers do not make {self.num_stages} stages ({len(self.placement)} ranks x "
-                f"{self.num_chunks} chunks); take fewer ranks (`pp`) or chunks (`chunks`), or more layers (`model.num_layers`)"
+                f"{self.num_chunks} chunks); take fewer ranks or chunks, or more layers"
             )
 
     @classmethod
