@@ -1,5 +1,7 @@
 """What every test may count on: a CPU backend of eight devices, unless tests for a GPU were asked for; the fixture `h200`."""
 
+import ctypes
+import gc
 import os
 import shutil
 import sys
@@ -34,3 +36,6 @@ def nothing_compiled_outlives_its_module():
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed in pieces

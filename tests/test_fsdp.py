@@ -350,7 +350,7 @@ def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, tota
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
         return fsdp.value_and_grads(
-            lambda whole: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, **choices
+            lambda whole, _: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, {}, **choices
         )[1]
 
     mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")

@@ -77,7 +77,7 @@ def time_schedule(asked: Row) -> None:
 def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> Row:
     """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the one before, as in a pipeline."""
     split, keys = pipe.split(None), iter(jax.random.split(jax.random.key(1), 1000))
-    layer, x = pipe.layer_shapes(params, inputs)
+    ([layer], extra), x = pipe.layer_shapes(params, inputs)
 
     def like(aval: Any, scale: float = 1.0) -> jax.Array:
         return scale * jax.random.normal(next(keys), aval.shape, aval.dtype)
@@ -85,7 +85,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     def forward(stage: Any, x: jax.Array) -> Any:
         made = []
         for _ in range(CALLS):
-            x, residuals = split.forward(stage, x)
+            x, residuals, _ = split.forward(stage, x)
             made.append(residuals)
         return made, x
 
@@ -110,7 +110,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
         return clock.in_flight(run, wait, jax.default_backend())["ms"] / CALLS
 
     # Zeros would draw less power, and so be faster, than numbers of a model.
-    stage = ([jax.tree.map(partial(like, scale=0.02), layer) for _ in range(pipe.layout.layers_per_stage)], {})
+    stage = ([jax.tree.map(partial(like, scale=0.02), layer) for _ in range(pipe.layout.layers_per_stage)], extra)
     x, dy = like(x), like(x)
     call_forward = compiled(forward, stage, x)
     residuals, _ = call_forward(stage, x)

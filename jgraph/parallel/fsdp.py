@@ -145,9 +145,9 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 def value_and_grads(
     loss: Callable[[dict[str, Array], Tree], tuple[Array, Aux]],
     parts: dict[str, Array],
-    history: Tree,
     shards: Mapping[str, ShardSpec],
     dtypes: Mapping[str, Any],
+    history: Tree,
     *,
     grads_dtype: Any,
     reshard_after_forward: bool,
@@ -159,8 +159,8 @@ def value_and_grads(
     Args:
         loss: of the whole parameters and of `history`, a scalar and anything besides.
         parts: of this device.
-        history: whose gradients are this device's own.
         shards, dtypes: of each parameter; it is cast to its dtype before it is gathered.
+        history: what else the loss is differentiated by; its gradients are this device's own.
         grads_dtype: in which gradients are summed.
         reshard_after_forward: gather the parameters a second time for the backward, instead of keeping them.
     """

@@ -291,9 +291,9 @@ class DataParallel:
                 sums, grads, after = fsdp.value_and_grads(
                     of,
                     params,
-                    history,
                     self.shards,
                     self._gathered_dtypes(params),
+                    history,
                     grads_dtype=self.binding.grads_dtype,
                     reshard_after_forward=self.reshard_after_forward,
                 )

@@ -50,6 +50,7 @@ def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.once
 @pytest.mark.parametrize(("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--fsdp", "--seed")])
 def test_a_run_goes_on_over_other_devices_with_its_histories(tmp_path, before, after):
     devices = {"--fsdp": "2", "--dp": "2", "--seed": "0"}
