@@ -66,10 +66,11 @@ class ShardSpec:
         """Returns the whole array, from every device's part."""
         if self.axis is None:
             return part
-        # FP8 goes as bytes: not every collective library knows it.
-        as_sent = lax.bitcast_convert_type(part, jnp.uint8) if part.dtype.itemsize == 1 else part
-        whole = self.unpad(lax.all_gather(as_sent, AXIS, axis=self.axis, tiled=True))
-        return lax.bitcast_convert_type(whole, part.dtype)
+        if part.dtype.itemsize == 1:
+            # FP8 goes as bytes: not every collective library knows it.
+            sent = lax.bitcast_convert_type(part, jnp.uint8)
+            return lax.bitcast_convert_type(self.unpad(lax.all_gather(sent, AXIS, axis=self.axis, tiled=True)), part.dtype)
+        return self.unpad(lax.all_gather(part, AXIS, axis=self.axis, tiled=True))
 
     def scatter(self, whole: Array) -> Array:
         """Returns this device's part of the sum over devices."""
