@@ -32,9 +32,9 @@ class Options(runner.Options):
     """Chooses what is run."""
 
     implementations: tuple[str, ...] = ("mosaic", "triton", "xla")
-    """Which take part; what cannot be compiled here is told as failed."""
+    """Those that take part; one that cannot be compiled here is told as failed."""
     want: Literal["both", "rows", "columns"] = "both"
-    """What is written."""
+    """Results that are written: rows, their transpose, or both."""
 
 
 def works(options: Options) -> Iterator[Work]:

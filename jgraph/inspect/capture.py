@@ -41,7 +41,7 @@ class CaptureOptions:
     xla_options: tuple[str, ...] = ()
     """Further XLA options as name=value, besides those of the preset."""
     precision: Literal["bf16", "fp8"] = "bf16"
-    """What the training step's matrices are multiplied in."""
+    """Dtype in which the training step multiplies matrices."""
     fp8: FP8Config = field(default_factory=FP8Config)
     json: File = None
     """Write the report here."""

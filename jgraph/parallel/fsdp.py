@@ -166,17 +166,19 @@ def value_and_grads(
         reshard_after_forward: gather the parameters a second time for the backward, instead of keeping them.
     """
 
-    def gather(parts: dict[str, Array]) -> dict[str, Array]:
-        return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
-
-    whole = gather(parts)
+    whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, history, has_aux=True)
     if reshard_after_forward:
         # The barrier keeps the second gathering behind the forward, and apart from the first: equal, they would be merged.
-        again = gather(lax.optimization_barrier((parts, value))[0])
+        again = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
         pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
     grads, after = pull_back(jnp.ones_like(value))
     return aux, {name: shards[name].scatter(gradient.astype(grads_dtype)) for name, gradient in grads.items()}, after
+
+
+def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:
+    """Returns whole parameters, each cast to its dtype before it is gathered; on one device, under `jax.shard_map`."""
+    return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
 
 def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:

@@ -58,7 +58,7 @@ class TrainState:
 
     @property
     def model_state(self) -> Tree:
-        """What the model itself carries, without histories of FP8."""
+        """The model's own carried state, without histories of FP8."""
         return self.carried.model if isinstance(self.carried, WithHistory) else self.carried
 
 
@@ -200,8 +200,7 @@ def _in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, 
         raise ConfigError("`fp8` is given: must be None with the strategy Pipelined", field="precision")
     if batch is None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
-    parts = binding.num_microbatches * _data_ranks(getattr(strategy, "mesh", None))
-    microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype), batch)
+    microbatch = _microbatch(batch, binding.num_microbatches, getattr(strategy, "mesh", None))
     state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
     args = (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
     precision = FP8Function(loss, config)
@@ -213,8 +212,19 @@ def _in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, 
     return replace(binding, fp8=precision, microbatch=args)
 
 
-def _data_ranks(mesh: Mesh | None) -> int:
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
+    """Returns shapes of a device's microbatch. Raises ShapeError where microbatches and devices cannot share the rows."""
+    ranks = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+
+    def share(leaf: Any) -> jax.ShapeDtypeStruct:
+        if leaf.ndim == 0 or leaf.shape[0] % (num_microbatches * ranks):
+            raise ShapeError(
+                f"`batch` has an array of shape {list(leaf.shape)}: its first axis must be divisible by "
+                f"num_microbatches {num_microbatches} x {ranks} data ranks"
+            )
+        return jax.ShapeDtypeStruct((leaf.shape[0] // (num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(share, batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,13 +383,7 @@ class TrainStep:
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Returns the step, lowered for a whole batch of these arrays or shapes."""
-        ranks = _data_ranks(self.mesh)
-        for leaf in jax.tree.leaves(batch):
-            if leaf.ndim == 0 or leaf.shape[0] % (self.binding.num_microbatches * ranks):
-                raise ShapeError(
-                    f"`batch` has an array of shape {list(leaf.shape)}: its first axis must be divisible by "
-                    f"num_microbatches {self.binding.num_microbatches} x {ranks} data ranks"
-                )
+        _microbatch(batch, self.binding.num_microbatches, self.mesh)  # for its error
         where = self.batch_sharding
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), batch)
         return self.jitted().lower(self.state, shapes)

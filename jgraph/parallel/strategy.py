@@ -312,5 +312,4 @@ class DataParallel:
         """Returns the model's tree as the loss sees it, for its shapes."""
         if not self.shards:
             return self.packing.unpack(params)
-        dtypes = self._gathered_dtypes(params)
-        return self.packing.unpack({name: self.shards[name].gather(part.astype(dtypes[name])) for name, part in params.items()})
+        return self.packing.unpack(fsdp.gathered(params, self.shards, self._gathered_dtypes(params)))

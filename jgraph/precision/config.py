@@ -1,4 +1,4 @@
-"""Which products are computed in FP8, and with which scales. No jax: the command line reads it."""
+"""Says which products are computed in FP8, and with which scales. No jax: the command line reads it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ class FP8Config:
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """E4M3 for activations and weights with E5M2 for gradients, or E4M3 for all."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
-    """What the products are computed in that give the gradients of weights."""
+    """Dtype of the products that give the gradients of weights."""
     keep: tuple[str, ...] = KEPT
     """Names of parameters whose products stay as they are; patterns as in a shell."""
     blocks: Literal["all", "inner"] = "all"

@@ -56,7 +56,7 @@ def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Functio
     """Computes the matrix products of a function with its parameters in FP8, forward and backward.
 
     Products are found in the trace: any Flax layer, `jnp.einsum`, a scan over layers, `jax.checkpoint`. Those inside functions
-    with a gradient of their own stay as they are. So do those that an FP8 product cannot do; `FP8Function.products` says why.
+    with a gradient of their own stay as they are. So do those that an FP8 product cannot do; `plan(...).products` says why.
 
     Args:
         fn: `fn(params, *args)`, pure.

@@ -20,7 +20,7 @@ from jgraph.schedule.schedule import Schedule, loop, vee
 
 
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Makes a pipeline schedule by name, as `--schedule` does.
+    """Makes a pipeline schedule by name.
 
     >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
     Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)

@@ -123,7 +123,7 @@ class TrainConfig:
     on_dtype_mismatch: Literal["error", "copy"] = "error"
     """Where these two dtypes differ and the gradient is not decoupled: refuse, or cast it to the parameters' dtype."""
     precision: Literal["bf16", "fp8"] = "bf16"
-    """What the blocks' matrices are multiplied in; with fp8, all else stays as the model computes it."""
+    """Dtype in which the blocks multiply matrices; with fp8, all else stays as the model computes it."""
     pp: int = 1
     """Ranks of the pipeline, each with its part of the layers and of the vocabulary."""
     chunks: int = 1

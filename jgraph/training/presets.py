@@ -9,7 +9,7 @@ PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets
 
 
 def preset(name: str) -> TrainConfig:
-    """Returns the named configuration, as `--preset` does. Raises ConfigError, which lists the names, for any other name.
+    """Returns the named configuration. Raises ConfigError, which lists the names, for any other name.
 
     >>> jgraph.preset("cpu-tiny").batch_size
     8

@@ -303,9 +303,9 @@ def _fp8(config: TrainConfig) -> FP8Config | None:
     """Returns the recipe, if products are in FP8. Raises ConfigError for a GPU that has none."""
     if config.precision == "bf16":
         return None
-    kind, device = jax.default_backend(), device_info(jax.devices()[0].device_kind)
-    if kind == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
-        name = jax.devices()[0].device_kind
+    name = jax.devices()[0].device_kind
+    device = device_info(name)
+    if jax.default_backend() == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
         raise ConfigError(
             f"`precision` is fp8: must be bf16 on {name}, which is not known to have FP8; `fp8.emulate` gives the same numbers",
             field="precision",

@@ -25,7 +25,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Carried:
-    """What a layer carries.
+    """Shapes of the state that a layer carries, and how it is reduced.
 
     Attributes:
         layer: shapes of a layer's state; empty where nothing is carried.
