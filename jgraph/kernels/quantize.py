@@ -6,6 +6,7 @@ By bytes one pass over bfloat16 reads 2 and writes 1 + 1 an element: 0.125 ms fo
 
 # M rows, N columns, H pairs of rows
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -135,6 +136,8 @@ Of bfloat16 that is 64 KiB of shared memory, so a multiprocessor holds three blo
 """
 
 
+# Compiled once a program: jax 0.11 would give every call a kernel of its own name, each of which takes a second to compile.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
     """Transposes 16-bit pairs, since Hopper has no way to transpose bytes.
 
