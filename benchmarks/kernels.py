@@ -6,6 +6,7 @@ A step is a program of several kernels, since one is too short to be handed over
 one before it, which is not in the cache.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -21,9 +22,12 @@ from benchmarks.tables import Section, number
 from benchmarks.turns import Entrant
 from jgraph.device import find
 from jgraph.kernels import cast_transpose
-from jgraph.kernels.quantize import bytes_moved
+from jgraph.kernels.elementwise import IDENTITY, Elementwise
+from jgraph.kernels.quantize import bytes_moved, cast_transpose_of
 
-SHAPES = {"full": ((16384, 8192), (16384, 2048), (8192, 2048)), "tiny": ((256, 128),)}
+SHAPES = {"full": ((16384, 8192), (16384, 2048)), "tiny": ((256, 128),)}
+GELU = (("mul", (0, 0)), ("mul", (1, 0.044715)), ("add", (2, 1.0)), ("mul", (3, 0)), ("mul", (4, 0.797885)), ("tanh", (5,)))
+FUNCTIONS = {"": IDENTITY, "gelu": Elementwise(1, (*GELU, ("add", (6, 1.0)), ("mul", (7, 0)), ("mul", (8, 0.5))))}
 KERNELS, ARRAYS = 16, 4  # of a program
 
 
@@ -31,34 +35,47 @@ KERNELS, ARRAYS = 16, 4  # of a program
 class Options(runner.Options):
     """Chooses what is run."""
 
-    implementations: tuple[str, ...] = ("mosaic", "triton", "xla")
+    implementations: tuple[str, ...] = ("mosaic", "xla")
     """Those that take part; one that cannot be compiled here is told as failed."""
+    functions: tuple[str, ...] = ("", "gelu")
+    """What is quantized: an array, or a function of one, which a kernel computes itself or reads (`apart`)."""
     want: Literal["both", "rows", "columns"] = "both"
     """Results that are written: rows, their transpose, or both."""
 
 
 def works(options: Options) -> Iterator[Work]:
-    for shape in SHAPES[options.sizes]:
-        for dtype in ("float8_e4m3fn", "float8_e5m2"):
-            asked = {"shape": shape, "dtype": dtype, "want": options.want}
-            entrants = [
-                Entrant({"system": "jgraph", "variant": name}, "benchmarks.kernels", asked | {"implementation": name})
-                for name in options.implementations
-            ]
-            yield Work(f"{shape[0]} x {shape[1]} to {dtype}, {options.want}", {"ranks": 1, **asked}, [entrants])
+    for shape, function in itertools.product(SHAPES[options.sizes], options.functions):
+        asked = {"shape": shape, "dtype": "float8_e4m3fn", "want": options.want, "function": function}
+        variants = [{"implementation": name, "apart": apart} for name in options.implementations for apart in (False, True)]
+        entrants = [
+            Entrant(
+                {"system": "jgraph", "variant": variant["implementation"] + variant["apart"] * ", apart"},
+                "benchmarks.kernels",
+                asked | variant,
+            )
+            for variant in variants
+            if function or not variant["apart"]
+        ]
+        name = f"{function or 'cast'} of {shape[0]} x {shape[1]}, {options.want}"
+        yield Work(name, {"ranks": 1, **asked}, [entrants])
 
 
 def time_kernel(asked: Row) -> None:
     """Answers with the time of a kernel; runs in a process of its own."""
     x = jax.random.normal(jax.random.key(0), tuple(asked["shape"]), jnp.bfloat16)
     arrays, latest, kind = [x + i for i in range(ARRAYS)], [None], jax.devices()[0].device_kind
+    fn, how = FUNCTIONS[asked["function"]], {"want": asked["want"], "implementation": asked["implementation"]}
 
     @jax.jit
     def program(arrays: list[jax.Array], scale: jax.Array) -> list[object]:
         outs = []
         for i in range(KERNELS):
-            how = {"want": asked["want"], "implementation": asked["implementation"]}
-            outs.append(out := cast_transpose(arrays[i % ARRAYS], scale, asked["dtype"], **how))
+            if asked["apart"]:
+                y = jax.lax.optimization_barrier(fn(arrays[i % ARRAYS]).astype(jnp.bfloat16))
+                out = cast_transpose(y, scale, asked["dtype"], **how)
+            else:
+                out = cast_transpose_of(fn, (arrays[i % ARRAYS],), scale, asked["dtype"], **how)
+            outs.append(out)
             # Keeps the order and nothing else: an amax is never negative.
             scale = jnp.where(out.amax >= 0, scale, 0)
         return outs

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from jgraph.device import find
 from jgraph.errors import ShapeError, check_choice
+from jgraph.kernels.elementwise import IDENTITY, Elementwise
 
-Want = Literal["both", "rows", "columns"]
+Want = Literal["both", "rows", "columns", "amax"]
 _ALIGNED = 16
 """Rows and columns are multiples of it: so the copy engine wants its rows of bytes, and so FP8 products want their sizes."""
 
@@ -54,45 +56,97 @@ def cast_transpose(
         x_MN: bfloat16 or float32; both sizes are multiples of 16.
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
-        want: what of the result is read: `both`, `rows` or `columns`.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `triton` (GPUs with FP8;
-            deprecated since jax 0.11), `xla` (anywhere), or `auto`, which takes the first of them that can.
+        want: what of the result is read: `both`, `rows`, `columns`, or no more than the `amax`.
+        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (anywhere), or
+            `auto`, which takes the first of them that can.
         interpret: runs a kernel's body on the CPU, for tests.
 
     Raises:
         ConfigError: there is no such dtype, `want` or implementation.
         ShapeError: `x_MN` or `inverse_scale` has a shape or dtype that is not allowed.
     """
+    return cast_transpose_of(
+        IDENTITY, (x_MN,), inverse_scale, dtype, want=want, implementation=implementation, interpret=interpret
+    )
+
+
+def cast_transpose_of(
+    fn: Elementwise,
+    inputs: tuple[Array, ...],
+    inverse_scale: Array,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    *,
+    want: Want = "both",
+    implementation: str = "auto",
+    interpret: bool = False,
+) -> Quantized:
+    """Does what `cast_transpose` does to `fn(*inputs)`, which is computed in float32 and never written.
+
+    Args:
+        fn: the function; implementations agree up to the rounding of its operations.
+        inputs: as `x_MN` of `cast_transpose`, all of one shape.
+        inverse_scale, dtype, want, implementation, interpret: as there.
+
+    Raises:
+        ConfigError, ShapeError: as there.
+    """
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
-    check_choice("want", want, ("both", "rows", "columns"))
+    check_choice("want", want, ("both", "rows", "columns", "amax"))
     check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
-    if x_MN.ndim != 2 or any(size % _ALIGNED or not size for size in x_MN.shape):
-        raise ShapeError(f"`x_MN` is {x_MN.shape}: must have two sizes, multiples of {_ALIGNED}; pad it", field="x_MN")
-    if x_MN.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ShapeError(f"`x_MN` is {x_MN.dtype}: must be bfloat16 or float32", field="x_MN")
+    shape = inputs[0].shape
+    for x_MN in inputs:
+        if x_MN.ndim != 2 or x_MN.shape != shape or any(size % _ALIGNED or not size for size in shape):
+            raise ShapeError(f"`x_MN` is {x_MN.shape}: must have two sizes, multiples of {_ALIGNED}; pad it", field="x_MN")
+        if x_MN.dtype not in (jnp.bfloat16, jnp.float32):
+            raise ShapeError(f"`x_MN` is {x_MN.dtype}: must be bfloat16 or float32", field="x_MN")
     if inverse_scale.shape != () or inverse_scale.dtype != jnp.float32:
         message = f"`inverse_scale` is {inverse_scale.dtype}{list(inverse_scale.shape)}: must be a float32 scalar"
         raise ShapeError(message, field="inverse_scale")
-    chosen = choose(x_MN.shape) if implementation == "auto" else implementation
-    if chosen == "mosaic" and not _fits_tiles(x_MN.shape):
+    chosen = choose(shape) if implementation == "auto" else implementation
+    if chosen == "mosaic" and not _fits_tiles(shape):
         allowed = f"multiples of {2 * _PAIRS} x {_WIDTH}"
-        message = f"`x_MN` is {x_MN.shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
+        message = f"`x_MN` is {shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
         raise ShapeError(message, field="x_MN")
-    return _IMPLEMENTATIONS[chosen](x_MN, inverse_scale, jnp.dtype(dtype), want, interpret)
+    return _cast_transpose(inputs, inverse_scale, fn, jnp.dtype(dtype), want, chosen, interpret)
+
+
+# One function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles each for a
+# second.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def _cast_transpose(
+    inputs: tuple[Array, ...],
+    inverse_scale: Array,
+    fn: Elementwise,
+    dtype: jnp.dtype,
+    want: Want,
+    implementation: str,
+    interpret: bool,
+) -> Quantized:
+    return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret)
+
+
+def asked(eqn: JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
+    """Returns the dtype and the `want` of a call of `cast_transpose` (both, or rows) or `amax` in a trace; None for others."""
+    name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else ""
+    if name == "amax":
+        return None, "amax"
+    if name != "_cast_transpose":
+        return None
+    first: Any = eqn.outvars[0]
+    return first.aval.dtype, "both" if len(eqn.outvars) == 3 else "rows"
 
 
 def choose(shape: tuple[int, ...]) -> str:
-    """Returns the implementation for an array on the device that is compiled for.
+    """Returns the implementation for an array on the device that is compiled for."""
+    return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
 
-    That is the abstract device of the mesh in context, else jax's first device.
-    """
+
+def has_kernel() -> bool:
+    """Returns if the device that is compiled for has a kernel: the abstract device of the mesh in context, else jax's first."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     device = find((target or jax.devices()[0]).device_kind)
-    if device is None or not device.has_fp8:
-        return "xla"
     # Mosaic of jax 0.10 finds no way to store these tiles.
-    can = device.capability >= (9, 0) and jax.__version_info__ >= (0, 11) and _fits_tiles(shape)
-    return "mosaic" if can else "triton"
+    return device is not None and device.has_fp8 and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
 
 
 def bytes_moved(x_MN: Any, want: Want = "both") -> int:
@@ -111,12 +165,17 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
     return jnp.clip(x.astype(jnp.float32) * inverse_scale, -top, top).astype(dtype)
 
 
-def _xla(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
+def _xla(
+    fn: Elementwise, inputs: tuple[Array, ...], inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool
+) -> Quantized:
     """The reference. XLA takes two passes over the array: one for the amax, and transposes what is rounded in another."""
+    x_MN = fn(*inputs)
     quantized = cast(x_MN, inverse_scale, dtype)
-    return Quantized(quantized if want != "columns" else None, quantized.T if want != "rows" else None, amax(x_MN))
+    rows, columns = want in ("both", "rows"), want in ("both", "columns")
+    return Quantized(quantized if rows else None, quantized.T if columns else None, amax(x_MN))
 
 
+@jax.jit
 def amax(x: Array) -> Array:
     """Returns the largest magnitude in float32, NaN if there is a NaN, by XLA."""
     # As integers they have the same order, and a NaN is the largest: XLA's maximum of floats on a CPU may lose one.
@@ -136,51 +195,54 @@ Of bfloat16 that is 64 KiB of shared memory, so a multiprocessor holds three blo
 """
 
 
-# Compiled once a program: jax 0.11 would give every call a kernel of its own name, each of which takes a second to compile.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
+def _mosaic(
+    fn: Elementwise, inputs: tuple[Array, ...], inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool
+) -> Quantized:
     """Transposes 16-bit pairs, since Hopper has no way to transpose bytes.
 
     A thread has both rows of a pair, and puts their bytes side by side into one number; the transpose of these numbers is the
     transpose of the bytes. So even and odd rows are loaded as tiles of their own. Where the width is an odd number of tiles,
-    the copy engine loads zeros for the tile beside the array, which change no amax, and stores nothing.
+    the copy engine loads zeros for the tile beside the array, which change no amax, and stores nothing. A function of zeros
+    may change it, so then tiles do not come in twos.
     """
     from jax.experimental.pallas import mosaic_gpu
 
     plgpu: Any = mosaic_gpu  # jax 0.10 has less of it, by which a type checker judges
-    M, N = x_MN.shape
+    (M, N), tiles = inputs[0].shape, _TILES if fn == IDENTITY else 1
     H = M // 2
-    grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * _TILES))
+    grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * tiles))
     out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
     scratch: dict[str, Any] = {
-        "x": plgpu.SMEM((_TILES, 2, _PAIRS, _WIDTH), x_MN.dtype),
-        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=_TILES),
+        "xs": [plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs],
+        "loaded": plgpu.Barrier(num_arrivals=2 * len(inputs), num_barriers=tiles),
     }
-    if want != "columns":
+    if want in ("both", "rows"):
         out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
-        scratch["rows"] = plgpu.SMEM((_TILES, 2, _PAIRS, _WIDTH), dtype)
-    if want != "rows":
+        scratch["rows"] = plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
+    if want in ("both", "columns"):
         out_type["columns"] = jax.ShapeDtypeStruct((N, H), jnp.uint16)
-        scratch["columns"] = plgpu.SMEM((_TILES, _WIDTH, _PAIRS), jnp.uint16)
+        scratch["columns"] = plgpu.SMEM((tiles, _WIDTH, _PAIRS), jnp.uint16)
 
-    def cast_transpose(x_H2N: Any, scale: Any, *out_refs: Any, x: Any, loaded: Any, rows: Any = None, columns: Any = None):
-        out = dict(zip(out_type, out_refs, strict=True))
+    def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
+        whole, scale = refs[: len(inputs)], refs[len(inputs)]
+        out = dict(zip(out_type, refs[len(inputs) + 1 :], strict=True))
         i, j = lax.axis_index("i"), lax.axis_index("j")
         pairs = pl.ds(i * _PAIRS, _PAIRS)
 
         def width(tile: int) -> Any:
-            return pl.ds((j * _TILES + tile) * _WIDTH, _WIDTH)
+            return pl.ds((j * tiles + tile) * _WIDTH, _WIDTH)
 
-        for tile in range(_TILES):
-            for parity in range(2):
-                plgpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
+        for tile in range(tiles):
+            for x_H2N, x in zip(whole, xs, strict=True):
+                for parity in range(2):
+                    plgpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
         factor = scale[0]
         amax = None
-        for tile in range(_TILES):
+        for tile in range(tiles):
             plgpu.barrier_wait(loaded.at[tile])
             halves = []
             for parity in range(2):
-                values = plgpu.layout_cast(x[tile, parity], plgpu.Layout.WGMMA).astype(jnp.float32)
+                values = fn(*(plgpu.layout_cast(x[tile, parity], plgpu.Layout.WGMMA) for x in xs))
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
                 quantized = _quantize(values, factor, dtype)
@@ -207,53 +269,14 @@ def _mosaic(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, int
         scratch_types=scratch,
         grid=grid,
         grid_names=("i", "j"),
+        # Of exp: 2 units in the last place of float32.
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(x_MN.reshape(H, 2, N), inverse_scale.reshape(1))
+    )(*(x.reshape(H, 2, N) for x in inputs), inverse_scale.reshape(1))
     out = dict(zip(out_type, found, strict=True))
     quantized = out["rows"].reshape(M, N) if "rows" in out else None
     transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
     return Quantized(quantized, transposed, amax(out["amax"]))
 
 
-_BLOCK = (64, 128)
-
-
-def _triton(x_MN: Array, inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool) -> Quantized:
-    """Leaves the transposition of a block in shared memory to Triton, and masks what lies outside of the array."""
-    from jax.experimental.pallas import triton as pltriton
-
-    (M, N), (height, width) = x_MN.shape, _BLOCK
-    grid = (pl.cdiv(M, height), pl.cdiv(N, width))
-    outs = {"amax": (pl.BlockSpec((1, 1), lambda i, j: (i, j)), jax.ShapeDtypeStruct(grid, jnp.float32))}
-    if want != "columns":
-        outs["rows"] = pl.BlockSpec((height, width), lambda i, j: (i, j)), jax.ShapeDtypeStruct((M, N), dtype)
-    if want != "rows":
-        outs["columns"] = pl.BlockSpec((width, height), lambda i, j: (j, i)), jax.ShapeDtypeStruct((N, M), dtype)
-
-    def cast_transpose(x_ref: Any, scale_ref: Any, *out_refs: Any) -> None:
-        out = dict(zip(outs, out_refs, strict=True))
-        rows = pl.program_id(0) * height + jnp.arange(height) < M
-        columns = pl.program_id(1) * width + jnp.arange(width) < N
-        inside = rows[:, None] & columns[None, :]
-        x = pltriton.load(x_ref.at[...], mask=inside, other=0).astype(jnp.float32)
-        out["amax"][0, 0] = jnp.max(jnp.abs(x))
-        quantized = _quantize(x, scale_ref[0], dtype)
-        if "rows" in out:
-            pltriton.store(out["rows"].at[...], quantized, mask=inside)
-        if "columns" in out:
-            pltriton.store(out["columns"].at[...], quantized.T, mask=inside.T)
-
-    found = pl.pallas_call(
-        cast_transpose,
-        grid=grid,
-        in_specs=[pl.BlockSpec((height, width), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))],
-        out_specs=[spec for spec, _ in outs.values()],
-        out_shape=[shape for _, shape in outs.values()],
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-    )(x_MN, inverse_scale.reshape(1))
-    out = dict(zip(outs, found, strict=True))
-    return Quantized(out.get("rows"), out.get("columns"), amax(out["amax"]))
-
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "triton": _triton, "xla": _xla}
+_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

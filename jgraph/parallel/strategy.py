@@ -19,6 +19,7 @@ from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import accumulate, by_microbatch
 from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, finished, summed
+from jgraph.precision.fuse import fused
 from jgraph.precision.transform import FP8Function
 from jgraph.tree import leaf_names
 
@@ -283,12 +284,12 @@ class DataParallel:
     ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
         """Returns the sums and gradients of a microbatch, from `loss(params, history, batch, key)`."""
 
-        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+        def differentiate(params: Tree, history: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree, Tree]:
             def of(arrays: Tree, history: Tree) -> tuple[Array, Sums]:
                 return summed(loss)(self.packing.unpack(arrays), history, batch, key)
 
             if self.shards:
-                sums, grads, after = fsdp.value_and_grads(
+                return fsdp.value_and_grads(
                     of,
                     params,
                     self.shards,
@@ -297,8 +298,12 @@ class DataParallel:
                     grads_dtype=self.binding.grads_dtype,
                     reshard_after_forward=self.reshard_after_forward,
                 )
-            else:
-                (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, history)
+            (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, history)
+            return sums, grads, after
+
+        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+            run = fused(differentiate) if self.binding.fp8 else differentiate
+            sums, grads, after = run(params, history, batch, key)
             return replace(sums, carried=WithHistory(sums.carried, after)) if jax.tree.leaves(after) else sums, grads
 
         return sums_and_grads

@@ -7,32 +7,45 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.kernels import cast_transpose
+from jgraph.kernels.quantize import cast_transpose_of
 from jgraph.xla import compile_and_report
-from tests.kernels.test_quantize import DTYPES, assert_same, values
+from tests.kernels.test_quantize import (
+    DTYPES,
+    FUNCTIONS,
+    assert_same,
+    assert_within_one_step,
+    inputs_of,
+    needs_mosaic,
+    steps,
+    values,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")]
+pytestmark = [pytest.mark.gpu, needs_mosaic]
 
 
-@pytest.mark.parametrize("kernel", ["mosaic", "triton"])
+def captured(fn, *args):
+    compiled, report = compile_and_report(jax.jit(fn).lower(*args), {"xla_gpu_graph_min_graph_size": 1})
+    assert report is not None
+    assert (report.command_buffers, report.captured) == (1, report.total)
+    return compiled
+
+
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_kernel_gives_the_bits_of_plain_jax_and_is_captured(kernel, source, dtype):
-    if kernel == "mosaic" and jax.__version_info__ < (0, 11):
-        pytest.skip("Mosaic of jax 0.10 cannot compile the kernel")
+def test_the_kernel_gives_the_bits_of_plain_jax_and_is_captured(source, dtype):
     scale = jnp.float32(0.7)
     # The last has a width of an odd number of tiles.
     for shape, odd in (((2048, 1024), True), ((2048, 1024), False), ((256, 192), False)):
         x = values(shape, source, odd)
-        fn = functools.partial(cast_transpose, dtype=dtype, implementation=kernel)
-        compiled, report = compile_and_report(jax.jit(fn).lower(x, scale), {"xla_gpu_graph_min_graph_size": 1})
-        assert report is not None
-        assert (report.command_buffers, report.captured) == (1, report.total)
+        compiled = captured(functools.partial(cast_transpose, dtype=dtype, implementation="mosaic"), x, scale)
         wanted = jax.jit(functools.partial(cast_transpose, dtype=dtype, implementation="xla"))(x, scale)
         for _ in range(3):
             assert_same(compiled(x, scale), wanted)
 
 
-def test_masked_blocks_give_the_bits_of_plain_jax():
-    x, scale = values((1040, 400), "bfloat16", odd=False), jnp.float32(0.7)
-    found = jax.jit(functools.partial(cast_transpose, implementation="triton"))(x, scale)
-    assert_same(found, cast_transpose(x, scale, implementation="xla"))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_the_kernel_computes_is_within_one_step_of_fp8(name):
+    fn, scale = steps(name), jnp.float32(4)
+    inputs = inputs_of(fn, (2048, 1024))
+    compiled = captured(functools.partial(cast_transpose_of, fn, implementation="mosaic"), inputs, scale)
+    assert_within_one_step(compiled(inputs, scale), cast_transpose_of(fn, inputs, scale, implementation="xla"))

@@ -11,14 +11,14 @@ import pytest
 import jgraph
 from jgraph.errors import ConfigError, ShapeError
 from jgraph.kernels import cast_transpose
-from jgraph.kernels.quantize import bytes_moved, choose
+from jgraph.kernels.elementwise import Elementwise
+from jgraph.kernels.quantize import bytes_moved, cast_transpose_of, choose
 from jgraph.xla import aot
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
-needs_interpreter = pytest.mark.skipif(
+needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic of jax 0.10 cannot compile the kernel, so nothing there chooses it"
 )
-KERNELS = ("triton", pytest.param("mosaic", marks=needs_interpreter))
 ODD = (0.0, -0.0, np.inf, -np.inf, np.nan, 448, 449, 464, 465, -1e30, 57344, 61440, 6e4, 1e-40)
 ODD += (2**-9, 2**-10, 1.5 * 2**-10, 2**-16, 2**-17)
 
@@ -59,26 +59,77 @@ def test_plain_jax_rounds_to_nearest_even_clips_and_keeps_nan(source, dtype):
     assert amax == np.abs(np.asarray(finite, np.float32)).max()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@needs_mosaic
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "odd"), [((256, 192), True), ((128, 64), False)])
-def test_a_kernel_s_body_gives_the_bits_of_plain_jax(kernel, source, dtype, shape, odd):
+def test_the_kernel_s_body_gives_the_bits_of_plain_jax(source, dtype, shape, odd):
     x, scale = values(shape, source, odd), jnp.float32(0.7)
-    found = cast_transpose(x, scale, dtype, implementation=kernel, interpret=True)
+    found = cast_transpose(x, scale, dtype, implementation="mosaic", interpret=True)
     wanted = cast_transpose(x, scale, dtype, implementation="xla")
     # On a CPU the maximum in a kernel's body may lose a NaN; tests/gpu looks at it on a GPU.
     assert_same(found[:2] if odd else found, wanted[:2] if odd else wanted)
 
 
-@pytest.mark.parametrize("shape", [(144, 208), (16, 336)])
-def test_what_lies_outside_of_the_array_is_masked(shape):
-    x, scale = values(shape, "bfloat16", odd=False), jnp.float32(0.7)
-    found = cast_transpose(x, scale, implementation="triton", interpret=True)
-    assert_same(found, cast_transpose(x, scale, implementation="xla"))
+def steps(name):
+    """Returns what kernels may compute: an activation, and the gradient of one."""
+    gelu = (("mul", (0, 0)), ("mul", (1, 0.044715)), ("add", (2, 1.0)), ("mul", (3, 0)), ("mul", (4, 0.79788)), ("tanh", (5,)))
+    swiglu = (("logistic", (0,)), ("mul", (0, 3)), ("mul", (4, 1)), ("mul", (5, 2)))
+    return {
+        "gelu": Elementwise(1, (*gelu, ("add", (6, 1.0)), ("mul", (7, 0)), ("mul", (8, 0.5)))),
+        "swiglu": Elementwise(3, swiglu),
+        "erf": Elementwise(1, (("erf", (0,)), ("mul", (0, 1)))),
+        "roots": Elementwise(2, (("abs", (0,)), ("add", (2, 1.0)), ("rsqrt", (3,)), ("max", (4, 1)), ("neg", (5,)))),
+    }[name]
 
 
-@pytest.mark.parametrize("kernel", ["xla", *KERNELS])
+FUNCTIONS = ("gelu", "swiglu", "erf", "roots")
+
+
+def inputs_of(fn, shape=(256, 192)):
+    return tuple(3 * jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(fn.inputs))
+
+
+def assert_within_one_step(found, wanted):
+    """FP8 numbers of one sign have the order of their bits."""
+    for a, b in zip(found[:2], wanted[:2], strict=True):
+        a, b = bits(a).astype(int), bits(b).astype(int)
+        ordered = [np.where(x >= 128, 128 - x, x) for x in (a, b)]
+        assert np.abs(ordered[0] - ordered[1]).max() <= 1
+    np.testing.assert_allclose(found.amax, wanted.amax, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_quantized_as_its_result_would_be(name):
+    fn, scale = steps(name), jnp.float32(4)
+    inputs = inputs_of(fn)
+    result = fn(*inputs)
+    wanted = {
+        "gelu": lambda x: jax.nn.gelu(x),
+        "swiglu": lambda x, y, z: jax.nn.silu(x) * y * z,
+        "erf": lambda x: x * jax.lax.erf(x),
+        "roots": lambda x, y: -jnp.maximum(jax.lax.rsqrt(abs(x) + 1), y),
+    }[name](*(x.astype(jnp.float32) for x in inputs))
+    np.testing.assert_allclose(result, wanted, rtol=2e-4, atol=1e-5)
+    found = cast_transpose_of(fn, inputs, scale, implementation="xla")
+    assert_same(found, cast_transpose(result, scale, implementation="xla"))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("want", ["both", "amax"])
+def test_the_kernel_computes_what_it_quantizes(name, want):
+    fn, scale = steps(name), jnp.float32(4)
+    found = cast_transpose_of(fn, inputs_of(fn), scale, want=want, implementation="mosaic", interpret=True)
+    wanted = cast_transpose_of(fn, inputs_of(fn), scale, implementation="xla")
+    if want == "both":
+        assert_within_one_step(found, wanted)
+    else:
+        assert found[:2] == (None, None)
+        np.testing.assert_allclose(found.amax, wanted.amax, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["xla", pytest.param("mosaic", marks=needs_mosaic)])
 @pytest.mark.parametrize("want", ["rows", "columns"])
 def test_only_what_is_wanted_is_written(kernel, want):
     x, scale = values((128, 64), "bfloat16", odd=False), jnp.float32(1)
@@ -118,16 +169,15 @@ def test_plain_jax_serves_where_there_is_no_fp8():
 @pytest.mark.target
 def test_the_kernel_is_chosen_for_the_gpu_that_is_compiled_for(h200):
     with aot.lowering_for("h200"):
-        assert choose((128, 192)) == ("mosaic" if jax.__version_info__ >= (0, 11) else "triton")
-        assert choose((144, 192)) == "triton"
+        assert choose((128, 192)) == ("mosaic" if jax.__version_info__ >= (0, 11) else "xla")
+        assert choose((144, 192)) == "xla"
 
 
+@needs_mosaic
 @pytest.mark.target
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("source", "dtype"), [("bfloat16", "float8_e5m2"), ("float32", "float8_e4m3fn")])
-def test_a_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, kernel, source, dtype):
-    fn = functools.partial(cast_transpose, dtype=dtype, implementation=kernel)
+def test_the_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, source, dtype):
+    fn = functools.partial(cast_transpose, dtype=dtype, implementation="mosaic")
     args = jax.ShapeDtypeStruct((256, 320), source), jax.ShapeDtypeStruct((), jnp.float32)
     compiled, report = aot.compile_for(jax.jit(fn), *args, compiler_options={"xla_gpu_graph_min_graph_size": 1})
     # The kernel, and the maximum over its blocks.
@@ -135,8 +185,8 @@ def test_a_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, ke
     assert "copy(" not in compiled.as_text()
 
 
+@needs_mosaic
 @pytest.mark.target
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_a_program_around_the_kernel_is_explained_as_one_command_buffer(h200):
     def program(x, w):
         rows, _, amax = cast_transpose(jnp.tanh(x @ w), jnp.float32(2))

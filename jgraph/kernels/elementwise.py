@@ -1,0 +1,63 @@
+"""Elementwise functions as data: what a kernel computes of its operands before it does its own work."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+
+Operand: TypeAlias = "int | float"
+"""The number of a value before it, or a constant."""
+
+_OPS = {
+    "abs": jnp.abs,
+    "add": operator.add,
+    "add_any": operator.add,
+    "div": operator.truediv,
+    "erf": lax.erf,
+    "erfc": lambda x: 1 - lax.erf(x),
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    # Rounded as exp is, however the kernel's compiler takes tanh.
+    "logistic": lambda x: 1 / (1 + jnp.exp(-x)),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "one_minus_square": lambda x: 1 - x * x,
+    "rsqrt": lax.rsqrt,
+    "sqrt": lax.sqrt,
+    "square": lambda x: x * x,
+    "sub": operator.sub,
+    "tanh": lambda x: 1 - 2 / (1 + jnp.exp(2 * x)),
+}
+"""By the names of jax's primitives, in float32."""
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """A function of arrays of one shape, computed in float32. Equal functions are equal, so a kernel is compiled once for all.
+
+    Attributes:
+        inputs: how many arrays it has.
+        steps: an operation and its operands, each the number of a value, in the order inputs, steps; or a constant. The last
+            step is the result; without steps it is the first input.
+    """
+
+    inputs: int = 1
+    steps: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
+
+    def __call__(self, *inputs: Any) -> Any:
+        values = [x.astype(jnp.float32) for x in inputs]
+        for name, operands in self.steps:
+            values.append(_OPS[name](*(values[i] if isinstance(i, int) else i for i in operands)))
+        return values[-1] if self.steps else values[0]
+
+
+def can(name: str) -> bool:
+    """Returns if a primitive of this name may be a step."""
+    return name in _OPS
+
+
+IDENTITY = Elementwise()

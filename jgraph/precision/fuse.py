@@ -1,0 +1,225 @@
+"""Lets the kernel that quantizes an array compute it too: GELU, SwiGLU, their gradients, whatever lies between two products.
+
+XLA cannot fuse into a kernel that is not its own: it would write the array, which the kernel then reads. After differentiation
+forward and backward are one trace, and what an operand of an FP8 product is made of can be followed in it back to the results
+of other products. If nothing else needs the operand, it is never written.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend import core
+
+from jgraph.kernels.elementwise import Elementwise, Operand, can
+from jgraph.kernels.quantize import asked, cast_transpose_of, choose, has_kernel
+from jgraph.scopes import scope
+from jgraph.trace import replay
+
+_MOST = 4  # inputs of a kernel, whose tiles have to fit into shared memory
+_FLOATS = (jnp.bfloat16, jnp.float32)
+_RESULTS = ("optimization_barrier", "dot_general")
+"""What a kernel may read besides arguments of the program: results that are written anyway."""
+
+
+def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
+    """Returns a function of arrays that computes what it quantizes in the kernels that quantize it, where it can.
+
+    To be put around a function and its differentiation, and to be jitted. Results differ by the rounding of what was bfloat16
+    and is float32 now. Loops and `jax.checkpoint` inside it stay as they are.
+
+    Args:
+        fn: quantizes by `kernels.cast_transpose`.
+        implementation: of the kernels; `auto` leaves everything as it is where XLA would be taken.
+    """
+
+    def run(*args: Any) -> Any:
+        if implementation == "auto" and not has_kernel():
+            return fn(*args)
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        fusions = _fusions(closed.jaxpr, implementation)
+        alive, _ = _needed(closed.jaxpr, fusions)
+        env = replay.environment(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        read = replay.reader(env)
+        for i, eqn in enumerate(closed.jaxpr.eqns):
+            if i in fusions and i in alive:
+                replay.write(env, eqn.outvars, fusions[i].run(read, eqn, implementation))
+            elif i in alive:
+                replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
+        return jax.tree.unflatten(jax.tree.structure(out), [read(v) for v in closed.jaxpr.outvars])
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Fusion:
+    """What a call of `cast_transpose` or `amax` computes itself.
+
+    Attributes:
+        fn: the function.
+        inputs: variables that it is of.
+        instead: variables with its result, which then need not be there.
+    """
+
+    fn: Elementwise
+    inputs: tuple[Any, ...]
+    instead: tuple[Any, ...]
+
+    def run(self, read: Callable[[Any], Array], eqn: Any, implementation: str) -> list[Array]:
+        """Returns what the equation does."""
+        wanted = asked(eqn)
+        assert wanted is not None, "only such calls are fused"
+        (dtype, want), shape = wanted, eqn.invars[0].aval.shape
+        scale = jnp.float32(1) if want == "amax" else read(eqn.invars[1])
+        inputs = tuple(read(v).reshape(shape) for v in self.inputs)
+        with scope("quantize"):
+            found = cast_transpose_of(
+                self.fn, inputs, scale, dtype or jnp.float8_e4m3fn, want=want, implementation=implementation
+            )
+        return jax.tree.leaves(found)
+
+
+def _fusions(jaxpr: core.Jaxpr, implementation: str) -> dict[int, _Fusion]:
+    """Returns the fusions, by the numbers of their equations."""
+    whole, found = _Frame(jaxpr), {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if asked(eqn) is None:
+            continue
+        x: Any = eqn.invars[0]
+        kernel = implementation != "auto" or choose(x.aval.shape) != "xla"
+        if len(x.aval.shape) == 2 and kernel and (fusion := _Chain(whole, x).fusion()):
+            found[i] = fusion
+    while True:
+        alive, variables = _needed(jaxpr, found)
+        written = [i for i in found if i in alive and variables.intersection(found[i].instead)]
+        if not written:
+            return found
+        for i in written:  # somebody else needs the array, so it can as well be read
+            del found[i]
+
+
+def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int], set[Any]]:
+    """Returns the equations and the variables that are needed."""
+    variables, equations = {v for v in jaxpr.outvars if not replay.is_literal(v)}, set()
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if eqn.effects or not variables.isdisjoint(eqn.outvars):
+            equations.add(i)
+            inputs = [*fusions[i].inputs, *eqn.invars[1:]] if i in fusions else eqn.invars
+            variables.update(v for v in inputs if not replay.is_literal(v))
+    return equations, variables
+
+
+@dataclass(frozen=True, eq=False)
+class _Frame:
+    """A jaxpr, or one that a call in it runs.
+
+    Attributes:
+        jaxpr: the jaxpr.
+        bound: what its arguments are in the frame around it; empty for the outermost.
+    """
+
+    jaxpr: core.Jaxpr
+    bound: Mapping[Any, tuple[Any, "_Frame"]] = field(default_factory=dict)
+
+    @cached_property
+    def definitions(self) -> dict[Any, tuple[core.JaxprEqn, int]]:
+        """Which equation a variable is a result of, and which result."""
+        return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
+
+    @cached_property
+    def _inner(self) -> dict[int, "_Frame"]:
+        return {}
+
+    def inside(self, eqn: core.JaxprEqn) -> "_Frame":
+        """Returns the frame of a call."""
+        if id(eqn) not in self._inner:
+            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+            jaxpr = getattr(inner, "jaxpr", inner)
+            bound = {v: (outer, self) for v, outer in zip(jaxpr.invars, eqn.invars, strict=True)}
+            self._inner[id(eqn)] = _Frame(jaxpr, bound)
+        return self._inner[id(eqn)]
+
+
+class _CannotError(Exception):
+    """The array is not a function that a kernel can compute of arrays that are there."""
+
+
+@dataclass(eq=False)
+class _Chain:
+    """Follows a variable of the outermost jaxpr to what it is computed of; `computed` as soon as it comes to an operation."""
+
+    whole: _Frame
+    of: Any
+    inputs: list[Any] = field(default_factory=list)
+    steps: list[tuple[str, tuple[Operand, ...]]] = field(default_factory=list)
+    known: dict[tuple[_Frame, Any], Operand] = field(default_factory=dict)
+    instead: list[Any] = field(default_factory=list)
+    computed: bool = False
+
+    def fusion(self) -> _Fusion | None:
+        """Returns what is to be computed; None if there is nothing to gain, or no way."""
+        try:
+            self.follow(self.of, self.whole)
+        except _CannotError:
+            return None
+        if not self.steps or not 0 < len(self.inputs) <= _MOST:
+            return None
+        # Inputs were counted as negative numbers, from the last one on.
+        count = len(self.inputs)
+        steps = tuple(
+            (name, tuple(o if isinstance(o, float) else -1 - o if o < 0 else count + o for o in operands))
+            for name, operands in self.steps
+        )
+        return _Fusion(Elementwise(count, steps), tuple(self.inputs), tuple(self.instead))
+
+    def follow(self, atom: Any, frame: _Frame) -> Operand:
+        """Returns the value that a variable or literal has."""
+        while not replay.is_literal(atom) and atom in frame.bound:
+            atom, frame = frame.bound[atom]
+        if replay.is_literal(atom):
+            if jnp.size(atom.val) != 1 or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+                raise _CannotError
+            return float(atom.val)
+        if (frame, atom) not in self.known:
+            self.known[frame, atom] = self.define(atom, frame)
+        return self.known[frame, atom]
+
+    def define(self, var: Any, frame: _Frame) -> Operand:
+        """Follows a variable through the equation that it is a result of."""
+        eqn, which = frame.definitions.get(var, (None, 0))
+        operands: list[Any] = [] if eqn is None else eqn.invars
+        name = eqn.primitive.name if eqn is not None else ""
+        if eqn is None or name in _RESULTS:
+            if frame is not self.whole or var.aval.size != self.of.aval.size or var.aval.dtype not in _FLOATS:
+                raise _CannotError
+            self.inputs.append(var)
+            return -len(self.inputs)
+        if not self.computed and frame is self.whole:
+            self.instead.append(var)
+        if name in (*replay.JITS, *replay.CUSTOM) and asked(eqn) is None:
+            inner = frame.inside(eqn)
+            return self.follow(inner.jaxpr.outvars[which], inner)
+        if name == "convert_element_type" and all(v.aval.dtype in _FLOATS for v in (var, *operands)):
+            return self.follow(operands[0], frame)
+        if name in ("reshape", "copy") and operands[0].aval.size == var.aval.size:
+            return self.follow(operands[0], frame)
+        if name == "broadcast_in_dim" and replay.is_literal(operands[0]):
+            return self.follow(operands[0], frame)
+        self.computed = True
+        if name == "integer_pow" and eqn.params["y"] > 0:
+            power = base = self.follow(operands[0], frame)
+            for _ in range(eqn.params["y"] - 1):
+                power = self.step("mul", (power, base))
+            return power
+        if not can(name) or var.aval.size != self.of.aval.size:
+            raise _CannotError
+        return self.step(name, tuple(self.follow(v, frame) for v in operands))
+
+    def step(self, name: str, operands: Sequence[Operand]) -> Operand:
+        """Adds an operation, and returns its value."""
+        self.steps.append((name, tuple(operands)))
+        return len(self.steps) - 1
