@@ -245,7 +245,8 @@ def _mosaic(
                 values = fn(*(plgpu.layout_cast(x[tile, parity], plgpu.Layout.WGMMA) for x in xs))
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
-                quantized = _quantize(values, factor, dtype)
+                # What is compiled clips by itself.
+                quantized = _quantize(values, factor, dtype) if interpret else (values * factor).astype(dtype)
                 if rows is not None:
                     rows[tile, parity] = quantized
                 halves.append(lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint16))
