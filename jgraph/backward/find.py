@@ -5,7 +5,7 @@ can be delayed if all that is made of it without data ends as the weight of a pr
 products' weight gradients, pulled back through casts, reshapes and slices.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, TypeAlias
@@ -16,7 +16,6 @@ from jax import lax
 from jax.extend import core
 
 from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct
-from jgraph.backward.linear import product as tapped
 from jgraph.trace import replay
 
 # Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
@@ -47,6 +46,12 @@ class Block:
         for i in sorted({**self.sites, **self.calls}):
             found += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
         return found
+
+    def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
+        """Puts other products in the places of those found."""
+        self.sites = {i: sites[site] for i, site in self.sites.items()}
+        for inner in self.calls.values():
+            inner.replace(sites)
 
 
 @dataclass
@@ -151,7 +156,7 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
 
 
 def run_forward(
-    block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], product: Product = tapped
+    block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], product: Product
 ) -> tuple[list[Any], list[Any]]:
     """Returns the stage's outputs with taps on its products, and every product's operands that are neither weight nor data.
 

@@ -6,9 +6,10 @@ to (x, taps) is dgrad, and what comes out of the taps is what wgrad needs. The t
 is made of, and whether wgrad can have it without dgrad.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +81,54 @@ class DelayedProduct:
     def w_aval(self) -> Any:
         return self.eqn.invars[self.weight].aval
 
-    def tap(self) -> tuple[jax.Array, jax.Array]:
-        """Zeros to differentiate by, of x's shape and of dy's."""
+    def tap(self) -> Any:
+        """Zeros to differentiate by, whose cotangents wgrad reads: of x's shape and of dy's."""
         return replay.zeros(self.x_aval, *self.lead), replay.zeros(self.eqn.outvars[0].aval, *self.lead)
+
+    def multiply(self, x: Any, w: Any, extra: Sequence[Any], tap: Any, given: Any) -> jax.Array:
+        """Computes the product with a tap; `given` is what `OwnProducts` gives it."""
+        return product(self, x, w, extra, tap)
+
+    def weight_gradient(self, tap: Any, extra: Sequence[Any], dtype: Any) -> jax.Array:
+        """Computes dw in `dtype` from the cotangents of the tap; all with the axes `lead` in front."""
+        one = partial(weight_gradient, self, dtype=dtype)
+        for _ in self.lead:
+            one = jax.vmap(one)
+        return one(tap[0], extra, tap[1])
+
+
+class Bound(NamedTuple):
+    """The products of a stage, some of them computed in a way of its own.
+
+    Attributes:
+        sites: its delayed products, in order.
+        given: returns what each takes besides its operands, from the stage's first argument.
+        differentiated: for each leaf of that argument, whether it has a gradient.
+    """
+
+    sites: Sequence[DelayedProduct]
+    given: Callable[[Any], Sequence[Any]]
+    differentiated: Sequence[bool]
+
+
+class OwnProducts:
+    """A stage that computes some products of a function in a way of its own. `split_backward` takes it as a function.
+
+    The first argument of such a stage is a tree of the function's parameters and of what else its products take.
+
+    Attributes:
+        fn: the function, of parameters, x and extra arguments.
+    """
+
+    fn: Callable[..., Any]
+
+    def params(self, given: Any) -> Any:
+        """Returns the parameters, whose leaves are the first of the stage's first argument."""
+        raise NotImplementedError
+
+    def bind(self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Any, x: Any, extra: Sequence[Any]) -> Bound:
+        """Returns the products that take the place of `sites`, for parameters of these names."""
+        raise NotImplementedError
 
 
 def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:

@@ -9,7 +9,7 @@ A Plan is one trace of a stage with taps on its products (`find.py`), and every 
 What depends on parameters alone (the weights, their casts and slices) is in none of them: it is made again from `params`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -20,9 +20,11 @@ from jax.core import Tracer
 from jax.extend import core
 
 from jgraph.backward import find
+from jgraph.backward.linear import Bound, DelayedProduct
 from jgraph.errors import SplitError
 from jgraph.trace import replay
 
+Tree = Any
 Recompute = Literal["elementwise", "nothing"]
 Products = Literal["all", "hooked"]
 
@@ -37,8 +39,10 @@ class Plan:
         consts: arrays that the stage closes over; None in the place of a tracer, which counts as data.
         trees: structures of params, x, extra, y and aux.
         delayed: for each leaf of params, whether its gradient comes from wgrad.
+        early: the same, whether it comes from dgrad.
         exact: whether a gradient must go through the casts between a parameter and its product.
         block: the products, and where they are.
+        given: returns what each product takes besides its operands, from params.
         float_y: for each leaf of y, whether it has a gradient.
         recompute: whether elementwise work is done again instead of kept.
         mesh: that the arrays are placed on, or an empty one.
@@ -47,8 +51,7 @@ class Plan:
         keep: for each leaf of the vjp, its place in `avals`, or None where it is made again from params.
         extras: places of the extra operands.
         for_dgrad, for_wgrad: places of what is kept, by who needs it last.
-        x_from: for each product, the place of its x in the stash, or None where wgrad makes it again from the residuals.
-        dy_from: for each product, the place of its dy in the stash.
+        taps_from: for each output of the taps, its place in the stash, or None where wgrad makes it again from the residuals.
         stashed: for each place in the stash, which output of the taps it is.
     """
 
@@ -57,8 +60,10 @@ class Plan:
     consts: list[Any]
     trees: tuple[Any, Any, Any, Any, Any]
     delayed: tuple[bool, ...]
+    early: tuple[bool, ...]
     exact: bool
     block: find.Block
+    given: Callable[[Tree], Sequence[Any]]
     float_y: list[bool]
     recompute: bool
     mesh: jax.sharding.AbstractMesh
@@ -68,8 +73,7 @@ class Plan:
     extras: list[int] = field(default_factory=list)
     for_dgrad: list[int] = field(default_factory=list)
     for_wgrad: list[int] = field(default_factory=list)
-    x_from: list[int | None] = field(default_factory=list)
-    dy_from: list[int] = field(default_factory=list)
+    taps_from: list[int | None] = field(default_factory=list)
     stashed: list[int] = field(default_factory=list)
 
     @property
@@ -96,23 +100,32 @@ def make_plan(
     trees: tuple[Any, Any, Any, Any, Any],
     paths: Sequence[str],
     *,
+    bind: Callable[[Sequence[DelayedProduct]], Bound] | None,
     delay: Sequence[str] | None,
     recompute: Recompute,
     products: Products,
 ) -> Plan:
-    """Returns the plan of a traced stage; `paths` are those of the leaves of params. Raises SplitError."""
+    """Returns the plan of a traced stage. Raises SplitError.
+
+    Args:
+        owner, closed, trees: as in the plan.
+        paths: of the leaves of params that may be delayed: the first ones.
+        bind: of `OwnProducts`.
+        delay, recompute, products: of `split_backward`.
+    """
     jaxpr = closed.jaxpr
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
     # Tracers that the stage closes over are inputs like any other.
     whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
     noisy, whole = whole, replay.without_callbacks(whole)
     _check_callbacks(whole)
-    num_params, num_consts, num_y = len(paths), len(consts), trees[3].num_leaves
+    num_params, num_consts, num_y = trees[0].num_leaves, len(consts), trees[3].num_leaves
     wanted = [i < num_y for i in range(len(whole.outvars))]
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals[:num_params]]
     delayed = [
-        f and (delay is None or any(fnmatchcase(path, p) for p in delay)) for path, f in zip(paths, floating, strict=True)
+        f and (delay is None or any(fnmatchcase(path, p) for p in delay)) for path, f in zip(paths, floating, strict=False)
     ]
+    delayed += [False] * (num_params - len(paths))
     if delay is not None:
         _check_patterns(delay, paths)
     while True:
@@ -139,7 +152,11 @@ def make_plan(
     again = recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
     mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
     exact = not all(site.moved for site in found.block.all_sites())
-    plan = Plan(owner, whole, consts, trees, delayed, exact, found.block, float_y, again, mesh, noisy)
+    sites = found.block.all_sites()
+    bound = bind(sites) if bind else Bound(sites, lambda _: [()] * len(sites), [True] * num_params)
+    found.block.replace(dict(zip(sites, bound.sites, strict=True)))
+    early = tuple(f and d and not late for f, d, late in zip(floating, bound.differentiated, delayed, strict=True))
+    plan = Plan(owner, whole, consts, trees, delayed, early, exact, found.block, bound.given, float_y, again, mesh, noisy)
     _sort_by_life(plan)
     return plan
 
@@ -172,12 +189,13 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
     Returns:
         y leaves, then those of aux; the products' extra operands; the leaves of the vjp; their structure.
     """
-    early = [leaf for leaf, late in zip(params, plan.delayed, strict=True) if not late and is_float(leaf)]
+    early = [leaf for leaf, is_early in zip(params, plan.early, strict=True) if is_early]
 
     def run(x, early, taps):
         given = iter(early)
-        whole = [leaf if late or not is_float(leaf) else next(given) for leaf, late in zip(params, plan.delayed, strict=True)]
-        out, extras = find.run_forward(plan.block, (), [*plan.closed_over(traced), *whole, *x, *extra], taps)
+        whole = [next(given) if is_early else leaf for leaf, is_early in zip(params, plan.early, strict=True)]
+        taps = list(zip(taps, plan.given(jax.tree.unflatten(plan.trees[0], whole)), strict=True))
+        out, extras = find.run_forward(plan.block, (), [*plan.closed_over(traced), *whole, *x, *extra], taps, _multiply)
         return [v for v, f in zip(out, plan.float_y, strict=False) if f], (out, extras)
 
     if plan.recompute:
@@ -185,6 +203,10 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
     _, vjp, (y, extras) = jax.vjp(run, list(x), early, [site.tap() for site in plan.block.all_sites()], has_aux=True)
     leaves, tree = jax.tree.flatten(vjp)
     return y, jax.tree.leaves(extras), leaves, tree
+
+
+def _multiply(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: tuple[Any, Any]) -> jax.Array:
+    return site.multiply(x, w, extra, *tap)
 
 
 def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -213,7 +235,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def dgrad_leaves(plan: Plan, params: Sequence[Any], kept: Mapping[int, Any], dy: Sequence[Any]):
-    """dx leaves, gradients of the early parameters, and what comes out of the taps, (x, dy) for every product.
+    """dx leaves, gradients of the early parameters, and the leaves of what comes out of the taps.
 
     The forward pass is run on zeros for the structure of the vjp and for what comes from parameters alone. All else in it is
     dead: nothing reads it, and the compiler removes it. What `kept` lacks is not read either.
@@ -259,10 +281,11 @@ def _sort_by_life(plan: Plan) -> None:
     jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
 
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
-        """Returns the residuals that these outputs are made from, and whether by elementwise work alone."""
+        """Returns the residuals that these outputs are made from, and whether from them alone and by elementwise work."""
         wanted = [i in outputs for i in range(len(jaxpr.outvars))]
         given, primitives = replay.needs(jaxpr, wanted)
-        return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP
+        from_dy = any(given[len(places) : len(places) + len(dy)])
+        return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP and not from_dy
 
     stash: dict[Any, int] = {}
 
@@ -275,10 +298,9 @@ def _sort_by_life(plan: Plan) -> None:
         return stash[key]
 
     for_wgrad = set(plan.extras)
-    for tap in range(0, len(taps), 2):
+    for tap in range(len(taps)):
         made_from, is_cheap = sources([num_gradients + tap])
-        plan.x_from.append(None if is_cheap else put(tap))
-        plan.dy_from.append(put(tap + 1))
+        plan.taps_from.append(None if is_cheap else put(tap))
         for_wgrad |= made_from if is_cheap else set()
     for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in plan.stashed)])
     plan.for_wgrad, plan.for_dgrad = sorted(for_wgrad), sorted(for_dgrad - for_wgrad)

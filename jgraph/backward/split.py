@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jgraph.backward import find
-from jgraph.backward.linear import weight_gradient
+from jgraph.backward.linear import OwnProducts
 from jgraph.backward.residuals import Plan, Products, Recompute, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
@@ -84,7 +84,7 @@ class Spec:
 
 
 def split_backward(
-    stage_fn: Callable[..., Tree],
+    stage_fn: Callable[..., Tree] | OwnProducts,
     *,
     delay: Sequence[str] | None = None,
     recompute: Recompute = "elementwise",
@@ -106,7 +106,8 @@ def split_backward(
     Args:
         stage_fn: a pure `stage_fn(params, x, *extra) -> y` of trees of real arrays; x is floating. `extra` (tokens, masks, a
             dropout key) is not differentiated. Callbacks that return nothing, as `jax.debug.print`, run once a microbatch, in
-            forward. Arrays may be spread over automatic axes of a mesh, not over explicit ones.
+            forward. Arrays may be spread over automatic axes of a mesh, not over explicit ones. Or `jgraph.fp8(stage_fn)`, in
+            which params is `(params, state, weights)`; the gradient of state is the state after the call, weights have none.
         delay: patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`, whose gradients must come from wgrad. None
             delays every parameter that acts only as the weight of matrix products, `ragged_dot` or convolutions; the gradients
             of the others (norm scales, biases, embeddings) come from dgrad.
@@ -128,7 +129,7 @@ def split_backward(
     """
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("products", products, get_args(Products))
-    if not callable(stage_fn):
+    if not callable(stage_fn) and not isinstance(stage_fn, OwnProducts):
         raise SplitError(f"`stage_fn` is {stage_fn!r}: must be a function stage_fn(params, x, *extra) -> y", field="stage_fn")
     patterns = (delay,) if isinstance(delay, str) else delay
     if patterns is not None:
@@ -141,8 +142,10 @@ def split_backward(
 class Split:
     """A stage's forward and the two parts of its backward, as pure functions. Made by `split_backward`."""
 
-    def __init__(self, stage_fn: Callable[..., Tree], has_aux: bool, **options: Any):
-        self._stage, self._has_aux, self._options = stage_fn, has_aux, options
+    def __init__(self, stage_fn: Callable[..., Tree] | OwnProducts, has_aux: bool, **options: Any):
+        self._own_products = stage_fn if isinstance(stage_fn, OwnProducts) else None
+        self._stage: Callable[..., Tree] = stage_fn.fn if isinstance(stage_fn, OwnProducts) else stage_fn
+        self._has_aux, self._options = has_aux, options
         self._plans: dict[Any, Plan] = {}
         # Jitted, so that outside of a jit too what is not needed is not computed.
         self._forward = jax.jit(self._run_forward)
@@ -168,7 +171,7 @@ class Split:
             dy: gradient of y, a tree as y.
 
         Returns:
-            (dx, early, stash): dx is a tree as x; early is a tree as params, None for the delayed ones.
+            (dx, early, stash): dx is a tree as x; early is a tree as params, None for the delayed ones and for weights in FP8.
         """
         plan = self._own(residuals, "residuals")
         leaves, tree = jax.tree.flatten(dy)
@@ -191,7 +194,8 @@ class Split:
         """Adds `wgrad` to `main_grad` in float32, inside the products; returns the sum. In place where `main_grad` is donated.
 
         Args:
-            main_grad: a tree as params; delayed leaves are float32, other leaves are returned as they are.
+            main_grad: a tree as params; delayed leaves are float32, other leaves are returned as they are. None may stand in
+                the place of a part that has no delayed leaf.
             params, residuals, stash: as in `wgrad`.
         """
         self._match(residuals, stash)
@@ -206,9 +210,12 @@ class Split:
         """Returns the shapes of the arrays that pass between the parts, from arrays or `jax.ShapeDtypeStruct`. Runs nothing."""
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
-        paths = leaf_names(params)
-        delayed = tuple(path for path, late in zip(paths, residuals.plan.delayed, strict=True) if late)
+        paths = leaf_names(self._params(params))
+        delayed = tuple(path for path, late in zip(paths, residuals.plan.delayed, strict=False) if late)
         return Spec(y, residuals, stash, delayed, *aux)
+
+    def _params(self, given: Tree) -> Tree:
+        return self._own_products.params(given) if self._own_products else given
 
     def _own(self, held: Residuals | Stash, what: str) -> Plan:
         if held.plan.owner is not self:
@@ -242,12 +249,16 @@ class Split:
     def _plan(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[Plan, list[Any]]:
         """Returns the plan for these shapes, and the tracers that the stage closes over this time."""
         leaves, tree = jax.tree.flatten((params, x, extra))
-        key = (tree, *map(jax.typeof, leaves))
+        key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
         plan = self._plans.get(key)
         if plan is not None and all(const is not None for const in plan.consts):
             return plan, []
         _check_leaves(params, x)
-        closed, y = jax.make_jaxpr(self._stage, return_shape=True)(params, x, *extra)
+
+        def stage(params, x, *extra):
+            return self._stage(self._params(params), x, *extra)
+
+        closed, y = jax.make_jaxpr(stage, return_shape=True)(params, x, *extra)
         if self._has_aux and not (isinstance(y, tuple) and len(y) == 2):
             raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
         y, aux = y if self._has_aux else (y, ())
@@ -256,7 +267,9 @@ class Split:
             raise SplitError(f"the stage computes with arrays on explicit axes of a mesh: {_AUTO}")
         if plan is None:
             trees = tuple(map(jax.tree.structure, (params, x, extra, y, aux)))
-            plan = self._plans[key] = make_plan(self, closed, trees, leaf_names(params), **self._options)
+            own, names = self._own_products, leaf_names(self._params(params))
+            bind = partial(own.bind, names=names, given=params, x=x, extra=extra) if own else None
+            plan = self._plans[key] = make_plan(self, closed, trees, names, bind=bind, **self._options)
         return plan, [const for const, known in zip(closed.consts, plan.consts, strict=True) if known is None]
 
 
@@ -307,8 +320,8 @@ def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree
         dx, early, taps = dgrad_leaves(plan, flat, _kept(residuals), jax.tree.leaves(dy))
     given = iter(early)
     gradients = [
-        None if late else next(given) if is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
-        for leaf, late in zip(flat, plan.delayed, strict=True)
+        next(given) if is_early else None if is_float(leaf) else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
+        for leaf, is_early in zip(flat, plan.early, strict=True)
     ]
     stash = Stash(tuple(taps[i] for i in plan.stashed), plan)
     return jax.tree.unflatten(plan.trees[1], dx), jax.tree.unflatten(plan.trees[0], gradients), stash
@@ -327,20 +340,24 @@ def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: 
     # Where the gradient must go through a cast, it comes in the parameter's dtype and is widened only then.
     dtype = None if plan.exact else jnp.float32
     gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash, dtype))
-    tree = plan.trees[0]  # which may have None of its own, besides those in the places of early gradients
-    totals = tree.flatten_up_to(main_grad)
-    added = [
-        total + next(gradients).astype(total.dtype) if late else total for total, late in zip(totals, plan.delayed, strict=True)
-    ]
-    return jax.tree.unflatten(tree, added)
+    late = jax.tree.unflatten(plan.trees[0], [next(gradients) if late else None for late in plan.delayed])
+
+    def added(total: Any, late: Any) -> Any:
+        if isinstance(late, jax.Array) and total is not None:
+            return total + late.astype(total.dtype)
+        if jax.tree.leaves(late):
+            raise SplitError("`main_grad` is None for a delayed parameter: must be a float32 sum for each", field="main_grad")
+        return total
+
+    return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)
 
 
 def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dtype: Any = None) -> list[Any]:
     """Gradients of the delayed parameters, in order; of `dtype`, or else of the parameters' dtypes."""
     kept = _kept(residuals)
     again: list[Any] = []
-    if None in plan.x_from:
-        # Of this dgrad only the x that come out of the taps are used, and they are made of residuals alone.
+    if None in plan.taps_from:
+        # Of this dgrad only those outputs of the taps are used that are made of residuals alone.
         with jax.sharding.use_abstract_mesh(plan.mesh):
             dy = [replay.zeros(aval) for aval in plan.y_avals]
             again = dgrad_leaves(plan, params, kept, dy)[2]
@@ -357,16 +374,10 @@ def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dty
         return find.run_weights(plan.block, (), inputs, keep_dtype=not plan.exact)[1]
 
     products, pull_back = jax.vjp(weights, delayed)
-    extras, cotangents = iter(kept[i] for i in plan.extras), []
-    for i, (site, w) in enumerate(zip(plan.block.all_sites(), products, strict=True)):
-        stashed = plan.x_from[i]
-        x = again[2 * i] if stashed is None else stash.arrays[stashed]
+    sites, extras, cotangents = plan.block.all_sites(), iter(kept[i] for i in plan.extras), []
+    leaves = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(plan.taps_from)]
+    taps = jax.tree.unflatten(jax.tree.structure([site.tap() for site in sites]), leaves)
+    for site, w, tap in zip(sites, products, taps, strict=True):
         extra = [next(extras) for _ in site.eqn.invars[2:]]
-
-        def one(x, extra, dy, site=site, w=w):
-            return weight_gradient(site, x, extra, dy, w.dtype)
-
-        for _ in site.lead:
-            one = jax.vmap(one)
-        cotangents.append(one(x, extra, stash.arrays[plan.dy_from[i]]))
+        cotangents.append(site.weight_gradient(tap, extra, w.dtype))
     return pull_back(cotangents)[0]

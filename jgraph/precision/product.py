@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jgraph.backward.linear import DelayedProduct
 from jgraph.kernels import amax, cast_transpose
@@ -55,11 +56,13 @@ class Tap(NamedTuple):
         weight: the quantized w.
         scales: float32 [3], of x, w and dy; None takes them from the arrays themselves.
         amax: float32 [3], not read; its cotangent is the amax of x, w and dy. None where nobody asks.
+        late: not read; its cotangent is what `weight_gradient` reads, and w has no gradient. None computes that one at once.
     """
 
     weight: Weight
     scales: Array | None
     amax: Array | None
+    late: Any = None
 
 
 @dataclass(frozen=True)
@@ -154,24 +157,37 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
     def forward(x: Array, w: Array, tap: Tap) -> tuple[Array, Any]:
         rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config)
         y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
-        return shape.y(y), (columns if config.wgrad == "fp8" else x, scale, largest, tap)
+        # The name keeps it from being made again from x, of which there may be more bytes, by the split backward.
+        kept = checkpoint_name(columns, "fp8") if config.wgrad == "fp8" else x
+        return shape.y(y), (kept, scale, largest, tap._replace(late=None))
 
     def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
         kept, x_scale, largest, tap = residuals
         dy_MN, weight = shape.dy_matrix(dy), tap.weight
         rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, config)
         dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
-        if config.wgrad == "fp8":
-            dw = _matmul(kept, x_scale, columns, scale, site.w_aval.dtype, "full")
-        else:
-            dw = lax.dot_general(
-                shape.x_matrix(kept), dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=site.w_aval.dtype
-            )
+        read = ((kept, x_scale), (columns, scale)) if config.wgrad == "fp8" else (kept, dy)
         observed = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
-        return shape.dx(dx), shape.dw(dw), Tap(None, None, observed)  # pyright: ignore[reportArgumentType]
+        dw = weight_gradient(config, shape, read, site.w_aval.dtype) if not late else None
+        # Behind a barrier each is an array of its own, also where one program holds both parts: XLA on a CPU fails without.
+        waiting = jax.tree.map(lax.optimization_barrier, read) if late else None
+        return shape.dx(dx), dw, Tap(None, None, observed, waiting)  # pyright: ignore[reportArgumentType, reportReturnType]
 
+    late = tap.late is not None
     run.defvjp(forward, backward)
     return run(x, w, tap)
+
+
+def weight_gradient(config: FP8Config, shape: Shape, read: Any, dtype: Any, *, apart: bool = True) -> Array:
+    """Computes dw from the columns of x and of dy in FP8, each with its scale; or from x and dy, with a bfloat16 wgrad.
+
+    Not `apart`, XLA adds it onto a sum inside the product.
+    """
+    if config.wgrad == "fp8":
+        (x_KM, x_scale), (dy_NM, dy_scale) = read
+        return shape.dw(_matmul(x_KM, x_scale, dy_NM, dy_scale, dtype, "full", apart=apart))
+    x_MK, dy_MN = shape.x_matrix(read[0]), shape.dy_matrix(read[1])
+    return shape.dw(lax.dot_general(x_MK, dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=dtype))
 
 
 def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config: FP8Config) -> tuple[Any, Any, Array, Array]:
@@ -187,7 +203,9 @@ def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config
         return found.rows, found.columns, seen(scale, largest), largest
 
 
-def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"]) -> Array:
+def _matmul(
+    a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any, sums: Literal["fast", "full"], *, apart: bool = True
+) -> Array:
     """Multiplies FP8 matrices over their last axes.
 
     XLA recognises an FP8 product by its operands, each converted and multiplied by a scalar; the scalars are then the
@@ -197,7 +215,7 @@ def _matmul(a_MK: Array, a_scale: Array, b_NK: Array, b_scale: Array, dtype: Any
     precision = lax.Precision.DEFAULT if sums == "fast" else lax.Precision.HIGHEST
     y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
     # Else XLA makes a GELU behind it the product's epilogue, for which there is no FP8 kernel, and the compilation fails.
-    return lax.optimization_barrier(y)
+    return lax.optimization_barrier(y) if apart else y
 
 
 def _inverse(axes: tuple[int, ...]) -> list[int]:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.backward import find
-from jgraph.backward.linear import DelayedProduct
-from jgraph.errors import ConfigError
+from jgraph.backward.linear import Bound, DelayedProduct, OwnProducts
+from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
+from jgraph.precision.late import LateProduct
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
 from jgraph.precision.scaling import History, observe, scale_for, seen
 from jgraph.scopes import scope
@@ -77,8 +78,8 @@ def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Functio
 
 
 @dataclass(frozen=True, eq=False)
-class FP8Function:
-    """A function whose products with parameters are in FP8; made by `fp8`."""
+class FP8Function(OwnProducts):
+    """A function whose products with parameters are in FP8; made by `fp8`. `jgraph.split_backward` takes it too."""
 
     fn: Callable[..., Tree]
     config: FP8Config
@@ -125,6 +126,34 @@ class FP8Function:
         """
         plan = self.plan(params, *args)
         return plan.apply(params, state, weights or plan.quantize(*jax.lax.stop_gradient((params, state))), *args)
+
+    def params(self, given: Tree) -> Tree:
+        """Returns the parameters from `(params, state, weights)`, the first argument of a split."""
+        if not isinstance(given, tuple) or len(given) != 3:
+            message = f"params is a {type(given).__name__}: must be the tuple (params, state, weights) for a function in FP8"
+            raise SplitError(f"{message}; None as weights quantizes them each time", field="params")
+        return given[0]
+
+    def bind(self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Tree, x: Tree, extra: Sequence[Tree]) -> Bound:
+        """Returns the products of a split: those in FP8 as such, the others as they are."""
+        plan, said = self.plan(given[0], x, *extra), _named(sites, names, self.config)
+        inside, late = ([product.name for product in found if not product.kept] for found in (plan.products, said))
+        if inside != late:
+            name = next((name for name in inside if name not in late), inside[0])
+            message = f"{name} is multiplied with in FP8, and its gradient cannot come late"
+            raise SplitError(f"{message}: must be in `keep` of the recipe, or in `delay` if that is given", field="delay")
+
+        def taps(given: Tree) -> list[Any]:
+            params, state, weights = given
+            taps = plan.taps(state, weights or plan.quantize(*jax.lax.stop_gradient((params, state))))
+            inside = iter([tap for tap in taps if tap is not None])
+            return [() if product.kept else next(inside) for product in said]
+
+        products = [
+            site if product.kept else LateProduct.of(site, self.config) for site, product in zip(sites, said, strict=True)
+        ]
+        params, state, weights = map(jax.tree.leaves, given)
+        return Bound(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,8 +247,8 @@ class Plan:
             views[i] = Weight(*both(found[i]), *(jnp.broadcast_to(leaf, lead) for leaf in (seen(scale, largest), largest)))
         return views
 
-    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree) -> Tree:
-        """Returns the function's result, with weights as `views` gives them."""
+    def taps(self, state: Tree, weights: Sequence[Weight | None]) -> list[Tap | None]:
+        """Returns what each product takes besides its operands; None where it is not in FP8."""
         taps: list[Tap | None] = [None] * len(self.sites)
         scales, observed = observe(state, self.config, formats(self.config)) if isinstance(state, History) else ([], [])
         for i, start, stop in self._in_fp8():
@@ -230,12 +259,16 @@ class Plan:
             weight = weights[i]
             assert weight is not None, "products in FP8 have weights in FP8"
             taps[i] = Tap(weight, over_loops(scales[start:stop]), over_loops(observed[start:stop]))
+        return taps
+
+    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree) -> Tree:
+        """Returns the function's result, with weights as `views` gives them."""
 
         def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap | None) -> Array:
             return site.run(x, w, extra) if tap is None else product(self.config, site, x, w, tap)
 
         leaves = jax.tree.leaves((params, args))
-        out, _ = find.run_forward(self.block, self.closed.consts, leaves, taps, multiply)
+        out, _ = find.run_forward(self.block, self.closed.consts, leaves, self.taps(state, weights), multiply)
         return jax.tree.unflatten(self.structure, out)
 
     def _in_fp8(self) -> Iterator[tuple[int, int, int]]:

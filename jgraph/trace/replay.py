@@ -198,16 +198,19 @@ def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
-def zeros(aval: Any, *lead: int) -> jax.Array:
-    """Zeros of an abstract value, `lead` dimensions in front; varying over the same mesh axes inside `shard_map`."""
-    shape = (*lead, *aval.shape)
+def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
+    """Zeros of an abstract value, `lead` dimensions in front; varying over the same mesh axes inside `shard_map`.
+
+    `shape` and `dtype` take the place of the value's own.
+    """
+    shape = (*lead, *(aval.shape if shape is None else shape))
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         blank = jax.random.wrap_key_data(
             jnp.zeros((*shape, *jax.random.key_data(jax.random.key(0, impl=_impl(aval.dtype))).shape), jnp.uint32),
             impl=_impl(aval.dtype),
         )
     else:
-        blank = jnp.zeros(shape, aval.dtype)
+        blank = jnp.zeros(shape, dtype or aval.dtype)
     axes = tuple(varying_axes(aval))
     return lax.pcast(blank, axes, to="varying") if axes else blank
 

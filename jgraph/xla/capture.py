@@ -49,6 +49,8 @@ _REWRITES = {
 _ELSEWHERE = "put it first or last in the program, or in a program of its own, so that the rest stays in one piece"
 _CALLBACK = "return the values instead of calling Python with them"
 _SHOWN = 3
+# Calls whose handlers say that they can be recorded: kernels of Pallas' Mosaic. Of others the dump tells nothing.
+_RECORDABLE_CALLS = ("mosaic_gpu",)
 
 
 class _Why(NamedTuple):
@@ -200,6 +202,11 @@ def report_of(thunks: str, config: str, ops: Mapping[tuple[int, str], Op] | None
     )
     top = _parse(thunks)
     everything = list(_walk([top]))
+    for thunk in everything:
+        op = (ops or {}).get((thunk.number, f"k{thunk.kind}"))
+        thunk.recordable |= op is not None and op.target.startswith(_RECORDABLE_CALLS)
+        for held in _walk([thunk]) if thunk.kind == "CommandBuffer" else ():
+            held.recordable = True
     outside: dict[tuple[str, str, str], list[Op | None]] = {}
     for thunk, why in reasons.outside(top.blocks):
         op = (ops or {}).get((thunk.number, f"k{thunk.kind}"))
@@ -220,12 +227,16 @@ def report_of(thunks: str, config: str, ops: Mapping[tuple[int, str], Op] | None
 
 @dataclass
 class _Thunk:
-    """A line of the dump. Blocks are the sequences it holds: one of a command buffer, condition and body of a loop."""
+    """A line of the dump. Blocks are the sequences it holds: one of a command buffer, condition and body of a loop.
+
+    Of a custom call, `recordable` says that it is known to be so.
+    """
 
     kind: str
     indent: int
     number: int = 0
     blocks: list[list["_Thunk"]] = field(default_factory=list)
+    recordable: bool = False
 
     @property
     def is_leaf(self) -> bool:
@@ -317,6 +328,7 @@ class _Reasons:
             if "COLLECTIVES" in self.commands:
                 remedies |= dict.fromkeys(("CONDITIONAL", "WHILE"), "unroll it: no graph can have branches and collectives")
             yield _Why(f"{command} is off by default", remedies.get(command, "`graph` full"))
-        elif thunk.kind == "CustomCall":
+        elif thunk.kind == "CustomCall" and not thunk.recordable:
             remedy = f"{_ELSEWHERE}; a kernel of your own can be registered as COMMAND_BUFFER_COMPATIBLE"
-            yield _Why("its handler does not say that it can be recorded", remedy)
+            or_few = f", or there are fewer than {self.min_size} in a row" if self.min_size > 1 else ""
+            yield _Why(f"its handler does not say that it can be recorded{or_few}", remedy)

@@ -23,11 +23,13 @@ class Op:
         name: jax's, e.g. `jit(step)/fft`; empty where XLA made the operation itself. A fusion has the name of its last part.
         source: `file:line` of the innermost call in the user's code, the file relative to the working directory if it is in
             there; empty where the program does not tell.
+        target: what a custom call calls.
     """
 
     instruction: str
     name: str = ""
     source: str = ""
+    target: str = ""
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
@@ -38,7 +40,7 @@ class Op:
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
     """Returns the operations of these instructions, by instruction; those that the program does not have are left out."""
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
-    return {name: Op(name, found[name].op_name, _source(module, found[name])) for name in found}
+    return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
 
 
 def thunk_instructions(metadata: bytes) -> dict[tuple[int, str], str]:

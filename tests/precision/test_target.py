@@ -1,5 +1,7 @@
 """The step with FP8 as it is compiled for an H200 that is not here: kernels, products and capture."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import jgraph
 from jgraph import FP8Config
 from jgraph.precision.product import XLA_OPTIONS
 from jgraph.xla import aot, compiler_options
+from jgraph.xla.explain import FP8Products
 from jgraph_models.gpt import GPT, GPTConfig
 
 pytestmark = [pytest.mark.target, pytest.mark.long]
@@ -87,3 +90,33 @@ def test_a_sharded_step_has_its_products_in_fp8_too(h200):
     strategy = jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16)
     step = jgraph.train_step(loss, jgraph.elementwise(optax.adamw(1e-3)), strategy, fp8=FP8Config(), batch=TOKENS)
     assert explained(step).fp8.products == 3 * PRODUCTS
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_a_split_stage_has_its_products_in_fp8_and_no_others_and_adds_onto_main_grad_inside_them(h200, wgrad):
+    def stage(params, x):
+        return x + jax.nn.gelu(x @ params["up"].astype(x.dtype)) @ params["down"].astype(x.dtype)
+
+    params = {"up": jax.ShapeDtypeStruct((256, 512), jnp.float32), "down": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((384, 256), jnp.bfloat16)
+    fp8 = jgraph.fp8(stage, FP8Config(recipe="delayed", wgrad=wgrad))
+    state = jax.eval_shape(fp8.init, params, x)
+    given = params, state, jax.eval_shape(fp8.quantize, params, state, x)
+    split = jgraph.split_backward(fp8)
+    here = split.spec(given, x)
+    with aot.lowering_for("h200"):  # where the kernels are others
+        spec = split.spec(given, x)
+    assert spec.residuals.plan is not here.residuals.plan
+    parts = {
+        "forward": (split.forward, given, x),
+        "dgrad": (split.dgrad, given, spec.residuals, spec.y),
+        "wgrad": (split.accumulate, (params, None, None), given, spec.residuals, spec.stash),
+    }
+    options = compiler_options("auto", XLA_OPTIONS, platform="gpu")
+    for part, (run, *args) in parts.items():
+        compiled, _ = aot.compile_for(jax.jit(run), *args, compiler_options=options)
+        products = re.findall(r'custom_call_target="(__cublas[^"]*)"', compiled.as_text())
+        in_bf16 = part == "wgrad" and wgrad == "bf16"
+        assert products == ["__cublas$lt$matmul" + "$f8" * (not in_bf16)] * 2, part
+        assert FP8Products.of(compiled).transposes == 0, part
+        assert compiled.as_text().count('"beta":1') == (2 if part == "wgrad" else 0), part

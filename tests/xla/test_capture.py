@@ -175,6 +175,41 @@ def test_calls_of_python_and_of_a_solver_have_different_remedies():
     assert "COMMAND_BUFFER_COMPATIBLE" in remedies["jit(f)/geqrf"]
 
 
+# A kernel of Pallas' Mosaic on jax 0.12: alone in a program; and in a loop that slices an array by its counter.
+MOSAIC = """\
+001: kCustomCall   [source       | next=002 (1)] kCustomCall
+002: kCustomKernel [prev=001 (1) | sink        ] input_reduce_fusion grid: [1, 1, 1] threads: [32, 1, 1]
+"""
+MOSAIC_IN_LOOP = """\
+004: kWhile         [prev=000 (1) | sink        ]   
+condition:
+    005: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | sink] 
+        006: kDynamicSliceFusion [source       | next=009 (2)] params=2, results=3
+            007: kCustomCall [source | sink] kCustomCall
+        009: kCustomKernel       [prev=006 (2) | next=010 (1)] input_reduce_fusion grid: [1, 1, 1] threads: [16, 1, 1]
+"""  # noqa: W291
+
+
+def test_a_kernel_of_mosaic_stays_outside_only_for_want_of_neighbours():
+    ops = {(1, "kCustomCall"): Op("cast_transpose.1", "jit(f)/cast_transpose", target="mosaic_gpu_v2")}
+    assert {o.reason for o in report_of(MOSAIC, DEFAULT, ops).outside} == {"fewer than 5 in a row"}
+
+
+def test_a_call_that_nobody_knows_may_lack_neighbours_too():
+    (call,) = (o for o in report_of(MOSAIC, DEFAULT).outside if o.kind == "CustomCall")
+    assert "handler" in call.reason
+    assert "fewer than 5 in a row" in call.reason
+    (call,) = (o for o in report_of(CALLS, FULL, {}).outside if o.kind == "CustomCall")
+    assert "in a row" not in call.reason
+
+
+def test_a_loop_is_not_held_back_by_a_call_that_is_captured_inside():
+    (loop,) = report_of(MOSAIC_IN_LOOP, FULL).outside
+    assert loop.reason == "the loop slices an array by its counter"
+
+
 def test_all_that_keeps_a_loop_outside_is_told_with_every_remedy():
     report = report_of(SLICING_LOOP, DEFAULT)
     (loop,) = (o for o in report.outside if o.kind == "While")

@@ -1,0 +1,55 @@
+"""A product in FP8 for the split backward: its weight gradient comes later, from the bytes that dgrad leaves.
+
+Wgrad reads x as columns, which the forward quantized, and dy as columns, which dgrad did. Both leave as cotangents of a tap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jgraph.backward.linear import DelayedProduct
+from jgraph.precision.config import FP8Config
+from jgraph.precision.product import Shape, Tap, formats, product, weight_gradient
+from jgraph.trace import replay
+
+
+@dataclass(frozen=True, eq=False)
+class LateProduct(DelayedProduct):
+    """A product in FP8 with a delayed weight.
+
+    Attributes:
+        config: the recipe. With a bfloat16 wgrad, x and dy wait as they are.
+    """
+
+    config: FP8Config
+
+    @classmethod
+    def of(cls, site: DelayedProduct, config: FP8Config) -> "LateProduct":
+        return cls(site.eqn, site.weight, site.lead, site.params, site.moved, config)
+
+    def tap(self) -> Any:
+        if self.config.wgrad == "bf16":
+            return super().tap()
+        (m, k, n), (x_dtype, _, dy_dtype) = Shape.of(self).sizes, formats(self.config)
+
+        def zeros(aval: Any, columns: int, dtype: Any) -> tuple[Array, Array]:
+            shapes = ((columns, m), dtype), ((), jnp.float32)
+            bytes_, scale = (replay.zeros(aval, *self.lead, shape=shape, dtype=dtype) for shape, dtype in shapes)
+            return bytes_, scale
+
+        return zeros(self.x_aval, k, x_dtype), zeros(self.eqn.outvars[0].aval, n, dy_dtype)
+
+    def multiply(self, x: Any, w: Any, extra: Sequence[Any], tap: Any, given: Tap) -> Array:
+        return product(self.config, self, x, w, given._replace(late=tap))
+
+    def weight_gradient(self, tap: Any, extra: Sequence[Any], dtype: Any) -> Array:
+        if self.config.wgrad == "bf16":
+            return super().weight_gradient(tap, extra, dtype)
+        one = partial(weight_gradient, self.config, Shape.of(self), dtype=dtype, apart=False)
+        for _ in self.lead:
+            one = partial(lax.map, one)  # batched, it would be no FP8 product to XLA
+        return one(tap)

@@ -1,0 +1,233 @@
+"""A stage in FP8 with its backward in two parts: the numbers of the whole, and bytes of FP8 in between."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgraph
+from jgraph import FP8Config
+from jgraph.errors import SplitError
+
+# B rows, D model, F hidden
+B, D, F, LAYERS = 32, 48, 64, 3
+KEY = jax.random.key(0)
+
+
+def normal(i, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.fold_in(KEY, i), shape, dtype)
+
+
+def mlp(params, x):
+    hidden = x @ params["up"].astype(x.dtype) + params["bias"].astype(x.dtype)
+    return x + jax.nn.gelu(hidden) @ params["down"].astype(x.dtype)
+
+
+def scanned(params, x):
+    return jax.lax.scan(lambda x, layer: (mlp(layer, x), None), x, params)[0]
+
+
+def with_head(params, x):
+    return mlp(params["mlp"], x) @ params["head"].astype(x.dtype)
+
+
+def weights(i, *lead):
+    return {
+        "up": 0.1 * normal(i, *lead, D, F),
+        "down": 0.1 * normal(i + 1, *lead, F, D),
+        "bias": 0.1 * normal(i + 2, *lead, F),
+    }
+
+
+STAGES = {
+    "mlp": (mlp, weights(0)),
+    "scan": (scanned, weights(3, LAYERS)),
+    "head kept": (with_head, {"mlp": weights(6), "head": normal(9, D, 16)}),
+    "checkpoint": (jax.checkpoint(mlp), weights(10)),
+}
+RECIPES = {
+    "current": FP8Config(),
+    "delayed": FP8Config(recipe="delayed", history=3),
+    "bf16 wgrad": FP8Config(wgrad="bf16"),
+    "delayed, bf16 wgrad": FP8Config(recipe="delayed", wgrad="bf16"),
+}
+
+
+def made(stage, recipe, dtype=jnp.float32):
+    """Returns a function in FP8, its parameters, and the state after a step."""
+    fn, params = STAGES[stage]
+    fp8, x = jgraph.fp8(fn, RECIPES[recipe]), normal(20, B, D, dtype=dtype)
+    state = fp8.init(params, x)
+    if state:
+        state = jax.grad(lambda state: jnp.sum(fp8.apply(params, state, x).astype(jnp.float32)))(state)
+    return fp8, params, state, x
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    ("stage", "recipe"),
+    [*(("mlp", recipe) for recipe in RECIPES), ("scan", "delayed"), ("head kept", "current"), ("checkpoint", "delayed")],
+)
+def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_order_of_sums(stage, recipe):
+    fp8, params, state, x = made(stage, recipe)
+
+    @jax.jit
+    def whole(params, state, x, dy):
+        y, pull_back = jax.vjp(fp8.apply, params, state, x)
+        return y, *pull_back(dy)
+
+    split, given = jgraph.split_backward(fp8), (params, state, None)
+    y, residuals = split.forward(given, x)
+    dy = normal(21, *y.shape)
+    wanted_y, wanted, wanted_state, wanted_dx = whole(params, state, x, dy)
+    dx, (early, state_after, _), stash = split.dgrad(given, residuals, dy)
+    late, *_ = split.wgrad(given, residuals, stash)
+    same((y, dx, state_after), (wanted_y, wanted_dx, wanted_state))
+    same(early, jax.tree.map(lambda a, b: None if a is None else b, early, wanted, is_leaf=lambda leaf: leaf is None))
+    assert len(jax.tree.leaves(late)) == len(jax.tree.leaves(params)) - 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), split.merge(early, late), wanted)
+
+
+def columns(arrays):
+    return sorted((array.shape, array.dtype.name) for array in arrays if array.ndim > 1)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_what_waits_for_wgrad_is_a_byte_an_element(recipe):
+    fp8, params, state, x = made("mlp", recipe, jnp.bfloat16)
+    split = jgraph.split_backward(fp8)
+    spec = split.spec((params, state, None), x)
+    assert columns(spec.residuals.wgrad) == [((D, B), "float8_e4m3fn"), ((F, B), "float8_e4m3fn")]
+    assert columns(spec.stash.arrays) == [((D, B), "float8_e5m2"), ((F, B), "float8_e5m2")]
+    waiting = spec.nbytes()["forward_wgrad"] + spec.nbytes()["stash"]
+    assert 2 * B * (D + F) < waiting <= 2 * B * (D + F) + 4 * 4  # and a float32 for each of the four
+    assert spec.delayed == ("down", "up")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("current", jnp.float32), ("delayed", jnp.bfloat16), ("bf16 wgrad", jnp.bfloat16)]
+)
+def test_wgrad_is_added_onto_main_grad_in_float32(recipe, dtype):
+    fp8, params, state, x = made("mlp", recipe, dtype)
+    split, given = jgraph.split_backward(fp8), (params, state, None)
+    y, residuals = split.forward(given, x)
+    _, _, stash = split.dgrad(given, residuals, jnp.ones_like(y))
+    late, *_ = split.wgrad(given, residuals, stash)
+    before = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0**-9), params)
+    after, *others = split.accumulate((before, None, None), given, residuals, stash)
+    assert {leaf.dtype for leaf in jax.tree.leaves((late, after))} == {jnp.dtype("float32")}
+    assert others == [None, None]
+    same(after["up"], before["up"] + late["up"])
+    same(after["bias"], before["bias"])
+    if dtype == jnp.bfloat16:
+        assert not np.array_equal(late["up"], late["up"].astype(jnp.bfloat16))
+
+
+def test_a_part_of_main_grad_that_has_a_late_gradient_must_be_there():
+    fp8, params, state, x = made("mlp", "current")
+    split, given = jgraph.split_backward(fp8), (params, state, None)
+    y, residuals = split.forward(given, x)
+    _, _, stash = split.dgrad(given, residuals, y)
+    with pytest.raises(SplitError) as error:
+        split.accumulate((None, None, None), given, residuals, stash)
+    assert error.value.field == "main_grad"
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_microbatches_in_a_scan_share_weights_and_give_the_state_after_all(recipe):
+    fp8, params, state, _ = made("mlp", recipe)
+    xs, dys = normal(22, 4, B, D), normal(23, 4, B, D)
+    split = jgraph.split_backward(fp8)
+
+    @jax.jit
+    def step(params, state, xs, dys):
+        given = params, state, fp8.quantize(params, state, xs[0])
+
+        def one(carry, batch):
+            total, largest = carry
+            x, dy = batch
+            _, residuals = split.forward(given, x)
+            dx, (_, after, of_weights), stash = split.dgrad(given, residuals, dy)
+            assert jax.tree.leaves(of_weights) == []
+            total, *_ = split.accumulate((total, None, None), given, residuals, stash)
+            return (total, jax.tree.map(jnp.maximum, largest, after)), dx
+
+        start = jax.tree.map(jnp.zeros_like, (params, state))
+        return jax.lax.scan(one, start, (xs, dys))
+
+    @jax.jit
+    def whole(params, state, x, dy):
+        return jax.vjp(fp8.apply, params, state, x)[1](dy)
+
+    (total, after), dxs = step(params, state, xs, dys)
+    each = [whole(params, state, x, dy) for x, dy in zip(xs, dys, strict=True)]
+    same(dxs, jnp.stack([dx for *_, dx in each]))
+    same(after, jax.tree.map(lambda *found: jnp.max(jnp.stack(found), axis=0), *[state for _, state, _ in each]))
+    for name in ("up", "down"):
+        np.testing.assert_allclose(total[name], sum(grads[name] for grads, *_ in each), rtol=1e-5, atol=1e-6)
+
+
+def test_given_weights_are_multiplied_with_in_place_of_the_parameters():
+    fp8, params, state, x = made("mlp", "current")
+    split, others = jgraph.split_backward(fp8), weights(30) | {"bias": params["bias"]}
+
+    def found(params, weights):
+        y, residuals = split.forward((params, state, weights), x)
+        dx, _, _ = split.dgrad((params, state, weights), residuals, x)
+        return y, dx
+
+    given = fp8.quantize(others, state, x)
+    same(found(params, given), found(others, given))
+
+
+def test_extra_arguments_and_what_is_not_differentiated_pass_through():
+    def fn(params, x, mask):
+        y = mlp(params, x * mask)
+        return y, jnp.sum(y)
+
+    params, x, mask = STAGES["mlp"][1], normal(20, B, D), normal(24, B, 1) > 0
+    split = jgraph.split_backward(jgraph.fp8(fn), has_aux=True)
+    y, residuals, aux = split.forward((params, {}, None), x, mask)
+    dx, _, _ = split.dgrad((params, {}, None), residuals, y)
+    assert aux == jnp.sum(y)
+    same(dx[~mask[:, 0]], 0)
+
+
+def test_a_weight_in_fp8_whose_gradient_cannot_come_late_is_refused():
+    x = normal(20, B, D)
+    tied = jgraph.split_backward(jgraph.fp8(lambda params, x: mlp(params, x) + params["up"][0, :D]))
+    chosen = jgraph.split_backward(jgraph.fp8(mlp), delay="down")
+    for split in (tied, chosen):
+        with pytest.raises(SplitError, match="up") as error:
+            split.forward((STAGES["mlp"][1], {}, None), x)
+        assert error.value.field == "delay"
+
+
+def test_params_must_come_with_state_and_weights():
+    with pytest.raises(SplitError) as error:
+        jgraph.split_backward(jgraph.fp8(mlp)).forward(STAGES["mlp"][1], normal(20, B, D))
+    assert error.value.field == "params"
+
+
+def test_local_arrays_under_shard_map_are_split_too():
+    fp8, params, state, x = made("mlp", "current")
+    split, mesh = jgraph.split_backward(fp8), jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=(spec("data"), spec("data")))
+    def run(params, x):
+        given = jax.lax.pcast((params, state, None), "data", to="varying")
+        y, residuals = split.forward(given, x)
+        dx, _, stash = split.dgrad(given, residuals, y)
+        late, *_ = split.wgrad(given, residuals, stash)
+        return dx, late["up"]
+
+    dx, dw = run(params, jnp.concatenate([x, x]))
+    same(dx[:B], dx[B:])
+    same(dw[:D], dw[D:])
