@@ -56,10 +56,10 @@ def fastest(rows: list[Row], system: str) -> Row | None:
 
 def parameters(row: Row) -> str:
     """Tells whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
-    words = set(row.get("variant", "").split())
+    words = set(row.get("variant", "").replace(":", " ").split())
     if "layout=dp" in words:
         return "whole"
-    return "gathered again" if words & {"reshard=yes", "compile:reshard", "eager:reshard"} else "kept"
+    return "gathered again" if words & {"reshard=yes", "reshard"} else "kept"
 
 
 def spread(row: Row) -> str:

@@ -74,6 +74,12 @@ def test_those_that_do_not_fit_together_come_in_groups_with_the_first_in_each(co
     assert rows.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
 
 
+def test_those_of_which_only_one_fits_run_one_after_the_other(compete):
+    timed, did = compete(together=1, rounds=1, a=([1.0], ""), b=([2.0], ""))
+    assert did == ["a build", "a turn", "a finish", "b build", "b turn", "b finish"]
+    assert rows.ratios(timed[1], timed[0]) == [2.0]
+
+
 def test_variants_build_at_once_where_that_is_asked_for(compete):
     timed, _ = compete(building=0, rounds=1, meets=3, a=([1.0], ""), b=([2.0], ""), c=([3.0], ""))
     assert [row["ms"] for row in timed] == [1.0, 2.0, 3.0]
@@ -197,11 +203,23 @@ def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
     assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
 
 
+@pytest.mark.parity
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_a_step_in_fp8_is_timed_beside_fully_shard_that_gathers_float8(run_fsdp, tmp_path):
+    assert run_fsdp("--first", "fp8=delayed", "--peers", "eager:float8", "--one-gpu", "no", "--rounds", "1") == 0
+    timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    assert [row["variant"] for row in timed] == ["fp8=delayed", "", "eager:float8"]
+    losses = [row["loss"] for row in timed]
+    assert losses[0] != losses[1]
+    assert losses == pytest.approx([np.log(96)] * 3, rel=0.05)
+
+
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
     assert (config.fsdp, config.batch_size, config.reshard_after_forward) == (4, 8, False)
     assert (varied.graph, varied.reshard_after_forward) == ("full", True)
+    assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
     assert varied.xla_options == (*config.xla_options, "xla_an_option=a=b")
     with pytest.raises(SystemExit, match="reshard=maybe"):
         fsdp.vary(config, "reshard=maybe")
