@@ -150,10 +150,10 @@ def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
                 kinds.setdefault((row["system"], precision(row)), []).append(row)
             shown = [("jgraph", "bf16"), ("jgraph", "current"), ("jgraph", "delayed"), ("torch", "bf16"), ("torch", "float8")]
             best = {own: fastest(kinds.get(own, []), own[0]) for own in shown}
-            ours = min((best[own] for own in shown[1:3] if best[own]), key=lambda row: row["ms"], default=None)
+            ours = fastest([row for own in shown[1:3] for row in kinds.get(own, [])], "jgraph")
             peer, plain = fastest(rows, "torch"), best["jgraph", "bf16"]
             title = f"{work}, {shape(result)}" + f", parameters {kind}" * (len(groups) > 1)
-            times = [short(row["ms"]) if (row := best[own]) else "did not run" * (own in kinds) for own in shown]
+            times = [short(row["ms"]) if row else "did not run" * (own in kinds) for own, row in best.items()]
             torchs = f"{told_ratio(peer, ours)} ({how(peer)}; {tried(rows)})" if ours and peer else tried(rows)
             own = told_ratio(plain, ours) if ours and plain else ""
             lines += [[title, result["device"] or "not told", *times, torchs, own]]

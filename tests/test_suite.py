@@ -271,7 +271,7 @@ def test_parameters_that_are_kept_are_not_compared_with_those_gathered_again():
     assert "| 30.0 (compile:reshard; alone) | 24.0 (reshard=yes) | 1.25 |" in again
 
 
-def fp8_work(**times):
+def fp8_work(**times) -> dict:
     rows = [
         {"system": name.split("_")[0], "variant": name.partition("_")[2].replace("_", " "), "ms": ms, "repeats_ms": [ms]}
         for name, ms in times.items()
