@@ -15,8 +15,8 @@ _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to bench
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")
 # Of those, what chooses rows or says where things go or when to give up does not alter what a row measures.
 _IDLE_OPTIONS = (
-    "name out revision table mode variant variants presets work parts pipelines schedules joins peers actions quick one_gpu "
-    "rounds together soak hang_seconds timeout peer_timeout budget categories"
+    "name out revision table mode variant variants presets work first parts pipelines schedules joins peers actions quick "
+    "one_gpu rounds together soak hang_seconds timeout peer_timeout budget categories"
 )
 _IDLE_CONFIG = (
     "preset steps data run_dir resume log_every eval_every eval_batches checkpoint_every checkpoint_keep sample_tokens"

@@ -14,7 +14,8 @@ from jgraph import FP8Config
 
 RECIPES = {"jgraph fp8 delayed": FP8Config(recipe="delayed"), "jgraph fp8 current": FP8Config()}
 # The first is in every comparison.
-VARIANTS = (*RECIPES, "jgraph bf16", "torch compile", "torch float8 tensorwise compile", "torch float8 rowwise compile")
+TORCH = ("torch compile", "torch float8 tensorwise compile", "torch float8 rowwise compile")
+VARIANTS = (*RECIPES, "jgraph bf16", *TORCH, *(f"{variant} + CUDA graph" for variant in TORCH[:2]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """Training with sharded state as one program (`jgraph.train --fsdp`) against PyTorch's `fully_shard`, on the GPUs of a machine.
 
     python -m benchmarks run fsdp --work gpt-1b3 gpt-7b
+    python -m benchmarks run fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current \
+        --peers compile compile:float8 --one-gpu no --together 2      # 1 for gpt-7b on two H200s: one at a time
 
 jgraph on one GPU with as many tokens takes part too. Both sides time whole steps handed over one after the other: forward,
 backward, clipping, AdamW.
@@ -19,6 +21,7 @@ from benchmarks.runner import Benchmark, Several, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import training, training_step
+from jgraph import FP8Config
 from jgraph.training.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
@@ -41,11 +44,13 @@ class Options(Several, Traced):
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets that are trained."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
-    """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward; none where
-    the flag stands alone."""
+    """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward, `:float8`
+    for torchao's of the blocks, gathered as bytes; none where the flag stands alone."""
+    first: str = ""
+    """The variant of ours that is in every comparison; as it comes if it is left out."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no and layout=dp (every GPU has all
-    parameters) beside XLA's; may be repeated."""
+    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed and layout=dp
+    (every GPU has all parameters) beside XLA's; may be repeated."""
     one_gpu: Literal["yes", "no"] = "yes"
     """Whether to time on one GPU too what fits there."""
 
@@ -55,7 +60,8 @@ def works(options: Options) -> Iterator[Work]:
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         config = config_of(work, ranks, options)
-        entrants = [ours("jgraph", vary(config, variant), variant, options) for variant in ("", *options.variant)]
+        variants = dict.fromkeys((options.first, "", *options.variant))
+        entrants = [ours("jgraph", vary(config, variant), variant, options) for variant in variants]
         if work in ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
             entrants += [ours("one GPU", replace(config, fsdp=1, batch_size=config.batch_size // ranks), "", options)]
         entrants += [torchs(peer, config, options) for peer in options.peers]
@@ -69,11 +75,11 @@ def ours(system: str, config: TrainConfig, variant: str, options: Options) -> En
 
 
 def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
-    how, _, reshard = peer.partition(":")
+    how, *words = peer.split(":")
     return Entrant(
         {"system": "torch", "variant": peer, "ranks": config.fsdp},
         "benchmarks.peers.fsdp",
-        {"config": asdict(config), "compile": how == "compile", "reshard": reshard == "reshard"},
+        {"config": asdict(config), "compile": how == "compile", **{word: word in words for word in ("reshard", "float8")}},
         ranks=config.fsdp,
         gpus=0 if options.sizes == "tiny" else config.fsdp,
     )
@@ -98,12 +104,15 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, graph=graph)
             case ["reshard", "yes" | "no" as choice]:
                 config = replace(config, reshard_after_forward=choice == "yes")
+            case ["fp8", "current" | "delayed" as recipe]:
+                config = replace(config, precision="fp8", fp8=FP8Config(recipe=recipe))
             case ["layout", "dp"]:
                 config = replace(config, dp=config.fsdp, fsdp=1)
-            case [name, _] if name not in ("graph", "reshard", "layout"):
+            case [name, _] if name not in ("graph", "reshard", "fp8", "layout"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
-                raise SystemExit(f"--variant has {word}: must be graph=auto|off|full, reshard=yes|no, layout=dp or XLA's")
+                allowed = "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, layout=dp or XLA's"
+                raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config
 
 

@@ -10,7 +10,7 @@ from benchmarks import runner
 from benchmarks.compare import ResultsError, distinct, read
 from benchmarks.rows import Row, fastest, named, ratio
 from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
-from benchmarks.tables import HEADS, alike, markdown, short, told_ratio, tried, versus
+from benchmarks.tables import HEADS, alike, how, markdown, short, told_ratio, tried, versus
 
 README = Path(__file__).parents[1] / "README.md"
 SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks of several GPUs, in README's order
@@ -54,6 +54,7 @@ def speed() -> str:
     several = [name for kind in SEVERAL for name in data if name.rstrip("0123456789") == kind]
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
+    fp8 = [name for name in data if benchmark_of(name, ("fp8", "fsdp")) in ("fp8", "fsdp") and "fp8" in name]
     tables = [
         (
             f"One {distinct([result for _, result in works], 'device')}",
@@ -73,9 +74,15 @@ def speed() -> str:
             "Milliseconds, median: a whole training step of fsdp, loss and gradients of pipeline and callables:",
             several_gpus(data),
         ),
+        (
+            "Products in FP8",
+            fp8,
+            "Milliseconds a training step, median; of each kind the fastest:",
+            in_fp8(item for name in fp8 for item in data[name].items()),
+        ),
     ]
     parts: list[str] = []
-    for title, used, note, table in tables:
+    for title, used, note, table in (table for table in tables if table[1]):
         results = [result for name in used for result in data[name].values()]
         jax, torch, dates = (distinct(results, key) for key in ("jax", "torch", "date"))
         links = ", ".join(f"[{name}](benchmarks/results/{name}.md)" for name in used)
@@ -129,6 +136,33 @@ def several_gpus(data: dict[str, dict[str, Row]]) -> list[str]:
                     found = [(title, stored(data, name, work))]
                 lines += [(result["ranks"], versus(title, result, runs)) for title, runs in found]
     return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda one: one[0])])
+
+
+def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
+    """Draws works by what becomes of parameters: steps in bf16 and by each recipe, and the fastest of both sides."""
+    heads = ["work", "devices", "jgraph bf16", "jgraph FP8, current", "jgraph FP8, delayed", "torch bf16", "torch float8"]
+    lines = []
+    for work, result in works:
+        groups = alike(result["rows"])
+        for kind, rows in groups.items():
+            kinds: dict[tuple[str, str], list[Row]] = {}
+            for row in rows:
+                kinds.setdefault((row["system"], precision(row)), []).append(row)
+            shown = [("jgraph", "bf16"), ("jgraph", "current"), ("jgraph", "delayed"), ("torch", "bf16"), ("torch", "float8")]
+            best = {own: fastest(kinds.get(own, []), own[0]) for own in shown}
+            ours = fastest([row for own in shown[1:3] for row in kinds.get(own, [])], "jgraph")
+            peer, plain = fastest(rows, "torch"), best["jgraph", "bf16"]
+            title = f"{work}, {shape(result)}" + f", parameters {kind}" * (len(groups) > 1)
+            times = [short(row["ms"]) if row else "did not run" * (own in kinds) for own, row in best.items()]
+            torchs = f"{told_ratio(peer, ours)} ({how(peer)}; {tried(rows)})" if ours and peer else tried(rows)
+            own = told_ratio(plain, ours) if ours and plain else ""
+            lines += [[title, result["device"] or "not told", *times, torchs, own]]
+    return markdown([*heads, "fastest PyTorch / jgraph FP8", "jgraph bf16 / FP8"], lines)
+
+
+def precision(row: Row) -> str:
+    words = set(row["variant"].replace("=", " ").replace(":", " ").split())
+    return next((word for word in ("current", "delayed", "float8") if word in words), "bf16")
 
 
 def shape(result: Row) -> str:

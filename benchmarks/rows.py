@@ -14,6 +14,7 @@ Row = dict[str, Any]
 # What a row may have. A row that takes turns has the median of them, `repeats_ms` and so on with each turn, and their `rounds`.
 FIELDS = {
     "system, schedule, variant, join, graph, runtime, microbatches, chunks": "its name: jgraph, torch, jax or one GPU, and how",
+    "precision": "in which the blocks of a run multiply matrices",
     "failed": "why it has no time, in one line",
     "ranks, device, xla_options, capture": "what it ran on, with which options, and how much of it is a CUDA graph",
     "compiled": "how many programs, and how many of them jax's compilation cache had",
@@ -56,10 +57,10 @@ def fastest(rows: list[Row], system: str) -> Row | None:
 
 def parameters(row: Row) -> str:
     """Tells whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
-    words = set(row.get("variant", "").split())
+    words = set(row.get("variant", "").replace(":", " ").split())
     if "layout=dp" in words:
         return "whole"
-    return "gathered again" if words & {"reshard=yes", "compile:reshard", "eager:reshard"} else "kept"
+    return "gathered again" if words & {"reshard=yes", "reshard"} else "kept"
 
 
 def spread(row: Row) -> str:

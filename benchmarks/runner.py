@@ -7,6 +7,7 @@ own: ours are in `programs/`, PyTorch's in `peers/`, and `peers/protocol.py` say
 import ast
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -171,9 +172,9 @@ def found() -> dict[str, str]:
 
 
 def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
-    """Returns the benchmark that a results file is of; --name is free, but begins so by custom."""
-    stem = f"{stem.rstrip('0123456789')}_"
-    return max((name for name in scripts if stem.startswith(f"{name}_")), key=len, default=stem[:-1])
+    """Returns the benchmark that a results file is of; --name is free, but begins so by custom, then a number, `_` or both."""
+    named = (name for name in scripts if re.match(rf"{name}\d*(_|$)", stem))
+    return max(named, key=len, default=stem.rstrip("0123456789"))
 
 
 class Results:

@@ -41,7 +41,7 @@ class Turns:
     warmup_seconds: float = 0.7
     """Time that a variant runs in its turn before it is timed."""
     together: int = 0
-    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all."""
+    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all, 1 for one after the other."""
     timeout: float = 240.0
     """Seconds after which a process is ended that says nothing."""
 
@@ -215,18 +215,19 @@ def race(
         All rows.
     """
     here = [entrant for entrant in entrants if not entrant.missing]
-    size = max(min(turns.together or len(here), len(here)) - 1, 1)
+    kept = 0 if turns.together == 1 else 1  # of the first, in all groups
+    size = max(min(turns.together or len(here), len(here)) - kept, 1)
     with contextlib.ExitStack() as stack:
         processes: list[Process] = []
         for entrant in here:
-            process = Process(entrant, timeout=turns.timeout, share=0.9 / (size + 1))
+            process = Process(entrant, timeout=turns.timeout, share=0.9 / (size + kept))
             processes.append(stack.enter_context(contextlib.closing(process)))
 
         def rows() -> list[Row]:
             told = iter(processes)
             return [one.named | {"failed": one.missing} if one.missing else next(told).row for one in entrants]
 
-        ours, groups = processes[:1], [processes[i : i + size] for i in range(1, len(processes), size)] or [[]]
+        ours, groups = processes[:kept], [processes[i : i + size] for i in range(kept, len(processes), size)] or [[]]
         for nth, group in enumerate(groups):
             with ThreadPoolExecutor(building or len(here) or 1) as pool:
                 for _ in pool.map(Process.build, group if nth else [*ours, *group]):

@@ -74,6 +74,12 @@ def test_those_that_do_not_fit_together_come_in_groups_with_the_first_in_each(co
     assert rows.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
 
 
+def test_those_of_which_only_one_fits_run_one_after_the_other(compete):
+    timed, did = compete(together=1, rounds=1, a=([1.0], ""), b=([2.0], ""))
+    assert did == ["a build", "a turn", "a finish", "b build", "b turn", "b finish"]
+    assert rows.ratios(timed[1], timed[0]) == [2.0]
+
+
 def test_variants_build_at_once_where_that_is_asked_for(compete):
     timed, _ = compete(building=0, rounds=1, meets=3, a=([1.0], ""), b=([2.0], ""), c=([3.0], ""))
     assert [row["ms"] for row in timed] == [1.0, 2.0, 3.0]
@@ -197,11 +203,23 @@ def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
     assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
 
 
+@pytest.mark.parity
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_a_step_in_fp8_is_timed_beside_fully_shard_that_gathers_float8(run_fsdp, tmp_path):
+    assert run_fsdp("--first", "fp8=delayed", "--peers", "eager:float8", "--one-gpu", "no", "--rounds", "1") == 0
+    timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    assert [row["variant"] for row in timed] == ["fp8=delayed", "", "eager:float8"]
+    losses = [row["loss"] for row in timed]
+    assert losses[0] != losses[1]
+    assert losses == pytest.approx([np.log(96)] * 3, rel=0.05)
+
+
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
     assert (config.fsdp, config.batch_size, config.reshard_after_forward) == (4, 8, False)
     assert (varied.graph, varied.reshard_after_forward) == ("full", True)
+    assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
     assert varied.xla_options == (*config.xla_options, "xla_an_option=a=b")
     with pytest.raises(SystemExit, match="reshard=maybe"):
         fsdp.vary(config, "reshard=maybe")
@@ -253,18 +271,46 @@ def run_here(tmp_path, monkeypatch):
 
 
 def test_loss_curves_are_compared_with_the_first(run_here, tmp_path, capsys):
-    runs = {"auto": [3.0, 2.0], "off": [3.5, 1.75]}
-    for name, losses in runs.items():
-        (tmp_path / name).mkdir()
-        config = {"graph": name, "preset": "tiny", "versions": {"device": "X"}}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        entries = [{"step": step, "loss": loss, "step_time_ms": 1.0, "eval_loss": loss} for step, loss in enumerate(losses)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    named = [f"{name}={tmp_path / name}" for name in runs]
-    works = run_here("convergence", "--runs", *named, "--draw", str(tmp_path))
+    works = run_here("convergence", "--runs", *trained(tmp_path, auto=[3.0, 2.0], off=[3.5, 1.75]), "--draw", str(tmp_path))
     assert works["tiny"]["device"] == "X"
-    assert "| off | off | 1.00 | 1.7500 | 1.7500 | +0.1250, 0.3750, 0.5000 |" in capsys.readouterr().out
+    assert "| off | auto | bf16 | 1.00 | 0, 0 | 1.7500 | 1.7500 | " in (told := capsys.readouterr().out)
+    assert " | +0.1250, 0.3750, 0.5000 |" in told
     assert (tmp_path / "convergence.svg").stat().st_size > 0
+
+
+def test_runs_in_fp8_are_held_to_twice_the_spread_of_those_alike_and_to_no_step_skipped(run_here, tmp_path, capsys):
+    losses = {"bf16": [9.0, 1.0, 1.0], "again": [9.0, 1.0, 1.02], "current": [9.0, 1.02, 1.02], "delayed": [9.0, 1.05, None]}
+    runs = trained(tmp_path, **losses, stopped=[9.0, 1.0])
+    run_here("convergence", "--runs", *runs, "--name", "convergence_fp8", "--draw", str(tmp_path))
+    told = capsys.readouterr().out
+    # Entries are 150 steps apart, so the last two are those of the last 200 steps: means 1, 1.01 and 1.02.
+    for name, verdict in (
+        ("bf16", ""),
+        ("again", ""),
+        ("current", "+0.0150, within 0.0200"),
+        ("delayed", "+nan, beyond 0.0200"),
+    ):
+        (line,) = (line for line in told.splitlines() if line.startswith(f"| {name} | "))
+        assert line.split(" | ")[-2] == verdict
+        assert line.split(" | ")[4] == ("1, 1" if name == "delayed" else "0, 0")
+    assert "+nan, beyond 0.0200" in told.partition("| stopped ")[2]
+    assert "Alike: bf16, again, in the mean of the last 200 steps 0.0100 nats apart." in told
+    assert (tmp_path / "convergence_fp8.svg").stat().st_size > 0
+
+
+def trained(folder, **losses):
+    """Makes directories of runs with these losses, 150 steps apart; gives them back as flags."""
+    for name, values in losses.items():
+        (folder / name).mkdir()
+        fp8 = {"precision": "fp8", "fp8": {"recipe": name}} if name not in ("auto", "off", "bf16", "again") else {}
+        config = {"graph": "auto", "preset": "tiny", "versions": {"device": "X"}, **fp8}
+        (folder / name / "config.json").write_text(json.dumps(config))
+        entries = [
+            {"step": 150 * i, "loss": loss, "step_time_ms": 1.0, "eval_loss": loss or 9.0, "skipped": int(loss is None)}
+            for i, loss in enumerate(values)
+        ]
+        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return [f"{name}={folder / name}" for name in losses]
 
 
 def test_the_split_backward_is_timed_beside_the_vjp(run_here):

@@ -1,6 +1,7 @@
 """Several devices and several processes: the numbers of one, one voice, one end."""
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
 from jgraph.processes import connect, launcher
@@ -269,6 +271,31 @@ def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
     assert quiet == (0, "", "")
     assert "resumed from step 4" in out
     assert_same_losses(tmp_path / "run", whole[0])
+
+
+@pytest.mark.once
+def test_two_processes_have_the_amax_histories_of_one(tmp_path):
+    flags = ("--steps", "3", "--sample-tokens", "0", "--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
+    (code, _, err), quiet = finish(start(tmp_path / "two", *flags))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    # On one device the same rows in as many products: the same numbers are rounded, but summed up in another order.
+    assert tiny.train(tmp_path / "one", *FLAGS, *flags, "--num-microbatches", "4") == 0
+    assert tiny.train(tmp_path / "both", *FLAGS, *flags, "--dp", "2") == 0
+    two, one, both = (amax_history(tmp_path / name) for name in ("two", "one", "both"))
+    jax.tree.map(np.testing.assert_array_equal, two, both)
+    np.testing.assert_array_equal(two.window[2], one.window[2])  # of the first step
+    np.testing.assert_allclose(two.window, one.window, rtol=1e-3)
+    assert (one.window[:3] > 0).all()
+
+
+def amax_history(run_dir):
+    """Returns the state of delayed scaling in a run's last checkpoint."""
+    fields = json.loads((run_dir / "config.json").read_text())
+    config = TrainConfig.from_dict({name: value for name, value in fields.items() if name not in ("corpus", "versions")})
+    checkpoints = Checkpoints(run_dir / "checkpoints", 1)
+    _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
+    checkpoints.close()
+    return jax.device_get(state.carried.fp8)
 
 
 @pytest.mark.once

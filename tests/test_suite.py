@@ -2,12 +2,15 @@
 
 import ast
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import benchmarks
 from benchmarks import cli, compare, readme, rows, runner
+from jgraph_models.gpt_config import GPTConfig
 
 FOLDER = Path(cli.__file__).parent
 RESULTS = sorted(runner.RESULTS.glob("*.json"))
@@ -266,6 +269,48 @@ def test_parameters_that_are_kept_are_not_compared_with_those_gathered_again():
     assert "| not run | 1.00 (layout=dp) |  |  |" in whole
     assert "| not run | 20.0 (as it comes) |  |  |" in kept
     assert "| 30.0 (compile:reshard; alone) | 24.0 (reshard=yes) | 1.25 |" in again
+
+
+def fp8_work(**times) -> dict:
+    rows = [
+        {"system": name.split("_")[0], "variant": name.partition("_")[2].replace("_", " "), "ms": ms, "repeats_ms": [ms]}
+        for name, ms in times.items()
+    ]
+    return {"config": {"batch_size": 2, "seq_len": 8}, "device": "X", "rows": rows, "environment": {"date": "2026-01-01"}}
+
+
+def test_fp8_is_compared_with_pytorchs_fastest_of_any_precision_and_with_our_bf16():
+    times = {"jgraph_fp8_delayed": 8.0, "jgraph_fp8_current": 9.0, "jgraph_bf16": 12.0}
+    one = fp8_work(**times, torch_compile=13.0, torch_float8_rowwise_compile=10.0)
+    one["rows"].append({"system": "torch", "variant": "float8 tensorwise compile", "failed": "no"})
+    line = readme.in_fp8([("gpt", one)])[-1]
+    torchs = "1.25 (float8 rowwise compile; fastest of 2, 1 failed)"
+    assert line == f"| gpt, 2x8 tokens | X | 12.0 | 9.00 | 8.00 | 13.0 | 10.0 | {torchs} | 1.50 |"
+
+
+def test_sharded_fp8_is_compared_with_its_like():
+    times = {"jgraph_fp8=delayed": 8.0, "jgraph": 12.0, "torch_compile": 13.0, "torch_compile:float8:reshard": 10.0}
+    kept, again = readme.in_fp8([("gpt", fp8_work(**times))])[-2:]
+    assert kept == "| gpt, 2x8 tokens, parameters kept | X | 12.0 |  | 8.00 | 13.0 |  | 1.62 (compile; alone) | 1.50 |"
+    assert again == "| gpt, 2x8 tokens, parameters gathered again | X |  |  |  |  | 10.0 | alone |  |"
+
+
+def test_results_of_fp8_come_into_the_readme_with_pages_of_their_own(tmp_path, monkeypatch):
+    for file in RESULTS:
+        if "fp8" not in file.stem:
+            shutil.copy(file, tmp_path)
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    assert "Products in FP8" not in readme.speed()
+    for name, title in (("fp8", "# A training step in FP8"), ("fsdp_fp8", "# Sharded training")):
+        work = fp8_work(jgraph=1.0) | {"ranks": 2}
+        work["rows"][0]["ranks"] = 2
+        work["config"] |= {"model": asdict(GPTConfig()), "graph": "auto", "xla_options": []}
+        work["environment"] |= {"revision": "x"}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"works": {"gpt": work}}))
+        assert readme.drawn(tmp_path / f"{name}.md").startswith(title)
+    told = readme.speed().partition("Products in FP8")[2]
+    assert "[fp8](benchmarks/results/fp8.md), [fsdp_fp8](benchmarks/results/fsdp_fp8.md)" in " ".join(told.split())
+    assert told.count("| gpt, 2x8 tokens | X | 1.00 |") == 2
 
 
 def test_benchmarks_import_no_tests():

@@ -3,7 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.peers.fsdp '{"config": {...}, "compile": true, ...}'
 
 Float32 parameters and AdamW moments are sharded, gathered block by block in the compute dtype; gradients are reduced in
-float32, and clipped by their global norm. Model and step are those of `benchmarks/single_gpu.py`.
+float32, and clipped by their global norm. With `float8` the blocks' weights are gathered in it, by scales that are made for all
+of them at once after the update, as torchao says. Model and step are those of `benchmarks/single_gpu.py`.
 """
 
 import json
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
-from benchmarks.peers.torch_gpt import GPT, adamw
+from benchmarks.peers.torch_gpt import GPT, adamw, to_float8
 from jgraph.training.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -32,7 +33,8 @@ def main() -> None:
     here = Ranks.join()
     here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
     config = TrainConfig.from_dict(asked["config"])
-    step = training_step(config, here.rank, here.ranks, here.device, compile=asked["compile"], reshard=asked["reshard"])
+    how = {name: asked[name] for name in ("compile", "reshard", "float8")}
+    step = training_step(config, here.rank, here.ranks, here.device, **how)
     if here.on_gpu:  # the whole model was here before it was sharded
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -43,14 +45,17 @@ def main() -> None:
     here.timed(step, 2)
     here.take_turns(step, each=False)
     here.tell(peak_bytes=here.peak_bytes())
+    dist.all_reduce(loss := step())
+    if not loss.isfinite():
+        raise FloatingPointError("the loss is not finite any more")
     here.leave()
 
 
 def training_step(
-    config: TrainConfig, rank: int, ranks: int, device: torch.device, *, compile: bool, reshard: bool
+    config: TrainConfig, rank: int, ranks: int, device: torch.device, *, compile: bool, reshard: bool, float8: bool
 ) -> Callable[[], Tensor]:
     """Returns a step on one batch (forward, backward, clipping, update) that gives back the loss of this rank's rows."""
-    model = sharded(config.model, device, ranks, compile=compile, reshard=reshard)
+    model = sharded(config.model, device, ranks, compile=compile, reshard=reshard, float8=float8)
     optimizer = adamw(model, config.optimizer)
     shape = config.batch_size, config.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
@@ -68,21 +73,32 @@ def training_step(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         optimizer.step()
+        if float8:
+            precompute_scales(model)
         return loss.detach()
 
     return step
 
 
-def sharded(config: GPTConfig, device: torch.device, ranks: int, *, compile: bool, reshard: bool) -> GPT:
+def precompute_scales(model: GPT) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def sharded(config: GPTConfig, device: torch.device, ranks: int, *, compile: bool, reshard: bool, float8: bool) -> GPT:
     """Makes the model, each block gathered and reduced alone, embedding, head and last norm together.
 
     Args:
         compile: each block; its hooks, which gather and reduce, stay outside.
         reshard: blocks are gathered again in the backward.
+        float8: of the blocks' projections; a CPU, to try this out, emulates it.
     """
     torch.manual_seed(0)  # all ranks make the same weights, whole, and keep their part
     with device:
         model = GPT(config)
+    if float8:
+        to_float8(model, "tensorwise", enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
     # Without cast_forward_inputs=False the rotary table would lose its float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -10,15 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.peers.torch_gpt import GPT, adamw
+from benchmarks.peers.torch_gpt import GPT, adamw, to_float8
 from jgraph.training.config import TrainConfig
-
-
-def to_float8(model: GPT, recipe: str) -> None:
-    """Puts torchao's float8 in the place of the blocks' projections, by a recipe of its: `tensorwise`, `rowwise`, ..."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(model.blocks, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 def main() -> None:

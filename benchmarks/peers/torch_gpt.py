@@ -6,6 +6,9 @@ Dtype policy as ours: float32 weights cast at use (what autocast does without it
 
 # B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -119,6 +122,13 @@ def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
     cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
     a, b = x_BTHK.to(cos_TK.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
+
+
+def to_float8(model: GPT, recipe: str, **options: Any) -> None:
+    """Puts torchao's float8 in the place of the blocks' projections, by a recipe of its: `tensorwise`, `rowwise`, ..."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model.blocks, config=replace(Float8LinearConfig.from_recipe_name(recipe), **options))
 
 
 def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:

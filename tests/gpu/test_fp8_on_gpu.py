@@ -1,0 +1,79 @@
+"""What only a GPU can show of FP8: how far its sums are from the numbers' own, and a captured step that goes on and on."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import jgraph
+from benchmarks.harness import soak
+from benchmarks.programs.step import Step
+from jgraph import FP8Config
+from jgraph.precision.product import XLA_OPTIONS
+from jgraph.xla import compiler_options
+from jgraph.xla.explain import FP8Products
+from tests.gpu.test_step_on_gpu import losses, small
+from tests.precision.test_fp8 import expected
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")]
+
+M, K, N = 512, 2048, 1024
+SOAKED = 1000
+RECIPES = [FP8Config(), FP8Config(recipe="delayed")]
+
+# Times 2**-13 |a| |b|, what 14 bits of a sum leave open, for operands of both signs. Fast: the tensor cores sum all K numbers
+# so. Full: they sum 128 or so, which are added up in float32. On a CPU all are float32's.
+FAST, FULL = 4, 2
+SUMS = {"y": FAST, "dx": FULL, "dw": FULL}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_product_and_its_gradients_are_those_of_the_rounded_operands_within_what_their_sums_leave_open(dtype):
+    w = jax.random.normal(jax.random.key(0), (K, N))
+    x, dy = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in ((1, (M, K)), (2, (M, N))))
+    stage = jgraph.fp8(lambda w, x: x @ w.astype(x.dtype))
+
+    def products(w, x, dy):
+        y, pull_back = jax.vjp(lambda w, x: stage.apply(w, {}, x), w, x)
+        return y, *reversed(pull_back(dy))
+
+    on_gpu = jax.default_backend() == "gpu"
+    options = compiler_options("auto", XLA_OPTIONS, platform="gpu") if on_gpu else None
+    compiled = jax.jit(products).lower(w, x, dy).compile(compiler_options=options)
+    if on_gpu:
+        assert FP8Products.of(compiled) == FP8Products(products=3, transposes=0)
+    multiples = {}
+    for name, found, (wanted, magnitude) in zip(SUMS, compiled(w, x, dy), expected(x, w, dy), strict=True):
+        end = 2.0**-8 * np.abs(wanted) if dtype == "bfloat16" else 0.0  # what is rounded after the sum
+        multiples[name] = np.max((np.abs(np.asarray(found, np.float64) - wanted) - end) / (2.0**-13 * magnitude))
+    print({name: f"{multiple:.3f}" for name, multiple in multiples.items()})
+    assert all(multiples[name] <= allowed for name, allowed in SUMS.items()), multiples
+
+
+@pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8.recipe)
+def test_a_thousand_captured_steps_do_not_hang_or_grow_and_the_loss_falls(fp8):
+    step = Step.of(small(precision="fp8", fp8=fp8), tell=lambda **row: None)
+    step.run()
+    step.wait()
+    before = step.result()
+    first, *told = soak(step.run, step.wait, step.devices, step.result, steps=SOAKED, hang_seconds=60)
+    assert [one["done"] for one in told] == [SOAKED * tenth // 10 for tenth in range(1, 11)]
+    if jax.default_backend() == "gpu":
+        assert max(one["device_bytes"] for one in told) <= first["first_device_bytes"]
+    assert {one["skipped"] for one in told} == {0}
+    assert np.isfinite([one["loss"] for one in told]).all()
+    assert told[-1]["loss"] < before["loss"] / 2
+
+
+@pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8.recipe)
+def test_capturing_the_step_changes_no_bit_of_its_losses(fp8):
+    # Without what adds up atomically, in any order: the embedding's gradient, and that of cuDNN's attention.
+    config = small(precision="fp8", fp8=fp8, freeze=("embedding_VD",))
+    config = replace(config, model=replace(config.model, attention="xla"))
+    captured, on = losses(config, steps=20)
+    uncaptured, off = losses(replace(config, graph="off"), steps=20)
+    if jax.default_backend() == "gpu":
+        assert on.captured
+        assert not off.captured
+    assert captured == uncaptured
