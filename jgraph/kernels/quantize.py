@@ -7,6 +7,8 @@ By bytes one pass over bfloat16 reads 2 and writes 1 + 1 an element: 0.125 ms fo
 # M rows, N columns, H pairs of rows
 
 import functools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -84,7 +86,7 @@ def cast_transpose_of(
 
     Args:
         fn: the function; implementations agree up to the rounding of its operations.
-        inputs: as `x_MN` of `cast_transpose`, all of one shape.
+        inputs: as `x_MN` of `cast_transpose`, at least one; besides, columns M x 1 and rows 1 x N of it, which are broadcast.
         inverse_scale, dtype, want, implementation, interpret: as there.
 
     Raises:
@@ -93,9 +95,10 @@ def cast_transpose_of(
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
     check_choice("want", want, ("both", "rows", "columns", "amax"))
     check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
-    shape = inputs[0].shape
+    shape = _shape(inputs)
     for x_MN in inputs:
-        if x_MN.ndim != 2 or x_MN.shape != shape or any(size % _ALIGNED or not size for size in shape):
+        broadcast = len(inputs) > 1 and x_MN.ndim == 2 and x_MN.shape in ((shape[0], 1), (1, shape[1]))
+        if not broadcast and (x_MN.shape != shape or len(shape) != 2 or any(size % _ALIGNED or not size for size in shape)):
             raise ShapeError(f"`x_MN` is {x_MN.shape}: must have two sizes, multiples of {_ALIGNED}; pad it", field="x_MN")
         if x_MN.dtype not in (jnp.bfloat16, jnp.float32):
             raise ShapeError(f"`x_MN` is {x_MN.dtype}: must be bfloat16 or float32", field="x_MN")
@@ -183,6 +186,10 @@ def amax(x: Array) -> Array:
     return lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
 
 
+def _shape(inputs: Sequence[Array]) -> tuple[int, ...]:
+    return max((x.shape for x in inputs), key=math.prod)
+
+
 def _fits_tiles(shape: tuple[int, ...]) -> bool:
     # The copy engine cuts off whole tiles outside of the array, and no part of one.
     return shape[0] % (2 * _PAIRS) == 0 and shape[1] % _WIDTH == 0
@@ -208,14 +215,15 @@ def _mosaic(
     from jax.experimental.pallas import mosaic_gpu
 
     plgpu: Any = mosaic_gpu  # jax 0.10 has less of it, by which a type checker judges
-    (M, N), tiles = inputs[0].shape, _TILES if fn == IDENTITY else 1
+    (M, N), tiles = _shape(inputs), _TILES if fn == IDENTITY else 1
+    WGMMA = plgpu.Layout.WGMMA
     H = M // 2
     grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * tiles))
     out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
     scratch: dict[str, Any] = {
-        "xs": [plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs],
-        "loaded": plgpu.Barrier(num_arrivals=2 * len(inputs), num_barriers=tiles),
+        "xs": [plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)],
     }
+    scratch["loaded"] = plgpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
     if want in ("both", "rows"):
         out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
         scratch["rows"] = plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
@@ -233,16 +241,38 @@ def _mosaic(
             return pl.ds((j * tiles + tile) * _WIDTH, _WIDTH)
 
         for tile in range(tiles):
-            for x_H2N, x in zip(whole, xs, strict=True):
+            for x_H2N, x in zip((x for x in whole if x.shape == (H, 2, N)), xs, strict=True):
                 for parity in range(2):
                     plgpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
+
+        # Before anything waits for the tiles.
+        vectors = {
+            (which, tile, parity): plgpu.load(x.at[pairs, parity], layout=WGMMA.reduce(1), optimized=False)
+            if x.shape == (H, 2)
+            else plgpu.load(x.at[width(tile)], layout=WGMMA.reduce(0), optimized=False)
+            for which, x in enumerate(whole)
+            if x.shape != (H, 2, N)
+            for tile in range(tiles)
+            for parity in range(2)
+        }
+
+        def operands(tile: int, parity: int) -> Iterator[Any]:
+            tiled = iter(xs)
+            for which, x in enumerate(whole):
+                if x.shape == (H, 2, N):
+                    found = next(tiled)[tile, parity]
+                else:
+                    along = (0,) if x.shape == (H, 2) else (1,)
+                    found = lax.broadcast_in_dim(vectors[which, tile, parity], (_PAIRS, _WIDTH), along)
+                yield plgpu.layout_cast(found, WGMMA)
+
         factor = scale[0]
         amax = None
         for tile in range(tiles):
             plgpu.barrier_wait(loaded.at[tile])
             halves = []
             for parity in range(2):
-                values = fn(*(plgpu.layout_cast(x[tile, parity], plgpu.Layout.WGMMA) for x in xs))
+                values = fn(*operands(tile, parity))
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
                 # What is compiled clips by itself.
@@ -264,6 +294,9 @@ def _mosaic(
         out["amax"][i, j] = jnp.max(amax)
         plgpu.wait_smem_to_gmem(0)
 
+    def laid_out(x: Array) -> Array:
+        return x.reshape(H, 2, N) if x.shape == (M, N) else x.reshape(H, 2) if x.shape == (M, 1) else x.reshape(N)
+
     found = plgpu.kernel(
         cast_transpose,
         out_type=tuple(out_type.values()),
@@ -273,7 +306,7 @@ def _mosaic(
         # Of exp: 2 units in the last place of float32.
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(*(x.reshape(H, 2, N) for x in inputs), inverse_scale.reshape(1))
+    )(*map(laid_out, inputs), inverse_scale.reshape(1))
     out = dict(zip(out_type, found, strict=True))
     quantized = out["rows"].reshape(M, N) if "rows" in out else None
     transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None

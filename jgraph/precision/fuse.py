@@ -5,6 +5,7 @@ forward and backward are one trace, and what an operand of an FP8 product is mad
 of other products. If nothing else needs the operand, it is never written.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 
-from jgraph.kernels.elementwise import Elementwise, Operand, can
+from jgraph.kernels.elementwise import IDENTITY, Elementwise, Operand, can
 from jgraph.kernels.quantize import asked, cast_transpose_of, choose, has_kernel
 from jgraph.scopes import scope
 from jgraph.trace import replay
@@ -24,6 +25,7 @@ _MOST = 4  # inputs of a kernel, whose tiles have to fit into shared memory
 _FLOATS = (jnp.bfloat16, jnp.float32)
 _RESULTS = ("optimization_barrier", "dot_general")
 """What a kernel may read besides arguments of the program: results that are written anyway."""
+_VIEWS = ("reshape", "copy")
 
 
 def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
@@ -61,21 +63,21 @@ class _Fusion:
 
     Attributes:
         fn: the function.
-        inputs: variables that it is of.
+        inputs: variables that it is of, and the shape in which each is given to the kernel: whole, a column or a row.
         instead: variables with its result, which then need not be there.
     """
 
     fn: Elementwise
-    inputs: tuple[Any, ...]
+    inputs: tuple[tuple[Any, tuple[int, ...]], ...]
     instead: tuple[Any, ...]
 
     def run(self, read: Callable[[Any], Array], eqn: Any, implementation: str) -> list[Array]:
         """Returns what the equation does."""
         wanted = asked(eqn)
         assert wanted is not None, "only such calls are fused"
-        (dtype, want), shape = wanted, eqn.invars[0].aval.shape
+        dtype, want = wanted
         scale = jnp.float32(1) if want == "amax" else read(eqn.invars[1])
-        inputs = tuple(read(v).reshape(shape) for v in self.inputs)
+        inputs = tuple(read(v).reshape(of) for v, of in self.inputs)
         with scope("quantize"):
             found = cast_transpose_of(
                 self.fn, inputs, scale, dtype or jnp.float8_e4m3fn, want=want, implementation=implementation
@@ -86,12 +88,11 @@ class _Fusion:
 def _fusions(jaxpr: core.Jaxpr, implementation: str) -> dict[int, _Fusion]:
     """Returns the fusions, by the numbers of their equations."""
     whole, found = _Frame(jaxpr), {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        if asked(eqn) is None:
-            continue
-        x: Any = eqn.invars[0]
+    calls: dict[int, Any] = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if asked(eqn) is not None}
+    _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY, (), ())))
+    for i, x in calls.items():
         kernel = implementation != "auto" or choose(x.aval.shape) != "xla"
-        if len(x.aval.shape) == 2 and kernel and (fusion := _Chain(whole, x).fusion()):
+        if len(x.aval.shape) == 2 and kernel and (fusion := _Chain(whole, x, written).fusion()):
             found[i] = fusion
     while True:
         alive, variables = _needed(jaxpr, found)
@@ -108,7 +109,7 @@ def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int]
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if eqn.effects or not variables.isdisjoint(eqn.outvars):
             equations.add(i)
-            inputs = [*fusions[i].inputs, *eqn.invars[1:]] if i in fusions else eqn.invars
+            inputs = [*(v for v, _ in fusions[i].inputs), *eqn.invars[1:]] if i in fusions else eqn.invars
             variables.update(v for v in inputs if not replay.is_literal(v))
     return equations, variables
 
@@ -143,6 +144,13 @@ class _Frame:
             self._inner[id(eqn)] = _Frame(jaxpr, bound)
         return self._inner[id(eqn)]
 
+    def outermost(self, atom: Any) -> tuple[Any, "_Frame"]:
+        """Returns what a variable of this frame is where it is defined."""
+        frame = self
+        while not replay.is_literal(atom) and atom in frame.bound:
+            atom, frame = frame.bound[atom]
+        return atom, frame
+
 
 class _CannotError(Exception):
     """The array is not a function that a kernel can compute of arrays that are there."""
@@ -150,11 +158,22 @@ class _CannotError(Exception):
 
 @dataclass(eq=False)
 class _Chain:
-    """Follows a variable of the outermost jaxpr to what it is computed of; `computed` as soon as it comes to an operation."""
+    """Follows a variable of the outermost jaxpr to what it is computed of.
+
+    Attributes:
+        whole: the outermost jaxpr.
+        of: the variable, [M, N].
+        written: variables that are needed even if every such one is computed where it is quantized.
+        inputs, steps: what is found.
+        known: values of variables.
+        instead: variables that are the same array as `of`.
+        computed: if an operation was met.
+    """
 
     whole: _Frame
     of: Any
-    inputs: list[Any] = field(default_factory=list)
+    written: set[Any]
+    inputs: list[tuple[Any, tuple[int, ...]]] = field(default_factory=list)
     steps: list[tuple[str, tuple[Operand, ...]]] = field(default_factory=list)
     known: dict[tuple[_Frame, Any], Operand] = field(default_factory=dict)
     instead: list[Any] = field(default_factory=list)
@@ -166,7 +185,8 @@ class _Chain:
             self.follow(self.of, self.whole)
         except _CannotError:
             return None
-        if not self.steps or not 0 < len(self.inputs) <= _MOST:
+        tiles = sum(shape == self.of.aval.shape for _, shape in self.inputs)
+        if not self.steps or not 0 < tiles <= _MOST:
             return None
         # Inputs were counted as negative numbers, from the last one on.
         count = len(self.inputs)
@@ -178,8 +198,7 @@ class _Chain:
 
     def follow(self, atom: Any, frame: _Frame) -> Operand:
         """Returns the value that a variable or literal has."""
-        while not replay.is_literal(atom) and atom in frame.bound:
-            atom, frame = frame.bound[atom]
+        atom, frame = frame.outermost(atom)
         if replay.is_literal(atom):
             if jnp.size(atom.val) != 1 or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
                 raise _CannotError
@@ -188,16 +207,43 @@ class _Chain:
             self.known[frame, atom] = self.define(atom, frame)
         return self.known[frame, atom]
 
+    def read(self, atom: Any, frame: _Frame, shape: tuple[int, ...]) -> Operand:
+        """Makes an array an input, in a shape."""
+        atom, frame = frame.outermost(atom)
+        if frame is not self.whole or replay.is_literal(atom) or atom.aval.dtype not in _FLOATS:
+            raise _CannotError
+        assert atom.aval.size == math.prod(shape), "it has as many elements"
+        self.inputs.append((atom, shape))
+        return -len(self.inputs)
+
+    def broadcast(self, eqn: core.JaxprEqn, frame: _Frame) -> Operand:
+        """Follows a constant, or reads a column or a row."""
+        (atom, *_), (rows, columns) = eqn.invars, self.of.aval.shape
+        if replay.is_literal(atom):
+            return self.follow(atom, frame)
+        small: Any = atom.aval
+        result: Any = eqn.outvars[0].aval
+        last, axes = len(result.shape) - 1, eqn.params["broadcast_dimensions"]
+        width = small.shape[axes.index(last)] if last in axes else 1
+        if result.size != rows * columns or result.shape[-1] != columns:
+            raise _CannotError
+        if small.size == rows and width == 1:
+            return self.read(atom, frame, (rows, 1))
+        if small.size == columns and width == columns:
+            return self.read(atom, frame, (1, columns))
+        raise _CannotError
+
     def define(self, var: Any, frame: _Frame) -> Operand:
         """Follows a variable through the equation that it is a result of."""
         eqn, which = frame.definitions.get(var, (None, 0))
         operands: list[Any] = [] if eqn is None else eqn.invars
         name = eqn.primitive.name if eqn is not None else ""
-        if eqn is None or name in _RESULTS:
-            if frame is not self.whole or var.aval.size != self.of.aval.size or var.aval.dtype not in _FLOATS:
+        whole = var.aval.size == self.of.aval.size
+        written = self.computed and var in self.written and var.aval.dtype == jnp.bfloat16
+        if eqn is None or name in _RESULTS or (written and name not in _VIEWS):
+            if not whole:
                 raise _CannotError
-            self.inputs.append(var)
-            return -len(self.inputs)
+            return self.read(var, frame, self.of.aval.shape)
         if not self.computed and frame is self.whole:
             self.instead.append(var)
         if name in (*replay.JITS, *replay.CUSTOM) and asked(eqn) is None:
@@ -205,17 +251,17 @@ class _Chain:
             return self.follow(inner.jaxpr.outvars[which], inner)
         if name == "convert_element_type" and all(v.aval.dtype in _FLOATS for v in (var, *operands)):
             return self.follow(operands[0], frame)
-        if name in ("reshape", "copy") and operands[0].aval.size == var.aval.size:
+        if name in _VIEWS and operands[0].aval.size == var.aval.size:
             return self.follow(operands[0], frame)
-        if name == "broadcast_in_dim" and replay.is_literal(operands[0]):
-            return self.follow(operands[0], frame)
+        if name == "broadcast_in_dim":
+            return self.broadcast(eqn, frame)
         self.computed = True
         if name == "integer_pow" and eqn.params["y"] > 0:
             power = base = self.follow(operands[0], frame)
             for _ in range(eqn.params["y"] - 1):
                 power = self.step("mul", (power, base))
             return power
-        if not can(name) or var.aval.size != self.of.aval.size:
+        if not can(name) or not whole:
             raise _CannotError
         return self.step(name, tuple(self.follow(v, frame) for v in operands))
 
