@@ -3,6 +3,8 @@
 #
 #     bash benchmarks/two_gpus.sh one|several|rest|tests OUT [REVISION]
 #
+# and what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` on two; torchao must be there.
+#
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
 # running. What one GPU is enough for runs on both at once, another work on each.
 set -u
@@ -14,10 +16,10 @@ export PYTHONUNBUFFERED=1
 failed=$(mktemp)
 
 piece() { # SECONDS BENCHMARK FLAGS...
-  local limit=$1 started=$SECONDS status=0
-  shift
-  timeout -k 30 "$limit" python3 -m benchmarks run "$@" --timeout 100 --out "$out" --revision "$revision" >>"$out/log.txt" 2>&1 || status=$?
-  echo "exit $status after $((SECONDS - started)) s: $*" | tee -a "$([ $status = 0 ] && echo /dev/null || echo "$failed")"
+  local limit=$1 name=$2 started=$SECONDS status=0
+  shift 2
+  timeout -k 30 "$limit" python3 -m benchmarks run "$name" --timeout 100 --out "$out" --revision "$revision" "$@" >>"$out/log.txt" 2>&1 || status=$?
+  echo "exit $status after $((SECONDS - started)) s: $name $*" | tee -a "$([ $status = 0 ] && echo /dev/null || echo "$failed")"
 }
 on() { # GPU PIECE...
   CUDA_VISIBLE_DEVICES=$1 piece "${@:2}"
@@ -27,10 +29,16 @@ tests() { # mostly compiling, so several processes share the GPUs
     echo "pytest: exit $?" >>"$failed"
   tail -n 60 "$out/pytest.txt" | cut -c1-300
 }
+train() { # NAME FLAGS...
+  CUDA_VISIBLE_DEVICES=0 XLA_CLIENT_MEM_FRACTION=0.22 timeout 470 python3 -m jgraph.train --preset gpt-124m --data python-source \
+    --steps 2000 --log-every 10 --eval-every 500 --checkpoint-every 2000 --sample-tokens 0 --on-nonfinite skip \
+    --run-dir "$runs/$1" "${@:2}" >"$runs/$1.txt" 2>&1 || echo "$1: exit $?, $(tail -n 1 "$runs/$1.txt")" >>"$failed"
+}
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the card to reach its power limit
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
+sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
 case $part in
@@ -61,6 +69,24 @@ rest)
   tests
   ;;
 tests) tests ;;
+fp8)
+  piece 130 kernels --rounds 2 $short
+  piece 200 fp8 --presets gpt-124m --rounds 3
+  piece 250 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8 delayed" "jgraph fp8 current" \
+    "jgraph bf16" "torch float8 tensorwise compile" "torch float8 rowwise compile"
+  ;;
+curves)
+  runs=$(mktemp -d)
+  train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &
+  wait
+  piece 60 convergence --name convergence_fp8 --draw "$out" --runs "bf16=$runs/bf16" "again=$runs/again" "current=$runs/current" \
+    "delayed=$runs/delayed"
+  ;;
+fp8_sharded)
+  piece 260 $sharded --work gpt-1b3 --together 2
+  piece 300 $sharded --work gpt-7b --together 1
+  piece 35 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
+  ;;
 esac
 python3 -m benchmarks show "$out"
 echo "failed: $(cat "$failed")"
