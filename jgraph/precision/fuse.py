@@ -216,21 +216,17 @@ class _Chain:
         self.inputs.append((atom, shape))
         return -len(self.inputs)
 
-    def broadcast(self, eqn: core.JaxprEqn, frame: _Frame) -> Operand:
-        """Follows a constant, or reads a column or a row."""
-        (atom, *_), (rows, columns) = eqn.invars, self.of.aval.shape
+    def broadcast(self, atom: Any, frame: _Frame, axes: Sequence[int], result: Any) -> Operand:
+        """Follows a constant that is broadcast to an array, or reads a column or a row that is."""
         if replay.is_literal(atom):
             return self.follow(atom, frame)
-        small: Any = atom.aval
-        result: Any = eqn.outvars[0].aval
-        last, axes = len(result.shape) - 1, eqn.params["broadcast_dimensions"]
+        (rows, columns), small, last = self.of.aval.shape, atom.aval, len(result.shape) - 1
         width = small.shape[axes.index(last)] if last in axes else 1
-        if result.size != rows * columns or result.shape[-1] != columns:
-            raise _CannotError
-        if small.size == rows and width == 1:
-            return self.read(atom, frame, (rows, 1))
-        if small.size == columns and width == columns:
-            return self.read(atom, frame, (1, columns))
+        if result.size == rows * columns and result.shape[last] == columns:
+            if small.size == rows and width == 1:
+                return self.read(atom, frame, (rows, 1))
+            if small.size == columns and width == columns:
+                return self.read(atom, frame, (1, columns))
         raise _CannotError
 
     def define(self, var: Any, frame: _Frame) -> Operand:
@@ -254,7 +250,7 @@ class _Chain:
         if name in _VIEWS and operands[0].aval.size == var.aval.size:
             return self.follow(operands[0], frame)
         if name == "broadcast_in_dim":
-            return self.broadcast(eqn, frame)
+            return self.broadcast(operands[0], frame, eqn.params["broadcast_dimensions"], var.aval)
         self.computed = True
         if name == "integer_pow" and eqn.params["y"] > 0:
             power = base = self.follow(operands[0], frame)
@@ -263,7 +259,14 @@ class _Chain:
             return power
         if not can(name) or not whole:
             raise _CannotError
-        return self.step(name, tuple(self.follow(v, frame) for v in operands))
+        axes = range(len(var.aval.shape))
+        return self.step(
+            name,
+            tuple(
+                self.follow(v, frame) if v.aval.size == var.aval.size else self.broadcast(v, frame, axes, var.aval)
+                for v in operands
+            ),
+        )
 
     def step(self, name: str, operands: Sequence[Operand]) -> Operand:
         """Adds an operation, and returns its value."""
