@@ -197,14 +197,19 @@ def train_step(
 def _in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
     """Returns the binding of a step with products in FP8, and with their histories where scaling is delayed."""
     if not callable(loss):
-        raise ConfigError("`fp8` is given: must be None with the strategy Pipelined", field="precision")
+        raise ConfigError("`fp8` is given: must be None with the strategy Pipelined", field="fp8")
     if batch is None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
     microbatch = _microbatch(batch, binding.num_microbatches, getattr(strategy, "mesh", None))
     state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
     args = (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
     precision = FP8Function(loss, config)
-    history = jax.eval_shape(lambda: precision.init(strategy.shapes, *args))
+    try:
+        history = jax.eval_shape(lambda: precision.init(strategy.shapes, *args))
+    except ConfigError as e:
+        if e.field != "fn":
+            raise
+        raise ConfigError(str(e).replace("`fn`", "`loss`"), field="loss") from None
     if jax.tree.leaves(history):
         largest = jax.tree.map(lambda _: "max", history)
         carried, reductions = WithHistory(binding.carried, history), WithHistory(binding.reductions, largest)

@@ -140,7 +140,8 @@ class FullySharded:
             shape decides.
         annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
         compute_dtype: dtype in which matrices are gathered; None gathers them as they are kept.
-        reshard_after_forward: whether parameters are gathered a second time for the backward, instead of being kept.
+        reshard_after_forward: whether parameters are gathered a second time for the backward, instead of being kept. Weights in
+            FP8 are kept.
     """
 
     mesh: Mesh

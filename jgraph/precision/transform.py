@@ -100,7 +100,7 @@ class FP8Function(OwnProducts):
         products = _named(sites, names, self.config)
         if all(product.kept for product in products):
             some = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied with a parameter"
-            raise ConfigError(f"`precision` is fp8: must be bf16 where no product can be in FP8 ({some})", field="precision")
+            raise ConfigError(f"`fn` must have a product that can be in FP8, and has none ({some})", field="fn")
         return Plan(self.config, closed, found.block, sites, products, tuple(names), jax.tree.structure(traced.out_info))
 
     @cached_property

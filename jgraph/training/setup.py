@@ -1,8 +1,9 @@
 """From a configuration to the functions of a run: the model found by name, its optimizer, its strategy and its step."""
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,21 +103,22 @@ class TrainSetup:
             )
         else:
             loss, strategy = mean_loss, Replicated(mesh, model.shapes)
-        step = train_step(
-            loss,
-            elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
-            strategy,
-            num_microbatches=config.num_microbatches,
-            clip_norm=config.optimizer.clip_norm,
-            key=config.seed,
-            params_dtype=config.main_params_dtype,
-            grads_dtype=config.main_grads_dtype,
-            read_dtype=config.read_dtype,
-            freeze=config.freeze,
-            carried=model.carried,
-            fp8=_fp8(config),
-            batch=jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32),
-        )
+        with _precision_at_fault(config):
+            step = train_step(
+                loss,
+                elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
+                strategy,
+                num_microbatches=config.num_microbatches,
+                clip_norm=config.optimizer.clip_norm,
+                key=config.seed,
+                params_dtype=config.main_params_dtype,
+                grads_dtype=config.main_grads_dtype,
+                read_dtype=config.read_dtype,
+                freeze=config.freeze,
+                carried=model.carried,
+                fp8=_fp8(config),
+                batch=jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32),
+            )
         return cls(config, model, step)
 
     @property
@@ -261,7 +263,8 @@ class TrainSetup:
             return ""
         products = binding.fp8.plan(self.model.shapes, *binding.microbatch).products
         on_gpu = jax.default_backend() == "gpu"
-        return about(products, binding.fp8.config, FP8Products.of(compiled.executable) if on_gpu else None)
+        line = about(products, binding.fp8.config, FP8Products.of(compiled.executable) if on_gpu else None)
+        return f"{line}; weights in FP8 stay gathered for the backward" if self.config.reshard_after_forward else line
 
     def about_pipeline(self, compiled: CompiledStep) -> str:
         """Returns a line on the schedule and on the memory of a step, predicted and taken; empty without a pipeline."""
@@ -297,6 +300,19 @@ def _model(config: TrainConfig) -> FunctionalModel:
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
         return functional(make, tokens_BS, key=config.seed)
+
+
+@contextlib.contextmanager
+def _precision_at_fault(config: TrainConfig) -> Iterator[None]:
+    """Names `precision` in the error of a model that has no product in FP8: nobody gave a loss here."""
+    try:
+        yield
+    except ConfigError as e:
+        if e.field != "loss" or config.precision == "bf16":
+            raise
+        raise ConfigError(
+            f"`precision` is fp8: must be bf16; {str(e).replace('`loss`', 'the loss')}", field="precision"
+        ) from None
 
 
 def _fp8(config: TrainConfig) -> FP8Config | None:

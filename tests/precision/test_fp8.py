@@ -135,7 +135,7 @@ def test_inner_blocks_need_numbers():
 def test_a_function_without_a_product_for_fp8_is_refused_with_the_reason(fn, why):
     with pytest.raises(ConfigError, match=why) as error:
         jgraph.fp8(fn).init({"w": normal(0, D, F)}, normal(1, B, D))
-    assert error.value.field == "precision"
+    assert error.value.field == "fn"
 
 
 def test_a_weight_used_twice_has_an_amax_for_each_use():

@@ -129,3 +129,12 @@ def test_a_step_in_fp8_needs_the_shapes_of_a_batch():
     with pytest.raises(ConfigError) as error:
         jgraph.train_step(loss, optax.sgd(0.1), strategy("one"), fp8=DELAYED)
     assert error.value.field == "batch"
+
+
+@pytest.mark.parametrize(
+    ("other", "field"), [(lambda params, batch, key: jnp.sum(params["blocks"][0]["up"]), "loss"), ("no function", "fp8")]
+)
+def test_a_step_in_fp8_names_its_own_argument_where_nothing_can_be(other, field):
+    with pytest.raises(ConfigError) as error:
+        made("one", loss=other)
+    assert error.value.field == field

@@ -49,6 +49,11 @@ def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
     assert setup._fp8(TrainConfig(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
+def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys):
+    assert tiny.train(tmp_path, *RUN, "--steps", "1", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
+    assert "weights in FP8 stay gathered for the backward" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize(("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--fsdp", "--seed")])
