@@ -46,6 +46,6 @@ def test_the_kernel_gives_the_bits_of_plain_jax_and_is_captured(source, dtype):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_the_kernel_computes_is_within_one_step_of_fp8(name):
     fn, scale = steps(name), jnp.float32(4)
-    inputs = inputs_of(fn, (2048, 1024))
+    inputs = inputs_of(name, (2048, 1024))
     compiled = captured(functools.partial(cast_transpose_of, fn, implementation="mosaic"), inputs, scale)
     assert_within_one_step(compiled(inputs, scale), cast_transpose_of(fn, inputs, scale, implementation="xla"))

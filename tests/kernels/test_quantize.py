@@ -79,15 +79,21 @@ def steps(name):
         "gelu": Elementwise(1, (*gelu, ("add", (6, 1.0)), ("mul", (7, 0)), ("mul", (8, 0.5)))),
         "swiglu": Elementwise(3, swiglu),
         "erf": Elementwise(1, (("erf", (0,)), ("mul", (0, 1)))),
+        "norm": Elementwise(4, (("sub", (0, 1)), ("mul", (2, 3)), ("mul", (4, 5)))),
         "roots": Elementwise(2, (("abs", (0,)), ("add", (2, 1.0)), ("rsqrt", (3,)), ("max", (4, 1)), ("neg", (5,)))),
     }[name]
 
 
-FUNCTIONS = ("gelu", "swiglu", "erf", "roots")
+FUNCTIONS = ("gelu", "swiglu", "erf", "norm", "roots")
 
 
-def inputs_of(fn, shape=(256, 192)):
-    return tuple(3 * jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(fn.inputs))
+def inputs_of(name, shape=(256, 192)):
+    shapes = [shape, (shape[0], 1), (shape[0], 1), (1, shape[1])] if name == "norm" else [shape] * steps(name).inputs
+    dtypes = [jnp.bfloat16, jnp.float32, jnp.float32, jnp.bfloat16]
+    return tuple(
+        3 * jax.random.normal(jax.random.key(i), shape, dtype if name == "norm" else jnp.bfloat16)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    )
 
 
 def assert_within_one_step(found, wanted):
@@ -102,12 +108,13 @@ def assert_within_one_step(found, wanted):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_quantized_as_its_result_would_be(name):
     fn, scale = steps(name), jnp.float32(4)
-    inputs = inputs_of(fn)
+    inputs = inputs_of(name)
     result = fn(*inputs)
     wanted = {
         "gelu": lambda x: jax.nn.gelu(x),
         "swiglu": lambda x, y, z: jax.nn.silu(x) * y * z,
         "erf": lambda x: x * jax.lax.erf(x),
+        "norm": lambda x, mean, root, scale: (x - mean) * (root * scale),
         "roots": lambda x, y: -jnp.maximum(jax.lax.rsqrt(abs(x) + 1), y),
     }[name](*(x.astype(jnp.float32) for x in inputs))
     np.testing.assert_allclose(result, wanted, rtol=2e-4, atol=1e-5)
@@ -120,8 +127,8 @@ def test_a_function_is_quantized_as_its_result_would_be(name):
 @pytest.mark.parametrize("want", ["both", "amax"])
 def test_the_kernel_computes_what_it_quantizes(name, want):
     fn, scale = steps(name), jnp.float32(4)
-    found = cast_transpose_of(fn, inputs_of(fn), scale, want=want, implementation="mosaic", interpret=True)
-    wanted = cast_transpose_of(fn, inputs_of(fn), scale, implementation="xla")
+    found = cast_transpose_of(fn, inputs_of(name), scale, want=want, implementation="mosaic", interpret=True)
+    wanted = cast_transpose_of(fn, inputs_of(name), scale, implementation="xla")
     if want == "both":
         assert_within_one_step(found, wanted)
     else:
@@ -183,6 +190,16 @@ def test_the_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, 
     # The kernel, and the maximum over its blocks.
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 2)
     assert "copy(" not in compiled.as_text()
+
+
+@needs_mosaic
+@pytest.mark.target
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_the_kernel_computes_is_compiled_for_an_h200(h200, name):
+    fn = functools.partial(cast_transpose_of, steps(name), implementation="mosaic")
+    args = inputs_of(name), jnp.float32(1)
+    _, report = aot.compile_for(jax.jit(fn), *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
+    assert report.total == 2
 
 
 @needs_mosaic

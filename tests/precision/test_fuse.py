@@ -51,6 +51,9 @@ def quantized(fn):
         jax.nn.silu,
         lambda x: jax.nn.relu(x) ** 2,
         lambda x: jnp.tanh(x.reshape(2, 64, 64)) / 2,
+        lambda x: jnp.tanh(x + jnp.arange(64.0)),
+        lambda x: jnp.tanh(x * jnp.cos(jnp.sum(x, 1, keepdims=True))),
+        lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum(2))[..., None]),
     ],
 )
 def test_an_activation_is_computed_where_it_is_quantized(fn):
@@ -82,7 +85,8 @@ def test_what_somebody_else_needs_is_written_as_it_was():
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: jnp.tanh(x) * jnp.arange(64.0),  # no array of x's shape
+        lambda x: jnp.tanh(x) * jnp.arange(128.0 * 64).reshape(128, 64),  # which nobody else needs
+        lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum((0, 2)))[None, :, None]),  # no whole column
         lambda x: jnp.tanh(jnp.sort(x)),  # nothing that is written anyway
         lambda x: jnp.tanh(x).T,
         lambda x: jnp.where(x > 0, jnp.tanh(x), x),
@@ -93,6 +97,19 @@ def test_what_a_kernel_cannot_compute_is_left_as_it_was(fn):
     x = values(0)
     assert primitives(fuse(quantized(fn)), x) >= {"tanh"}
     jax.tree.map(np.testing.assert_array_equal, fuse(quantized(fn))(x), quantized(fn)(x))
+
+
+def test_a_norm_reads_what_is_written_for_others():
+    def residual(x, y):
+        h = (x + y).astype(jnp.bfloat16)
+        norm = jnp.tanh(h * jnp.cos(jnp.sum(h, 1, keepdims=True, dtype=jnp.float32)))
+        return jgraph.kernels.cast_transpose(norm, jnp.float32(16)), h + 1
+
+    x, y = values(0), values(1)
+    assert "tanh" not in primitives(fuse(residual), x, y)
+    (found, h), (wanted, expected) = fuse(residual)(x, y), residual(x, y)
+    assert_within_one_step(found, wanted)
+    np.testing.assert_array_equal(h, expected)
 
 
 class MLP(nnx.Module):
