@@ -51,7 +51,7 @@ _OPS = {
     "sub": operator.sub,
     "tanh": lambda x: 2 * _logistic(x, times=2) - 1,
 }
-"""By the names of jax's primitives, in float32."""
+"""By the names of jax's primitives, in float32; tanh and erf within 2e-7."""
 
 
 @dataclass(frozen=True)

@@ -110,13 +110,13 @@ def cast_transpose_of(
         allowed = f"multiples of {2 * _PAIRS} x {_WIDTH}"
         message = f"`x_MN` is {shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
         raise ShapeError(message, field="x_MN")
-    return _cast_transpose(inputs, inverse_scale, fn, jnp.dtype(dtype), want, chosen, interpret)
+    return _jgraph_cast_transpose(inputs, inverse_scale, fn, jnp.dtype(dtype), want, chosen, interpret)
 
 
 # One function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles each for a
 # second.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _cast_transpose(
+def _jgraph_cast_transpose(
     inputs: tuple[Array, ...],
     inverse_scale: Array,
     fn: Elementwise,
@@ -129,14 +129,19 @@ def _cast_transpose(
 
 
 def asked(eqn: JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
-    """Returns the dtype and the `want` of a call of `cast_transpose` (both, or rows) or `amax` in a trace; None for others."""
+    """Returns the dtype and the `want` of a call of `cast_transpose` (both, or rows) or `amax` in a trace.
+
+    None for others, and where rows and columns have one shape and only one of them is there.
+    """
     name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else ""
-    if name == "amax":
+    if name == "_jgraph_amax":
         return None, "amax"
-    if name != "_cast_transpose":
+    if name != "_jgraph_cast_transpose":
         return None
-    first: Any = eqn.outvars[0]
-    return first.aval.dtype, "both" if len(eqn.outvars) == 3 else "rows"
+    x, first = eqn.invars[0].aval, eqn.outvars[0].aval  # pyright: ignore[reportAttributeAccessIssue]
+    if len(eqn.outvars) == 3:
+        return first.dtype, "both"
+    return (first.dtype, "rows") if first.shape == x.shape != x.shape[::-1] else None
 
 
 def choose(shape: tuple[int, ...]) -> str:
@@ -178,9 +183,13 @@ def _xla(
     return Quantized(quantized if rows else None, quantized.T if columns else None, amax(x_MN))
 
 
-@jax.jit
 def amax(x: Array) -> Array:
     """Returns the largest magnitude in float32, NaN if there is a NaN, by XLA."""
+    return _jgraph_amax(x)
+
+
+@jax.jit
+def _jgraph_amax(x: Array) -> Array:
     # As integers they have the same order, and a NaN is the largest: XLA's maximum of floats on a CPU may lose one.
     magnitudes = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)

@@ -96,10 +96,10 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> dict[int, _Fusion]:
             found[i] = fusion
     while True:
         alive, variables = _needed(jaxpr, found)
-        written = [i for i in found if i in alive and variables.intersection(found[i].instead)]
-        if not written:
+        there = [i for i in found if i in alive and variables.intersection(found[i].instead)]
+        if not there:
             return found
-        for i in written:  # somebody else needs the array, so it can as well be read
+        for i in there:  # somebody else needs the array, so it can as well be read
             del found[i]
 
 
@@ -259,14 +259,13 @@ class _Chain:
             return power
         if not can(name) or not whole:
             raise _CannotError
-        axes = range(len(var.aval.shape))
-        return self.step(
-            name,
-            tuple(
-                self.follow(v, frame) if v.aval.size == var.aval.size else self.broadcast(v, frame, axes, var.aval)
-                for v in operands
-            ),
-        )
+        return self.step(name, [self.operand(v, frame, var.aval) for v in operands])
+
+    def operand(self, atom: Any, frame: _Frame, result: Any) -> Operand:
+        """Follows an operand of an operation, which may broadcast axes of length 1 by itself."""
+        if atom.aval.size == result.size:
+            return self.follow(atom, frame)
+        return self.broadcast(atom, frame, range(len(atom.aval.shape)), result)
 
     def step(self, name: str, operands: Sequence[Operand]) -> Operand:
         """Adds an operation, and returns its value."""
