@@ -1,6 +1,7 @@
 """Kernels that XLA does not make well, each with its plain jax reference and a choice by device."""
 
 from jgraph.kernels.quantize import Quantized as Quantized
+from jgraph.kernels.quantize import Slot as Slot
 from jgraph.kernels.quantize import amax as amax
 from jgraph.kernels.quantize import cast as cast
 from jgraph.kernels.quantize import cast_transpose as cast_transpose

@@ -41,12 +41,27 @@ class Quantized(NamedTuple):
     amax: Array
 
 
+class Slot(NamedTuple):
+    """A place in pools of arrays, known at run time.
+
+    Attributes:
+        rows: FP8 [S, M, N]; None where rows are not wanted.
+        columns: FP8 [S, N, M]; None where columns are not wanted.
+        number: int32 scalar in [0, S), which slot.
+    """
+
+    rows: Array | None
+    columns: Array | None
+    number: Array
+
+
 def cast_transpose(
     x_MN: Array,
     inverse_scale: Array,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
     want: Want = "both",
+    into: Slot | None = None,
     implementation: str = "auto",
     interpret: bool = False,
 ) -> Quantized:
@@ -59,6 +74,7 @@ def cast_transpose(
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
         want: what of the result is read: `both`, `rows`, `columns`, or no more than the `amax`.
+        into: where to write; the result then has the pools. In a jitted function that donates them nothing is copied.
         implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (anywhere), or
             `auto`, which takes the first of them that can.
         interpret: runs a kernel's body on the CPU, for tests.
@@ -68,7 +84,7 @@ def cast_transpose(
         ShapeError: `x_MN` or `inverse_scale` has a shape or dtype that is not allowed.
     """
     return cast_transpose_of(
-        IDENTITY, (x_MN,), inverse_scale, dtype, want=want, implementation=implementation, interpret=interpret
+        IDENTITY, (x_MN,), inverse_scale, dtype, want=want, into=into, implementation=implementation, interpret=interpret
     )
 
 
@@ -79,6 +95,7 @@ def cast_transpose_of(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
     want: Want = "both",
+    into: Slot | None = None,
     implementation: str = "auto",
     interpret: bool = False,
 ) -> Quantized:
@@ -87,7 +104,7 @@ def cast_transpose_of(
     Args:
         fn: the function; implementations agree up to the rounding of its operations.
         inputs: as `x_MN` of `cast_transpose`, at least one; besides, columns M x 1 and rows 1 x N of it, which are broadcast.
-        inverse_scale, dtype, want, implementation, interpret: as there.
+        inverse_scale, dtype, want, into, implementation, interpret: as there.
 
     Raises:
         ConfigError, ShapeError: as there.
@@ -105,12 +122,28 @@ def cast_transpose_of(
     if inverse_scale.shape != () or inverse_scale.dtype != jnp.float32:
         message = f"`inverse_scale` is {inverse_scale.dtype}{list(inverse_scale.shape)}: must be a float32 scalar"
         raise ShapeError(message, field="inverse_scale")
+    if into is not None:
+        _check_slot(into, shape, jnp.dtype(dtype), want)
     chosen = choose(shape) if implementation == "auto" else implementation
     if chosen == "mosaic" and not _fits_tiles(shape):
         allowed = f"multiples of {2 * _PAIRS} x {_WIDTH}"
         message = f"`x_MN` is {shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
         raise ShapeError(message, field="x_MN")
-    return _jgraph_cast_transpose(inputs, inverse_scale, fn, jnp.dtype(dtype), want, chosen, interpret)
+    return _jgraph_cast_transpose(inputs, inverse_scale, fn, jnp.dtype(dtype), want, chosen, interpret, into)
+
+
+def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want) -> None:
+    shapes = {"rows": shape, "columns": shape[::-1]}
+    for name in shapes:
+        pool, wanted = getattr(into, name), want in ("both", name)
+        if not wanted if pool is None else wanted and pool.shape[1:] == shapes[name] and pool.dtype == dtype:
+            continue
+        found = "None" if pool is None else f"{pool.dtype}{list(pool.shape)}"
+        must = f"{dtype.name} of shape (S, {shapes[name][0]}, {shapes[name][1]})" if wanted else "None"
+        raise ShapeError(f"`into.{name}` is {found}: must be {must} for `want` {want}", field="into")
+    if into.number.shape != () or into.number.dtype != jnp.int32:
+        message = f"`into.number` is {into.number.dtype}{list(into.number.shape)}: must be an int32 scalar"
+        raise ShapeError(message, field="into")
 
 
 # One function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles each for a
@@ -124,8 +157,9 @@ def _jgraph_cast_transpose(
     want: Want,
     implementation: str,
     interpret: bool,
+    into: Slot | None,
 ) -> Quantized:
-    return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret)
+    return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret, into)
 
 
 def asked(eqn: JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
@@ -136,9 +170,11 @@ def asked(eqn: JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
     name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else ""
     if name == "_jgraph_amax":
         return None, "amax"
-    if name != "_jgraph_cast_transpose":
+    if name != "_jgraph_cast_transpose" or len(eqn.invars) != 2:  # those of a plain array, into no slot
         return None
-    x, first = eqn.invars[0].aval, eqn.outvars[0].aval  # pyright: ignore[reportAttributeAccessIssue]
+    operands: list[Any] = eqn.invars
+    results: list[Any] = eqn.outvars
+    x, first = operands[0].aval, results[0].aval
     if len(eqn.outvars) == 3:
         return first.dtype, "both"
     return (first.dtype, "rows") if first.shape == x.shape != x.shape[::-1] else None
@@ -174,13 +210,25 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
 
 
 def _xla(
-    fn: Elementwise, inputs: tuple[Array, ...], inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool
+    fn: Elementwise,
+    inputs: tuple[Array, ...],
+    inverse_scale: Array,
+    dtype: jnp.dtype,
+    want: Want,
+    interpret: bool,
+    into: Slot | None,
 ) -> Quantized:
     """The reference. XLA takes two passes over the array: one for the amax, and transposes what is rounded in another."""
     x_MN = fn(*inputs)
     quantized = cast(x_MN, inverse_scale, dtype)
-    rows, columns = want in ("both", "rows"), want in ("both", "columns")
-    return Quantized(quantized if rows else None, quantized.T if columns else None, amax(x_MN))
+    rows = quantized if want in ("both", "rows") else None
+    columns = quantized.T if want in ("both", "columns") else None
+    if into is not None:
+        rows, columns = (
+            None if new is None else lax.dynamic_update_index_in_dim(pool, new, into.number, 0)
+            for pool, new in ((into.rows, rows), (into.columns, columns))
+        )
+    return Quantized(rows, columns, amax(x_MN))
 
 
 def amax(x: Array) -> Array:
@@ -212,7 +260,13 @@ Of bfloat16 that is 64 KiB of shared memory, so a multiprocessor holds three blo
 
 
 def _mosaic(
-    fn: Elementwise, inputs: tuple[Array, ...], inverse_scale: Array, dtype: jnp.dtype, want: Want, interpret: bool
+    fn: Elementwise,
+    inputs: tuple[Array, ...],
+    inverse_scale: Array,
+    dtype: jnp.dtype,
+    want: Want,
+    interpret: bool,
+    into: Slot | None,
 ) -> Quantized:
     """Transposes 16-bit pairs, since Hopper has no way to transpose bytes.
 
@@ -233,16 +287,26 @@ def _mosaic(
         "xs": [plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)],
     }
     scratch["loaded"] = plgpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
+    pools: dict[str, Any] = {}  # references, which are written in place
     if want in ("both", "rows"):
-        out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
+        if into is None:
+            out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
+        else:
+            assert into.rows is not None
+            pools["rows"] = jax.new_ref(into.rows.reshape(-1, H, 2, N))
         scratch["rows"] = plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
     if want in ("both", "columns"):
-        out_type["columns"] = jax.ShapeDtypeStruct((N, H), jnp.uint16)
+        if into is None:
+            out_type["columns"] = jax.ShapeDtypeStruct((N, H), jnp.uint16)
+        else:
+            assert into.columns is not None
+            pools["columns"] = jax.new_ref(lax.bitcast_convert_type(into.columns.reshape(-1, N, H, 2), jnp.uint16))
         scratch["columns"] = plgpu.SMEM((tiles, _WIDTH, _PAIRS), jnp.uint16)
 
     def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
-        whole, scale = refs[: len(inputs)], refs[len(inputs)]
-        out = dict(zip(out_type, refs[len(inputs) + 1 :], strict=True))
+        whole, (scale, *others) = refs[: len(inputs)], refs[len(inputs) :]
+        slot = () if into is None else (others.pop(0)[0],)
+        out = dict(zip((*pools, *out_type), others, strict=True))
         i, j = lax.axis_index("i"), lax.axis_index("j")
         pairs = pl.ds(i * _PAIRS, _PAIRS)
 
@@ -295,9 +359,9 @@ def _mosaic(
             plgpu.commit_smem()
             if rows is not None:
                 for parity in range(2):
-                    plgpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[pairs, parity, width(tile)])
+                    plgpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[*slot, pairs, parity, width(tile)])
             if columns is not None:
-                plgpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[width(tile), pairs])
+                plgpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[*slot, width(tile), pairs])
         assert amax is not None
         # One number a block, and the largest of them after the kernel: nothing to set to zero before it, no atomics in it.
         out["amax"][i, j] = jnp.max(amax)
@@ -315,10 +379,11 @@ def _mosaic(
         # Of exp: 2 units in the last place of float32.
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(*map(laid_out, inputs), inverse_scale.reshape(1))
-    out = dict(zip(out_type, found, strict=True))
-    quantized = out["rows"].reshape(M, N) if "rows" in out else None
-    transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
+    )(*map(laid_out, inputs), inverse_scale.reshape(1), *([] if into is None else [into.number.reshape(1)]), *pools.values())
+    out = dict(zip(out_type, found, strict=True)) | {name: pool[...] for name, pool in pools.items()}
+    lead = () if into is None else (-1,)
+    quantized = out["rows"].reshape(*lead, M, N) if "rows" in out else None
+    transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(*lead, N, M) if "columns" in out else None
     return Quantized(quantized, transposed, amax(out["amax"]))
 
 
