@@ -118,5 +118,6 @@ def test_a_split_stage_has_its_products_in_fp8_and_no_others_and_adds_onto_main_
         products = re.findall(r'custom_call_target="(__cublas[^"]*)"', compiled.as_text())
         in_bf16 = part == "wgrad" and wgrad == "bf16"
         assert products == ["__cublas$lt$matmul" + "$f8" * (not in_bf16)] * 2, part
-        assert (FP8Products.of(compiled).transposes == 0) == (HAS_KERNEL or part == "wgrad"), part
+        if HAS_KERNEL:
+            assert FP8Products.of(compiled).transposes == 0, part
         assert compiled.as_text().count('"beta":1') == (2 if part == "wgrad" else 0), part
