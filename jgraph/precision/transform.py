@@ -47,10 +47,15 @@ class Product(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Float32 scalars of a parameter: the scale that it is multiplied by, and its amax."""
+    """Float32 scalars of a parameter.
+
+    Attributes:
+        scale: that it is multiplied by.
+        amax: its amax; None where whoever quantizes it is to take it on the way.
+    """
 
     scale: Array
-    amax: Array
+    amax: Array | None
 
 
 def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
@@ -196,22 +201,29 @@ class Plan:
 
     @scope("quantize")
     def scales(
-        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[Array], Array] = lambda amax: amax
+        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[Array], Array] | None = None
     ) -> dict[str, Scale]:
         """Returns the scales of the weights, by the names of their parameters.
 
         Args:
             parts: the parameters by name, or a device's parts of them.
             state: the state before the step.
-            over_devices: the maximum over the devices that have parts.
+            over_devices: the maximum over the devices that have parts; None where they are whole.
         """
         dtype, found = formats(self.config)[1], {}
         earlier = state.amax(self.config) if isinstance(state, History) else None
         for i, start, _ in self._in_fp8():
-            if (name := self._weight_of(i)) not in found:
-                largest = over_devices(amax(parts[name]))
-                known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
-                found[name] = Scale(scale_for(known, dtype, margin), largest)
+            if (name := self._weight_of(i)) in found:
+                continue
+            _, k, n = Shape.of(self.sites[i]).sizes
+            all_of_it = math.prod(self.sites[i].lead) * k * n == parts[name].size
+            if earlier is not None and over_devices is None and all_of_it:
+                largest = None
+            else:
+                largest = amax(parts[name]) if over_devices is None else over_devices(amax(parts[name]))
+            known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
+            assert known is not None
+            found[name] = Scale(scale_for(known, dtype, margin), largest)
         return found
 
     @scope("quantize")
@@ -232,19 +244,24 @@ class Plan:
         given += [missing] * (len(self.closed.jaxpr.invars) - len(given))
         found = find.run_weights(self.block, [missing] * len(self.closed.consts), given, keep_dtype=True)[1]
         views: list[Weight | None] = [None] * len(found)
+        known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._in_fp8():
-            (scale, largest), lead, matrix = scales[self._weight_of(i)], self.sites[i].lead, Shape.of(self.sites[i]).w_matrix
+            name, lead, matrix = self._weight_of(i), self.sites[i].lead, Shape.of(self.sites[i]).w_matrix
 
-            def both(w: Array, scale=scale, matrix=matrix, lead=lead) -> tuple[Array, Array]:
+            def both(w: Array, scale=scales[name].scale, matrix=matrix, lead=lead) -> tuple[Any, Any, Array | None]:
                 rows_KN = matrix(w)
                 if rows_KN.dtype == dtype:
-                    return rows_KN, rows_KN.T
-                found = cast_transpose(rows_KN, scale, dtype, implementation="xla" if lead else "auto")
-                return found.rows, found.columns  # pyright: ignore[reportReturnType]
+                    return rows_KN, rows_KN.T, None
+                return cast_transpose(rows_KN, scale, dtype, implementation="xla" if lead else "auto")
 
             for _ in lead:
                 both = jax.vmap(both)
-            views[i] = Weight(*both(found[i]), *(jnp.broadcast_to(leaf, lead) for leaf in (seen(scale, largest), largest)))
+            rows, columns, largest = both(found[i])
+            if (of_all := known[name]) is None:
+                assert largest is not None, "what is gathered in FP8 had its amax taken before"
+                of_all = known[name] = jnp.max(largest)
+            scalars = (jnp.broadcast_to(leaf, lead) for leaf in (seen(scales[name].scale, of_all), of_all))
+            views[i] = Weight(rows, columns, *scalars)
         return views
 
     def taps(self, state: Tree, weights: Sequence[Weight | None]) -> list[Tap | None]:
