@@ -13,7 +13,7 @@ from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.once]
 
 Tree = Any
 M = 5
