@@ -22,8 +22,8 @@ from benchmarks.tables import Section, number
 from benchmarks.turns import Entrant
 from jgraph.device import find
 from jgraph.kernels import cast_transpose
-from jgraph.kernels.elementwise import IDENTITY, Elementwise
-from jgraph.kernels.quantize import bytes_moved, cast_transpose_of
+from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
+from jgraph.kernels.quantize import bytes_moved
 
 SHAPES = {"full": ((16384, 8192), (16384, 2048)), "tiny": ((256, 128),)}
 GELU = (("mul", (0, 0)), ("mul", (1, 0.044715)), ("add", (2, 1.0)), ("mul", (3, 0)), ("mul", (4, 0.797885)), ("tanh", (5,)))
@@ -76,7 +76,7 @@ def time_kernel(asked: Row) -> None:
                 y = jax.lax.optimization_barrier(fn(x).astype(jnp.bfloat16))
                 out = cast_transpose(y, scale, asked["dtype"], **how)
             else:
-                out = cast_transpose_of(fn, (x,), scale, asked["dtype"], **how)
+                out = cast_transpose(Computed(fn, (x,)), scale, asked["dtype"], **how)
             outs.append(out)
             # Keeps the order and nothing else: an amax is never negative.
             scale = jnp.where(out.amax >= 0, scale, 0)

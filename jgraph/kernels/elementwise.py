@@ -3,10 +3,10 @@
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 Operand: TypeAlias = "int | float"
 """The number of a value before it, or a constant."""
@@ -80,3 +80,15 @@ def can(name: str) -> bool:
 
 
 IDENTITY = Elementwise()
+
+
+class Computed(NamedTuple):
+    """An array that only the kernel computes that reads it.
+
+    Attributes:
+        fn: the function; implementations agree up to the rounding of its operations.
+        inputs: what it is of: at least one array [M, N]; besides, columns M x 1 and rows 1 x N, which are broadcast.
+    """
+
+    fn: Elementwise
+    inputs: tuple[Array, ...]

@@ -9,20 +9,20 @@ By bytes one pass over bfloat16 reads 2 and writes 1 + 1 an element: 0.125 ms fo
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from jgraph.device import find
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.elementwise import IDENTITY, Elementwise
+from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 
 Want = Literal["both", "rows", "columns", "amax"]
+_WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}
 _ALIGNED = 16
 """Rows and columns are multiples of it: so the copy engine wants its rows of bytes, and so FP8 products want their sizes."""
 
@@ -56,7 +56,7 @@ class Slot(NamedTuple):
 
 
 def cast_transpose(
-    x_MN: Array,
+    x_MN: Array | Computed,
     inverse_scale: Array,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
@@ -70,7 +70,8 @@ def cast_transpose(
     Every implementation gives the same bits, except that of a NaN only this is said, that it stays one.
 
     Args:
-        x_MN: bfloat16 or float32; both sizes are multiples of 16.
+        x_MN: bfloat16 or float32; both sizes are multiples of 16. Of a `Computed` so are its inputs; it is computed in float32
+            and never written, and rounded as its operations are.
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
         want: what of the result is read: `both`, `rows`, `columns`, or no more than the `amax`.
@@ -83,42 +84,17 @@ def cast_transpose(
         ConfigError: there is no such dtype, `want` or implementation.
         ShapeError: `x_MN` or `inverse_scale` has a shape or dtype that is not allowed.
     """
-    return cast_transpose_of(
-        IDENTITY, (x_MN,), inverse_scale, dtype, want=want, into=into, implementation=implementation, interpret=interpret
-    )
-
-
-def cast_transpose_of(
-    fn: Elementwise,
-    inputs: tuple[Array, ...],
-    inverse_scale: Array,
-    dtype: DTypeLike = jnp.float8_e4m3fn,
-    *,
-    want: Want = "both",
-    into: Slot | None = None,
-    implementation: str = "auto",
-    interpret: bool = False,
-) -> Quantized:
-    """Does what `cast_transpose` does to `fn(*inputs)`, which is computed in float32 and never written.
-
-    Args:
-        fn: the function; implementations agree up to the rounding of its operations.
-        inputs: as `x_MN` of `cast_transpose`, at least one; besides, columns M x 1 and rows 1 x N of it, which are broadcast.
-        inverse_scale, dtype, want, into, implementation, interpret: as there.
-
-    Raises:
-        ConfigError, ShapeError: as there.
-    """
+    fn, inputs = x_MN if isinstance(x_MN, Computed) else (IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
-    check_choice("want", want, ("both", "rows", "columns", "amax"))
+    check_choice("want", want, get_args(Want))
     check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     shape = _shape(inputs)
-    for x_MN in inputs:
-        broadcast = len(inputs) > 1 and x_MN.ndim == 2 and x_MN.shape in ((shape[0], 1), (1, shape[1]))
-        if not broadcast and (x_MN.shape != shape or len(shape) != 2 or any(size % _ALIGNED or not size for size in shape)):
-            raise ShapeError(f"`x_MN` is {x_MN.shape}: must have two sizes, multiples of {_ALIGNED}; pad it", field="x_MN")
-        if x_MN.dtype not in (jnp.bfloat16, jnp.float32):
-            raise ShapeError(f"`x_MN` is {x_MN.dtype}: must be bfloat16 or float32", field="x_MN")
+    for x in inputs:
+        broadcast = len(inputs) > 1 and x.ndim == 2 and x.shape in ((shape[0], 1), (1, shape[1]))
+        if not broadcast and (x.shape != shape or len(shape) != 2 or any(size % _ALIGNED or not size for size in shape)):
+            raise ShapeError(f"`x_MN` is {x.shape}: must have two sizes, multiples of {_ALIGNED}; pad it", field="x_MN")
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            raise ShapeError(f"`x_MN` is {x.dtype}: must be bfloat16 or float32", field="x_MN")
     if inverse_scale.shape != () or inverse_scale.dtype != jnp.float32:
         message = f"`inverse_scale` is {inverse_scale.dtype}{list(inverse_scale.shape)}: must be a float32 scalar"
         raise ShapeError(message, field="inverse_scale")
@@ -135,7 +111,7 @@ def cast_transpose_of(
 def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want) -> None:
     shapes = {"rows": shape, "columns": shape[::-1]}
     for name in shapes:
-        pool, wanted = getattr(into, name), want in ("both", name)
+        pool, wanted = getattr(into, name), name in _WRITTEN[want]
         if not wanted if pool is None else wanted and pool.shape[1:] == shapes[name] and pool.dtype == dtype:
             continue
         found = "None" if pool is None else f"{pool.dtype}{list(pool.shape)}"
@@ -144,6 +120,10 @@ def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want
     if into.number.shape != () or into.number.dtype != jnp.int32:
         message = f"`into.number` is {into.number.dtype}{list(into.number.shape)}: must be an int32 scalar"
         raise ShapeError(message, field="into")
+
+
+CALLS = ("_jgraph_cast_transpose", "_jgraph_amax")
+"""Names of the two jitted functions, by which their calls are found in a trace."""
 
 
 # One function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles each for a
@@ -162,24 +142,6 @@ def _jgraph_cast_transpose(
     return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret, into)
 
 
-def asked(eqn: JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
-    """Returns the dtype and the `want` of a call of `cast_transpose` (both, or rows) or `amax` in a trace.
-
-    None for others, and where rows and columns have one shape and only one of them is there.
-    """
-    name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else ""
-    if name == "_jgraph_amax":
-        return None, "amax"
-    if name != "_jgraph_cast_transpose" or len(eqn.invars) != 2:  # those of a plain array, into no slot
-        return None
-    operands: list[Any] = eqn.invars
-    results: list[Any] = eqn.outvars
-    x, first = operands[0].aval, results[0].aval
-    if len(eqn.outvars) == 3:
-        return first.dtype, "both"
-    return (first.dtype, "rows") if first.shape == x.shape != x.shape[::-1] else None
-
-
 def choose(shape: tuple[int, ...]) -> str:
     """Returns the implementation for an array on the device that is compiled for."""
     return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
@@ -195,7 +157,7 @@ def has_kernel() -> bool:
 
 def bytes_moved(x_MN: Any, want: Want = "both") -> int:
     """Returns how many bytes one pass over an array must read and write."""
-    return x_MN.size * (x_MN.dtype.itemsize + (2 if want == "both" else 1))
+    return x_MN.size * (x_MN.dtype.itemsize + len(_WRITTEN[want]))
 
 
 def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
@@ -221,8 +183,8 @@ def _xla(
     """The reference. XLA takes two passes over the array: one for the amax, and transposes what is rounded in another."""
     x_MN = fn(*inputs)
     quantized = cast(x_MN, inverse_scale, dtype)
-    rows = quantized if want in ("both", "rows") else None
-    columns = quantized.T if want in ("both", "columns") else None
+    rows = quantized if "rows" in _WRITTEN[want] else None
+    columns = quantized.T if "columns" in _WRITTEN[want] else None
     if into is not None:
         rows, columns = (
             None if new is None else lax.dynamic_update_index_in_dim(pool, new, into.number, 0)
@@ -288,14 +250,14 @@ def _mosaic(
     }
     scratch["loaded"] = plgpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
     pools: dict[str, Any] = {}  # references, which are written in place
-    if want in ("both", "rows"):
+    if "rows" in _WRITTEN[want]:
         if into is None:
             out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
         else:
             assert into.rows is not None
             pools["rows"] = jax.new_ref(into.rows.reshape(-1, H, 2, N))
         scratch["rows"] = plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
-    if want in ("both", "columns"):
+    if "columns" in _WRITTEN[want]:
         if into is None:
             out_type["columns"] = jax.ShapeDtypeStruct((N, H), jnp.uint16)
         else:

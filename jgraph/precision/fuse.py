@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
+from jax.typing import DTypeLike
 
-from jgraph.kernels.elementwise import IDENTITY, Elementwise, Operand, can
-from jgraph.kernels.quantize import asked, cast_transpose_of, choose, has_kernel
+from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise, Operand, can
+from jgraph.kernels.quantize import CALLS, Want, cast_transpose, choose, has_kernel
 from jgraph.scopes import scope
 from jgraph.trace import replay
 
@@ -43,15 +44,17 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
         if implementation == "auto" and not has_kernel():
             return fn(*args)
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        fusions = _fusions(closed.jaxpr, implementation)
-        alive, _ = _needed(closed.jaxpr, fusions)
+        fusions, alive = _fusions(closed.jaxpr, implementation)
         env = replay.environment(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         read = replay.reader(env)
         for i, eqn in enumerate(closed.jaxpr.eqns):
-            if i in fusions and i in alive:
-                replay.write(env, eqn.outvars, fusions[i].run(read, eqn, implementation))
-            elif i in alive:
-                replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
+            if i not in alive:
+                continue
+            if i in fusions:
+                out_values = fusions[i].run(read, eqn, implementation)
+            else:
+                out_values = replay.apply(eqn, [read(v) for v in eqn.invars])
+            replay.write(env, eqn.outvars, out_values)
         return jax.tree.unflatten(jax.tree.structure(out), [read(v) for v in closed.jaxpr.outvars])
 
     return run
@@ -59,7 +62,7 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
 
 @dataclass(frozen=True)
 class _Fusion:
-    """What a call of `cast_transpose` or `amax` computes itself.
+    """Says what a call of `cast_transpose` or `amax` computes itself.
 
     Attributes:
         fn: the function.
@@ -73,22 +76,41 @@ class _Fusion:
 
     def run(self, read: Callable[[Any], Array], eqn: Any, implementation: str) -> list[Array]:
         """Returns what the equation does."""
-        wanted = asked(eqn)
+        wanted = _asked(eqn)
         assert wanted is not None, "only such calls are fused"
         dtype, want = wanted
         scale = jnp.float32(1) if want == "amax" else read(eqn.invars[1])
         inputs = tuple(read(v).reshape(of) for v, of in self.inputs)
         with scope("quantize"):
-            found = cast_transpose_of(
-                self.fn, inputs, scale, dtype or jnp.float8_e4m3fn, want=want, implementation=implementation
+            found = cast_transpose(
+                Computed(self.fn, inputs), scale, dtype or jnp.float8_e4m3fn, want=want, implementation=implementation
             )
         return jax.tree.leaves(found)
 
 
-def _fusions(jaxpr: core.Jaxpr, implementation: str) -> dict[int, _Fusion]:
-    """Returns the fusions, by the numbers of their equations."""
+def _asked(eqn: core.JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
+    """Returns the dtype and the `want` of a call of `cast_transpose` (both, or rows) or `amax`.
+
+    None for others, and where rows and columns have one shape and only one of them is there.
+    """
+    name = eqn.params.get("name") if eqn.primitive.name in replay.JITS else ""
+    cast_transpose, amax = CALLS
+    if name == amax:
+        return None, "amax"
+    if name != cast_transpose or len(eqn.invars) != 2:  # those of a plain array, into no slot
+        return None
+    operands: list[Any] = eqn.invars
+    results: list[Any] = eqn.outvars
+    x, first = operands[0].aval, results[0].aval
+    if len(results) == 3:
+        return first.dtype, "both"
+    return (first.dtype, "rows") if first.shape == x.shape != x.shape[::-1] else None
+
+
+def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion], set[int]]:
+    """Returns the fusions, by the numbers of their equations, and the numbers of all equations that are needed with them."""
     whole, found = _Frame(jaxpr), {}
-    calls: dict[int, Any] = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if asked(eqn) is not None}
+    calls: dict[int, Any] = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if _asked(eqn) is not None}
     _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY, (), ())))
     for i, x in calls.items():
         kernel = implementation != "auto" or choose(x.aval.shape) != "xla"
@@ -98,7 +120,7 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> dict[int, _Fusion]:
         alive, variables = _needed(jaxpr, found)
         there = [i for i in found if i in alive and variables.intersection(found[i].instead)]
         if not there:
-            return found
+            return found, alive
         for i in there:  # somebody else needs the array, so it can as well be read
             del found[i]
 
@@ -128,7 +150,7 @@ class _Frame:
 
     @cached_property
     def definitions(self) -> dict[Any, tuple[core.JaxprEqn, int]]:
-        """Which equation a variable is a result of, and which result."""
+        """Gives, for each variable, the equation that it is a result of, and which result."""
         return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
     @cached_property
@@ -138,8 +160,7 @@ class _Frame:
     def inside(self, eqn: core.JaxprEqn) -> "_Frame":
         """Returns the frame of a call."""
         if id(eqn) not in self._inner:
-            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-            jaxpr = getattr(inner, "jaxpr", inner)
+            jaxpr = replay.body(eqn)
             bound = {v: (outer, self) for v, outer in zip(jaxpr.invars, eqn.invars, strict=True)}
             self._inner[id(eqn)] = _Frame(jaxpr, bound)
         return self._inner[id(eqn)]
@@ -242,7 +263,7 @@ class _Chain:
             return self.read(var, frame, self.of.aval.shape)
         if not self.computed and frame is self.whole:
             self.instead.append(var)
-        if name in (*replay.JITS, *replay.CUSTOM) and asked(eqn) is None:
+        if name in (*replay.JITS, *replay.CUSTOM) and _asked(eqn) is None:
             inner = frame.inside(eqn)
             return self.follow(inner.jaxpr.outvars[which], inner)
         if name == "convert_element_type" and all(v.aval.dtype in _FLOATS for v in (var, *operands)):

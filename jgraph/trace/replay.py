@@ -21,8 +21,8 @@ CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
-    """Returns the jaxpr inside a jit, checkpoint or scan equation."""
-    inner = eqn.params["jaxpr"]
+    """Returns the jaxpr inside a jit, checkpoint or scan equation, or of a function with its own gradient."""
+    inner = eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.kernels import Slot, cast_transpose
-from jgraph.kernels.quantize import cast_transpose_of
+from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
 from tests.kernels.test_quantize import (
     DTYPES,
@@ -48,8 +48,8 @@ def test_the_kernel_gives_the_bits_of_plain_jax_and_is_captured(source, dtype):
 def test_what_the_kernel_computes_is_within_one_step_of_fp8(name):
     fn, scale = steps(name), jnp.float32(4)
     inputs = inputs_of(name, (2048, 1024))
-    compiled = captured(functools.partial(cast_transpose_of, fn, implementation="mosaic"), inputs, scale)
-    assert_within_one_step(compiled(inputs, scale), cast_transpose_of(fn, inputs, scale, implementation="xla"))
+    compiled = captured(lambda x, scale: cast_transpose(Computed(fn, x), scale, implementation="mosaic"), inputs, scale)
+    assert_within_one_step(compiled(inputs, scale), cast_transpose(Computed(fn, inputs), scale, implementation="xla"))
 
 
 def test_a_slot_is_written_where_it_is():

@@ -11,8 +11,8 @@ import pytest
 import jgraph
 from jgraph.errors import ConfigError, ShapeError
 from jgraph.kernels import Slot, cast_transpose
-from jgraph.kernels.elementwise import Elementwise
-from jgraph.kernels.quantize import bytes_moved, cast_transpose_of, choose
+from jgraph.kernels.elementwise import Computed, Elementwise
+from jgraph.kernels.quantize import bytes_moved, choose
 from jgraph.xla import aot
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -118,7 +118,7 @@ def test_a_function_is_quantized_as_its_result_would_be(name):
         "roots": lambda x, y: -jnp.maximum(jax.lax.rsqrt(abs(x) + 1), y),
     }[name](*(x.astype(jnp.float32) for x in inputs))
     np.testing.assert_allclose(result, wanted, rtol=2e-4, atol=1e-5)
-    found = cast_transpose_of(fn, inputs, scale, implementation="xla")
+    found = cast_transpose(Computed(fn, inputs), scale, implementation="xla")
     assert_same(found, cast_transpose(result, scale, implementation="xla"))
 
 
@@ -127,8 +127,8 @@ def test_a_function_is_quantized_as_its_result_would_be(name):
 @pytest.mark.parametrize("want", ["both", "amax"])
 def test_the_kernel_computes_what_it_quantizes(name, want):
     fn, scale = steps(name), jnp.float32(4)
-    found = cast_transpose_of(fn, inputs_of(name), scale, want=want, implementation="mosaic", interpret=True)
-    wanted = cast_transpose_of(fn, inputs_of(name), scale, implementation="xla")
+    found = cast_transpose(Computed(fn, inputs_of(name)), scale, want=want, implementation="mosaic", interpret=True)
+    wanted = cast_transpose(Computed(fn, inputs_of(name)), scale, implementation="xla")
     if want == "both":
         assert_within_one_step(found, wanted)
     else:
@@ -147,6 +147,7 @@ def test_only_what_is_wanted_is_written(kernel, want):
     kept = {"rows": (found.rows, both.rows), "columns": (found.columns, both.columns)}[want]
     assert_same((kept[0], found.amax), (kept[1], both.amax))
     assert bytes_moved(x, want) == 3 * x.size
+    assert bytes_moved(x, "amax") == 2 * x.size
 
 
 def pools(shape, dtype=jnp.float8_e4m3fn, want="both"):
@@ -247,8 +248,11 @@ def test_the_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, 
 @pytest.mark.target
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_the_kernel_computes_is_compiled_for_an_h200(h200, name):
-    fn = functools.partial(cast_transpose_of, steps(name), implementation="mosaic")
     args = inputs_of(name), jnp.float32(1)
+
+    def fn(inputs, scale):
+        return cast_transpose(Computed(steps(name), inputs), scale, implementation="mosaic")
+
     _, report = aot.compile_for(jax.jit(fn), *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
     assert report.total == 2
 
