@@ -46,11 +46,11 @@ class Flow:
 
     Attributes:
         callables, devices, aliased, reuse: as `make_plan` takes them; devices by rank.
-        loss_side, loss_aval: of the loss's arguments after y, and of the loss.
+        loss_params, loss_side, loss_aval: of the loss's parameters, of its arguments after y, and of the loss.
         avals: of every register.
         named: registers of what the caller gives, by name; see `given`.
         values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
-        sums: (callable, parameter) to register.
+        sums: (callable, parameter) to register; the loss is one callable more.
         losses: by microbatch.
         send_buffers: of what is sent, the register of the buffer that it is written to; `turns`, those of a rank and shape.
     """
@@ -59,6 +59,7 @@ class Flow:
     devices: Sequence[Any]
     aliased: Sequence[Sequence[int]]
     reuse: bool
+    loss_params: Side
     loss_side: Side
     loss_aval: Any
     avals: dict[int, Any] = field(default_factory=dict)
@@ -91,8 +92,9 @@ class Flow:
     def given(self, aval: Any, *name: Any) -> int:
         """Returns the register of something that the caller gives.
 
-        Its name is ("params", callable, place), ("x" or "loss", microbatch, place), ("extra", callable, microbatch, place),
-        ("keys", callable, place) for a random key to be folded, ("step", rank), or ("microbatch", rank, number).
+        Its name is ("params", callable, place), where the loss is one callable more, ("x" or "loss", microbatch, place),
+        ("extra", callable, microbatch, place), ("keys", callable, place) for a random key to be folded, ("step", rank), or
+        ("microbatch", rank, number).
         """
         if name not in self.named:
             self.named[name] = self.register(aval)
@@ -136,7 +138,10 @@ class Flow:
         arguments = [self.given(aval, "loss", m, place) for place, aval in enumerate(self.loss_side.avals)]
         dy = [self.register(aval) for aval in shaped.y.avals]
         self.losses[m] = self.register(self.loss_aval)
-        unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy)))
+        params, places = self.loss_params.avals, range(len(self.loss_params))
+        read = tuple(self.given(params[place], "params", i + 1, place) for place in places)
+        grads = self._grads(i + 1, places)
+        unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy), read, grads))
         self.values["y", i, m], self.values["dy", i, m] = y, dy
 
     def backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
@@ -167,9 +172,9 @@ class Flow:
             self.values["dy", i - 1, m] = self._send(unit, dx, shaped.x.avals, previous_rank)
 
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Any, ...]:
-        grads = []
+        params, grads = (*(shaped.params for shaped in self.callables), self.loss_params)[i], []
         for place in places:
-            aval, name = self.callables[i].params.avals[place], (i, place)
+            aval, name = params.avals[place], (i, place)
             how = "add" if name in self.sums else "over" if place in self.aliased[i] else "start"
             if name not in self.sums:
                 self.sums[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))

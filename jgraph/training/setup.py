@@ -273,7 +273,7 @@ class TrainSetup:
         schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
         idle = simulate(schedule, Costs(), execution="lockstep").bubble
         text = (
-            f"pipeline: {schedule.name} ({self.pipeline.runtime} runtime), {schedule.num_ranks} ranks x "
+            f"pipeline: {schedule.name} ({self.player}), {schedule.num_ranks} ranks x "
             f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
         )
         if compiled.memory is None:
@@ -366,7 +366,7 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
-    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
+    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat, "engine": config.pp_engine}
     if config.fsdp > 1:
         choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations}
     num_layers = len(jax.eval_shape(model.split, shapes)[1])
