@@ -52,6 +52,7 @@ class Flow:
         values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
         sums: (callable, parameter) to register; the loss is one callable more.
         losses: by microbatch.
+        aux: (callable, microbatch) to the registers of what its forward gives besides y.
         send_buffers: of what is sent, the register of the buffer that it is written to; `turns`, those of a rank and shape.
     """
 
@@ -67,6 +68,7 @@ class Flow:
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     named: dict[tuple[Any, ...], int] = field(default_factory=dict)
     losses: dict[int, int] = field(default_factory=dict)
+    aux: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     send_buffers: dict[int, int] = field(default_factory=dict)
     turns: dict[Any, list[int]] = field(default_factory=dict)
 
@@ -111,7 +113,8 @@ class Flow:
         ins = [*self.values.pop(("x", i, m)), *self._extra(unit, i, m)]
         y = [self.register(aval) for aval in shaped.y.avals]
         residuals, written = left_by(shaped.residuals, shaped.residuals_from, ins, self.register)
-        unit.tasks.append(Task("forward", i, tuple(ins), (*y, *written), self.params(i, "forward")))
+        self.aux[i, m] = [self.register(aval) for aval in shaped.aux.avals]
+        unit.tasks.append(Task("forward", i, tuple(ins), (*y, *written, *self.aux[i, m]), self.params(i, "forward")))
         self.values["residuals", i, m] = residuals
         if next_rank is None:
             self._loss(unit, i, m, y)

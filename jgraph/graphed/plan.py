@@ -93,7 +93,7 @@ def make_plan(
             flow.given(shaped.extra.avals[place], "keys", i, place)
     units = units_of(flow, schedule)
     segments = segments_of(units, join)
-    result = set(flow.losses.values()) | set(flow.sums.values())
+    result = set(flow.losses.values()) | set(flow.sums.values()) | {r for group in flow.aux.values() for r in group}
     count = schedule.num_microbatches
     outs = [flow.values["y", len(callables) - 1, m] for m in range(count)] if outputs == "keep" else []
     result |= {r for group in outs for r in group}

@@ -140,15 +140,18 @@ class BoundPipeline:
         after = pipeline.model.join_carried(layers) if layers else carried
         return Sums(loss, jnp.ones((), jnp.float32), {}, after), self._packed(grads)
 
-    def dispatched(self, params: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
+    def dispatched(
+        self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]
+    ) -> Dispatched | None:
         if self.engine == "program":
             return None
-        return dispatched(self.pipeline, params, self._unpacked, batch, key, options)
+        return dispatched(self.pipeline, params, carried, self._unpacked, batch, key, options)
 
     def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
         """Returns what `loss_and_grads` does, from what a call of the other engine left."""
-        loss, grads = gradients.collect(results)
-        return Sums(loss, jnp.ones((), jnp.float32), {}, {}), self._packed(grads)
+        loss, grads, layers = gradients.collect(results)
+        carried = self.pipeline.model.join_carried(layers) if layers else {}
+        return Sums(loss, jnp.ones((), jnp.float32), {}, carried), self._packed(grads)
 
     def _packed(self, params: Tree) -> Tree:
         return params | {"layers": jax.vmap(self.packing.pack)(params["layers"])}

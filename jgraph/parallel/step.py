@@ -377,7 +377,7 @@ class TrainStep:
         options = compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
         shapes = self._shapes(batch)
         with option_errors():
-            gradients = self.bound.dispatched(self.state.params, shapes, self.key, options)
+            gradients = self.bound.dispatched(self.state.params, self.state.carried, shapes, self.key, options)
             if gradients is not None:
                 return self._dispatched(gradients, options)
             compiled, report = compile_and_report(self.jitted().lower(self.state, shapes), options)
@@ -518,7 +518,7 @@ class DispatchedStep(CompiledStep):
     gradients: Dispatched
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        return in_turn(self.executable(state, self.gradients(state.params, state.step, batch)))
+        return in_turn(self.executable(state, self.gradients(state.params, state.carried, state.step, batch)))
 
     @property
     def memory(self) -> Memory | None:

@@ -87,7 +87,9 @@ class Bound(Protocol):
         """Returns the sums over a batch, and the gradient of their mean in `grads_dtype`, shaped as the arrays."""
         ...
 
-    def dispatched(self, params: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
+    def dispatched(
+        self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]
+    ) -> Dispatched | None:
         """Compiles the same as many executables, from shapes; None where it is part of one program."""
         ...
 
@@ -240,7 +242,7 @@ class DataParallel:
         )
         return run(params, batch, key, carried)
 
-    def dispatched(self, params: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> None:
+    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> None:
         return None
 
     def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:

@@ -135,7 +135,8 @@ class _Replica:
         registers: the array where it is the same at every step, else None.
         filled: the registers that are filled at every step: (register, source, rank).
         make, deal: of embedding and head, each on its rank.
-        buffers: what stays from step to step: `sums` by callable and place, what was `made`, and what was `dealt`.
+        together: of stages that carry state, its reduction over microbatches.
+        buffers: what stays from step to step: `sums` by callable and place, and what the programs above gave.
     """
 
     devices: tuple[Any, ...]
@@ -145,6 +146,7 @@ class _Replica:
     filled: list[tuple[int, int | _Made, int]]
     make: list[jax.stages.Compiled]
     deal: list[jax.stages.Compiled]
+    together: list[jax.stages.Compiled]
     buffers: dict[str, Any]
 
 
@@ -153,14 +155,16 @@ class _Result:
     """An array of what a step leaves.
 
     Attributes:
-        shape: of a rank's part, in float32.
+        shape: of a rank's part.
         axis: along which the ranks share it; None where all have the same.
         part: (replica, rank) -> the array on its device.
+        dtype: of it.
     """
 
     shape: tuple[int, ...]
     axis: int | None
     part: Callable[[_Replica, int], Array]
+    dtype: Any = jnp.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +179,7 @@ class Dispatched:
         chunks: a rank's layers as executables take them.
         ends: embedding and head.
         stages: in the order of the data.
-        begin: the program before the schedule: (its last results, donated; params; step; batch) -> results.
+        begin: the program before the schedule: (its last results, donated; params; carried; step; batch) -> results.
         replicas: of the pipeline.
         reports: the name of each executable, and what of it is captured.
         buffers: `begun`, the last results of `begin`.
@@ -200,15 +204,14 @@ class Dispatched:
         buffers, captured, total = (sum(getattr(r, name) for r in known) for name in ("command_buffers", "captured", "total"))
         return f"{text}; command buffers: {buffers}, captured {captured} of {total} thunks"
 
-    def __call__(self, params: Tree, step: Array, batch: Tree) -> Tree:
+    def __call__(self, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
         """Plays the schedule. Returns what `collect` takes; sums of gradients stay in the buffers that they are in.
 
         Args:
-            params: of the state; not donated.
-            step: of the state.
+            params, carried, step: of the state; not donated.
             batch: a whole batch, where `TrainStep.place` puts it.
         """
-        begun = in_turn(self.begin(self.buffers.pop("begun"), params, step, batch))
+        begun = in_turn(self.begin(self.buffers.pop("begun"), params, carried, step, batch))
         self.buffers["begun"] = begun
         outer = jax.tree.leaves(params["outer"])
         for replica in self.replicas:
@@ -232,16 +235,16 @@ class Dispatched:
 
         def of(result: _Result) -> jax.ShapeDtypeStruct:
             shape, spec = _over_all(mesh, result.shape, result.axis)
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            return jax.ShapeDtypeStruct(shape, result.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree.map(of, self._results)
 
-    def collect(self, results: Tree) -> tuple[Array, Tree]:
-        """Returns mean loss and mean gradients, as `Pipeline.loss_and_grads` does, of traced results."""
+    def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree]]:
+        """Returns mean loss, mean gradients and the carried state of every layer, as `Pipeline.step` does, of traced results."""
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs(self.shapes)
 
-        def local(results: Tree) -> tuple[Array, Tree]:
+        def local(results: Tree) -> tuple[Array, Tree, list[Tree]]:
             layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
             leaves, structure = jax.tree.flatten(self.shapes["outer"])
             found: dict[int, Array] = {}
@@ -251,10 +254,15 @@ class Dispatched:
                     found[i] = found[i] + gradient if i in found else gradient
             outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
-            return lax.pmean((results["loss"][0], grads), data)
+            loss, grads = lax.pmean((results["loss"][0], grads), data)
+            if not results["carried"]:
+                return loss, grads, []
+            total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
+            after = pipeline.carried.finish(total, pipeline.schedule.num_microbatches, data, pipeline.layout)
+            return loss, grads, after
 
         in_specs = jax.tree.map(lambda shape: shape.sharding.spec, self.results)
-        out_specs = (PartitionSpec(), specs)
+        out_specs = (PartitionSpec(), specs, PartitionSpec())
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
@@ -283,7 +291,16 @@ class Dispatched:
         def loss(replica: _Replica, rank: int) -> Array:
             return jax.device_put(replica.buffers["dealt"][1][1], replica.devices[rank])
 
+        def of_state(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
+            def part(replica: _Replica, rank: int) -> Array:
+                return replica.buffers["together"][places[rank, chunk].shaped.index][n]
+
+            return _Result((self.chunks[chunk].places, *aval.shape), 0, part, aval.dtype)
+
+        state, structure = jax.tree.flatten(self.pipeline.carried.layer)
+        carried = [structure.unflatten([of_state(c, n, s) for n, s in enumerate(state)]) for c in range(len(self.chunks))]
         return {
+            "carried": carried if state else [],
             "layers": [{n: of_layers(c, n, s) for n, s in chunk.shapes().items()} for c, chunk in enumerate(self.chunks)],
             "ends": [[of_end(number, n) for n in range(len(end.reads))] for number, end in enumerate(self.ends)],
             "loss": _Result((1,), None, loss),
@@ -316,33 +333,44 @@ class Dispatched:
             deal([sums[i, first + n] for n in range(len(end.reads))], losses if i else [])
             for end, deal, (i, first) in zip(self.ends, replica.deal, places, strict=True)
         ]
-        buffers.update(made=made, sums=sums, dealt=dealt)
+        together = [
+            run([[registers[r] for r in plan.flow.aux[i, m]] for m in range(self.pipeline.schedule.num_microbatches)])
+            for i, run in enumerate(replica.together)
+        ]
+        buffers.update(made=made, sums=sums, dealt=dealt, together=together)
 
 
 def dispatched(
-    pipeline: Pipeline, params: Tree, unpack: Callable[[Tree], Tree], batch: Tree, key: Array, options: Mapping[str, Any]
+    pipeline: Pipeline,
+    params: Tree,
+    carried: Tree,
+    unpack: Callable[[Tree], Tree],
+    batch: Tree,
+    key: Array,
+    options: Mapping[str, Any],
 ) -> Dispatched:
     """Traces and compiles everything.
 
     Args:
         pipeline: the model with its schedule.
-        params: of the state, as shapes with their shardings; its "outer" are the parameters of embedding and head.
+        params, carried: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
         unpack: makes of them what `Pipeline.stack` gives.
         batch: shapes of a whole batch, with their shardings.
         key: of the training. It is folded as the other engine does it: by step, replica, microbatch, layer.
         options: XLA's.
 
     Raises:
-        ConfigError: the pipeline has an axis `fsdp`, carried state, or devices of other processes.
+        ConfigError: the pipeline has an axis `fsdp`, or devices of other processes.
     """
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk)) for chunk in shapes["layers"])
     program, step = _begin(pipeline, chunks, unpack, key), jax.ShapeDtypeStruct((), jnp.int32)
-    begun = _placed(pipeline, jax.eval_shape(program, None, params, step, batch))
+    begun = _placed(pipeline, jax.eval_shape(program, None, params, carried, step, batch))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, begun)
-    lowered = jax.jit(program, donate_argnums=0, keep_unused=True, out_shardings=shardings).lower(begun, params, step, batch)
+    jitted = jax.jit(program, donate_argnums=0, keep_unused=True, out_shardings=shardings)
+    lowered = jitted.lower(begun, params, carried, step, batch)
     begin, report = compile_and_report(lowered, options)
     check_identity(begin, begun)
     microbatch = jax.tree.map(_shard, begun["batch"][0])
@@ -367,8 +395,6 @@ def _check(pipeline: Pipeline) -> None:
     wrong = ""
     if Axis.FSDP in pipeline.mesh.axis_names:
         wrong = "over a mesh with the axis fsdp"
-    elif jax.tree.leaves(pipeline.carried.layer):
-        wrong = "where layers carry state"
     elif any(device.process_index != jax.process_index() for device in pipeline.mesh.devices.flat):
         wrong = "over several processes"
     if wrong:
@@ -380,12 +406,15 @@ def _begin(pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree],
     mesh, impl = pipeline.mesh, jax.random.key_impl(key)
     batch_spec = batch_axes(mesh) or None
 
-    def begin(_: Tree, params: Tree, step: Array, batch: Tree) -> Tree:
-        def local(layers: Tree, batch_M: Tree, data: Array) -> Tree:
+    def begin(_: Tree, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
+        def local(layers: Tree, states: list[Tree], batch_M: Tree, data: Array) -> Tree:
             own = {
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(pipeline.schedule.num_microbatches)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
+            if states:
+                bits = pipeline.carried.pick(states, pipeline.own(pipeline.layout.layers()))
+                own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
             if not pipeline.model.takes_key:
                 return own
             key = jax.random.wrap_key_data(data, impl=impl)
@@ -394,20 +423,23 @@ def _begin(pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree],
             return own | {"key": jax.random.key_data(key)}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
-        in_specs = (pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec), PartitionSpec())
+        states = pipeline.model.split_carried(carried) if jax.tree.leaves(carried) else []
+        in_specs = (pipeline.specs(whole)["layers"], PartitionSpec(), PartitionSpec(None, batch_spec), PartitionSpec())
         out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
         out_specs |= {"key": PartitionSpec(batch_spec)} if pipeline.model.takes_key else {}
+        out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(whole["layers"], by_microbatch(batch, pipeline.schedule.num_microbatches), data)
+        return run(whole["layers"], states, by_microbatch(batch, pipeline.schedule.num_microbatches), data)
 
     return begin
 
 
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
     """Returns the shapes of what the first program makes, with their shardings."""
+    data = batch_axes(pipeline.mesh) or None
 
     def of(name: str) -> NamedSharding:
-        return NamedSharding(pipeline.mesh, PartitionSpec(Axis.PIPE if name == "layers" else batch_axes(pipeline.mesh) or None))
+        return NamedSharding(pipeline.mesh, PartitionSpec(Axis.PIPE if name in ("layers", "carried") else data))
 
     return {
         name: jax.tree.map(lambda s, where=of(name): jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), part)
@@ -435,9 +467,13 @@ def _stages(
         if s == 0:
             made = {n: _Made(0, k) for k, n in enumerate(embed.made)}
             params["outer"] = [made.get(n, len(leaves) + i) for n, i in enumerate(embed.reads)]
-        keys = (numbers["key"],) if pipeline.model.takes_key else ()
+        keys = (numbers["key"], _Number(first)) if pipeline.model.takes_key else ()
         extra = [
-            ((numbers["batch"][m],) if s == 0 else ()) + ((*keys, _Number(m), _Number(first)) if keys else ())
+            {
+                "batch": numbers["batch"][m] if s == 0 else (),
+                "keys": (*keys, _Number(m)) if keys else (),
+                "carried": numbers["carried"][c] if "carried" in numbers else {},
+            }
             for m in range(pipeline.schedule.num_microbatches)
         ]
 
@@ -446,25 +482,25 @@ def _stages(
         name = (s == 0, count, c)
         if name not in traced:
             fn = _stage_function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
-            args = (() if s == 0 else x, *jax.tree.map(shape, extra[0]))
-            traced[name] = shape_callable(fn, s, shapes, args, {}, device=None)
+            args = (() if s == 0 else x, jax.tree.map(shape, extra[0]))
+            traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True)
         flat = [jax.tree.leaves(own) for own in extra]
         stages.append(_Stage(rank, c, names, replace(traced[name], index=s), jax.tree.leaves(params), flat))
     return stages
 
 
 def _stage_function(pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Any) -> Callable[..., Array]:
-    """Returns a stage of so many layers as `fn(params, x, *extra)`; the first one embeds the batch that `extra` begins with."""
+    """Returns a stage of so many layers as `fn(params, x, extra) -> (y, carried)`; the first one embeds a batch instead of x."""
 
-    def stage(params: Tree, x: Array, *extra: Tree) -> Array:
+    def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
         if embed is not None:
-            x, extra = embed(params["outer"], extra[0]), extra[1:]
-        layers = chunk.unpack(params["layers"])[:count]
-        if not extra:
-            return pipeline.through(layers, x)
-        data, m, first = extra
-        key = jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), m)
-        return pipeline.through(layers, x, [jax.random.fold_in(key, first + j) for j in range(count)])
+            x = embed(params["outer"], extra["batch"])
+        keys: list[tuple[Array, ...]] = [()] * count
+        if extra["keys"]:
+            data, first, m = extra["keys"]
+            key = jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), m)
+            keys = [(jax.random.fold_in(key, first + j),) for j in range(count)]
+        return pipeline.through(chunk.unpack(params["layers"])[:count], x, keys, extra["carried"])
 
     return stage
 
@@ -540,12 +576,22 @@ def _replica(
             found.append(compiled)
             reports.append((f"{name} {what}", report))
         buffers.append([jnp.zeros(shape.shape, shape.dtype, device=device) for shape in whole])
+    together = []
+    for i, one in enumerate(shaped if jax.tree.leaves(pipeline.carried.layer) else ()):
+
+        def reduce(afters: list[Any], one: Shaped = one) -> list[Array]:
+            return jax.tree.leaves(pipeline.carried.together([one.aux.unflatten(after) for after in afters], pipeline.layout.layers_per_stage))
+
+        args = ([list(one.aux.avals)] * schedule.num_microbatches,)
+        compiled, report = _compile(f"carried_{i}", reduce, args, one.device, options)
+        together.append(compiled)
+        reports.append((f"carried {i}", report))
     of_sum = {name: devices[stages[min(name[0], len(stages) - 1)].rank] for name in sums}
     zeros = {name: jnp.zeros(aval.shape, aval.dtype, device=of_sum[name]) for name, aval in sums.items()}
     order = list(pipeline.mesh.devices.flat)
     shards = tuple(map(order.index, devices))
     start = {"sums": zeros, "made": buffers, "zeros": {}}
-    return _Replica(tuple(devices), shards, plan, registers, filled, make, deal, start), reports
+    return _Replica(tuple(devices), shards, plan, registers, filled, make, deal, together, start), reports
 
 
 def _compile(

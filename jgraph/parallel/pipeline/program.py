@@ -236,15 +236,15 @@ class Pipeline:
         outer = jax.tree.map(lambda shard, part: shard.gather(part), shards["outer"], params["outer"])
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
-        stages, states = [], self.carried.pick(carried, self._own(layout.layers())) if carried else {}
+        stages, states = [], self.carried.pick(carried, self.own(layout.layers())) if carried else {}
         for c, own in enumerate(layers):
             extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
-                extra["active"] = self._own(layout.active()[:, c, -1])
+                extra["active"] = self.own(layout.active()[:, c, -1])
                 # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
                 own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
-                extra["first"] = self._own(layout.layers()[:, c, 0])
+                extra["first"] = self.own(layout.layers()[:, c, 0])
             stages.append((own, extra))
         head_outer = self.cast(outer)
         rank = StageExecutor(self.model, self.split(impl), self.carried, outer, head_outer, stages, inputs, key, impl)
@@ -293,11 +293,15 @@ class Pipeline:
         """Returns a rank's layers as it computes with them, from arrays whose first axis is that of ranks."""
         return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
 
-    def through(self, layers: Sequence[Tree], x: Array, keys: Sequence[Array] | None = None) -> Array:
-        """Returns x after these layers, which carry nothing."""
+    def through(self, layers: Sequence[Tree], x: Array, keys: Sequence[tuple[Array, ...]], bits: Tree) -> tuple[Array, Tree]:
+        """Returns x after these layers, and their carried state with a first axis of layers; `bits` is the state before it."""
+        after = []
         for j, own in enumerate(layers):
-            x = self._layer(own, x, *(() if keys is None else (keys[j],)))
-        return x
+            x = self._layer(own, x, *keys[j], *(state := self.carried.at(bits, j)))
+            if state:
+                x, own_after = self.carried.taken(x)
+                after.append(own_after)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
     def cast(self, tree: Tree) -> Tree:
         """Returns parameters as layers and head take them."""
@@ -309,7 +313,7 @@ class Pipeline:
     def _layer(self) -> Any:
         return jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
 
-    def _own(self, table: Any) -> Array:
+    def own(self, table: Any) -> Array:
         """Returns this rank's row of a table."""
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
