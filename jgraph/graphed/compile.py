@@ -124,8 +124,9 @@ def compile_tasks(
 ) -> list[Executable]:
     """Compiles executables of the tasks of these callables, several at a time.
 
-    `loss_fn`, of `loss` tasks, is a function of the leaves of its parameters, of y, and of the leaves of its other arguments. Equal tasks on equal shapes are one
-    executable, or `each` has its own; the latter on a GPU only. Raises DonationError where a sum is not updated in place.
+    `loss_fn`, of `loss` tasks, is a function of the leaves of its parameters, of y, and of the leaves of its other arguments.
+    Equal tasks on equal shapes are one executable, or `each` has its own; the latter on a GPU only. Raises DonationError where
+    a sum is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
     # The copies of a GPU are told apart by their number.

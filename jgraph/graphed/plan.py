@@ -68,9 +68,9 @@ def make_plan(
 
     `aliased` are, for each callable, the places of the parameters whose sums lie in main_grad. With `reuse`, buffers are
     donated to their last consumer, or freed after it. Random keys are `folded` here or, `given`, come with `extra`. `loss_args`
-    are the arguments of `loss_fn` after y, one microbatch's as shapes. With `loss_params`, a tree of shapes, it takes them before
-    y; their places in `aliased` are those of one callable more. On a GPU, `each` instruction has an executable of its own, or
-    equal ones have a `shared` one.
+    are the arguments of `loss_fn` after y, one microbatch's as shapes. `loss_params`, a tree of shapes, come before y; their
+    places in `aliased` are those of one callable more. On a GPU `each` instruction has an executable of its own, or equal ones
+    have a `shared` one.
     """
     loss_side, loss_weights, last = Side.of(tuple(loss_args)), Side.of(loss_params), callables[-1]
 

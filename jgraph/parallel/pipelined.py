@@ -36,7 +36,7 @@ class Pipelined:
         shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
         schedule: of as many ranks as `pipe` has and as many microbatches as the step, e.g. from `jgraph.schedule.generate`.
         compute_dtype: dtype to which matrices are cast once a step; None uses them as they are.
-        engine: `program` plays the schedule as one program over all ranks; `dispatch` as executables of each rank, which the host
+        engine: `program` plays the schedule as one program over all ranks, `dispatch` as executables of each rank that the host
             hands over.
         remat: `nothing` keeps what `split_backward` keeps; `layer` keeps a layer's input and computes the rest again.
         shard_rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
@@ -140,9 +140,7 @@ class BoundPipeline:
         after = pipeline.model.join_carried(layers) if layers else carried
         return Sums(loss, jnp.ones((), jnp.float32), {}, after), self._packed(grads)
 
-    def dispatched(
-        self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]
-    ) -> Dispatched | None:
+    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
         if self.engine == "program":
             return None
         return dispatched(self.pipeline, params, carried, self._unpacked, batch, key, options)

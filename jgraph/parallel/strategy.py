@@ -87,9 +87,7 @@ class Bound(Protocol):
         """Returns the sums over a batch, and the gradient of their mean in `grads_dtype`, shaped as the arrays."""
         ...
 
-    def dispatched(
-        self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]
-    ) -> Dispatched | None:
+    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
         """Compiles the same as many executables, from shapes; None where it is part of one program."""
         ...
 

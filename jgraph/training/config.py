@@ -202,7 +202,9 @@ class TrainConfig:
             advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
             must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
             must("precision", self.precision == "bf16", "bf16 in a pipeline")
-            must("pp_engine", self.pp_engine == "program" or self.fsdp == 1, "program where `fsdp` is not 1")
+            for name, usual in (("fsdp", 1), ("profile", "")):
+                is_usual = getattr(self, name) == usual
+                must("pp_engine", self.pp_engine == "program" or is_usual, f"program with `{name}` {getattr(self, name)}")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         must(
             "main_grads_dtype",

@@ -36,7 +36,7 @@ from jgraph.parallel import (
 )
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
-from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.parallel.step import CompiledStep, DispatchedStep, TrainState
 from jgraph.parallel.strategy import Binding
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
@@ -271,9 +271,10 @@ class TrainSetup:
         if self.pipeline is None:
             return ""
         schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
+        player = str(compiled.gradients) if isinstance(compiled, DispatchedStep) else f"{self.pipeline.runtime} runtime"
         idle = simulate(schedule, Costs(), execution="lockstep").bubble
         text = (
-            f"pipeline: {schedule.name} ({self.player}), {schedule.num_ranks} ranks x "
+            f"pipeline: {schedule.name} ({player}), {schedule.num_ranks} ranks x "
             f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
         )
         if compiled.memory is None:

@@ -136,6 +136,14 @@ def test_a_layer_takes_a_key_and_then_its_state(choices):
     assert_same(trained(step, rows), carried_and_params(loss, rows))
 
 
+def test_both_engines_draw_the_same_random_numbers_on_every_data_rank():
+    model, rows = replace(MODEL, layer=keyed, takes_key=True), batch()
+    program, host = (
+        trained(step_of("1f1b", DATA, PIPE, model=model, engine=engine), rows) for engine in ("program", "dispatch")
+    )
+    assert_same(host, (program.carried, program.params))
+
+
 def test_a_step_that_is_not_applied_leaves_the_state_as_it_is():
     rows = batch()
     rows["y"][:] = np.nan
