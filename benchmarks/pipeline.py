@@ -33,10 +33,12 @@ class Options(Several):
     """What is trained; 4 MLP layers a rank."""
     schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b")
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon; none where the flag stands alone."""
+    dispatched: tuple[str, ...] = ()
+    """Schedules, as before, that the host dispatches instead of one program."""
     peers: tuple[str, ...] = (*KINDS, *(f"{kind}:compile" for kind in KINDS))
     """Schedules of torch.distributed.pipelining, `:compile` for torch.compile; none where the flag stands alone."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE[ NAME=VALUE ...] for one row more of the first schedule; may be repeated."""
+    """NAME=VALUE[ NAME=VALUE ...] for one row more of the first schedule, engine=dispatch or XLA's; may be repeated."""
     remat: Literal["nothing", "layer"] = "nothing"
     """What of a layer is made again in its backward."""
     actions: Literal["yes", "no"] = "yes"
@@ -47,7 +49,7 @@ def works(options: Options) -> Iterator[Work]:
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         size = sizes_of(options.sizes, ranks)[work]
-        named = [(text, "") for text in options.schedules]
+        named = [(text, "") for text in options.schedules] + [(text, "engine=dispatch") for text in options.dispatched]
         named += [(text, variant) for text in options.schedules[:1] for variant in options.variant]
         ours = [jgraphs(schedule, variant, size, ranks, options) for schedule, variant in named]
         entrants = [*ours, *(torchs(peer, size, ranks, options) for peer in options.peers)]
@@ -55,15 +57,17 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def jgraphs(schedule: str, variant: str, size: Size, ranks: int, options: Options) -> Entrant:
+    words = variant.split()
     asked = {
         "schedule": schedule,
+        "engine": "dispatch" if "engine=dispatch" in words else "program",
         "ranks": ranks,
         "size": asdict(size),
         "graph": options.graph,
-        "xla_options": [*options.xla_option, *variant.split()],
+        "xla_options": [*options.xla_option, *(word for word in words if word != "engine=dispatch")],
         "remat": options.remat,
         "clock": asdict(options.clock),
-        "actions": options.actions == "yes" and not options.soak,
+        "actions": options.actions == "yes" and not options.soak and "engine=dispatch" not in words,
     }
     named = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": asked["xla_options"]}
     return Entrant(named, "benchmarks.programs.pipeline", asked)

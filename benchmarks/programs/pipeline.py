@@ -21,6 +21,7 @@ from benchmarks.programs.step import compiled_bytes, devices_of, launched, stepp
 from benchmarks.rows import Row
 from benchmarks.works import schedule_of, size_from
 from jgraph.parallel.pipeline import Pipeline
+from jgraph.parallel.pipeline.dispatched import dispatched
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.training.metrics import peak_memory_bytes
 from jgraph.xla import compile_and_report, compiler_options
@@ -46,13 +47,8 @@ def time_schedule(asked: Row) -> None:
     options = compiler_options(asked["graph"], asked["xla_options"], platform=platform, num_devices=ranks)
     if platform == "gpu":  # or command buffers are left aside while launches are counted
         options["xla_enable_command_buffers_during_profiling"] = True
-    start = time.perf_counter()
-    lowered = jax.jit(pipe.loss_and_grads).lower(params, inputs)
-    traced = time.perf_counter()
-    compiled, report = compile_and_report(lowered, options)
-    seconds = {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
-    answer(**seconds, capture=str(report) if report else None, **compiled_bytes(compiled))
-    run, wait, latest = stepping(lambda: compiled(params, inputs))
+    call = as_executables if asked["engine"] == "dispatch" else as_program
+    run, wait, latest = stepping(call(pipe, params, inputs, options))
     run()
     wait()
     # The last device: the first one held the whole model, before it was spread.
@@ -72,6 +68,33 @@ def time_schedule(asked: Row) -> None:
         alone = time_actions(pipe, params, inputs, clock, options)
         ms = statistics.median(turn["ms"] for turn in turns)
         answer(alone=alone, categories=made_of(ms, alone, schedule, pipe.runtime))
+
+
+def as_program(pipe: Pipeline, params: Any, inputs: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
+    """Returns the schedule as one program, with loss and gradients as its results."""
+    start = time.perf_counter()
+    lowered = jax.jit(pipe.loss_and_grads).lower(params, inputs)
+    traced = time.perf_counter()
+    compiled, report = compile_and_report(lowered, options)
+    seconds = {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
+    answer(**seconds, capture=str(report) if report else None, **compiled_bytes(compiled))
+    return lambda: compiled(params, inputs)
+
+
+def as_executables(pipe: Pipeline, params: Any, inputs: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
+    """Returns the schedule as executables that the host hands over; the gradients are the sums in their buffers."""
+    start = time.perf_counter()
+    batch = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), inputs)
+    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (params, batch))
+    gradients = dispatched(pipe, shapes[0], {}, lambda params: params, shapes[1], jax.random.key(0), options)
+    answer(compile_s=time.perf_counter() - start, capture=str(gradients))
+
+    def call() -> tuple[jax.Array, Any]:
+        results = gradients(params, {}, step, batch)
+        return results["loss"].addressable_shards[0].data[0], results
+
+    return call
 
 
 def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> Row:

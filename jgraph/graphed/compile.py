@@ -21,6 +21,8 @@ from jgraph.xla.cache import for_elsewhere
 # What becomes of a gradient: an array of the parameter's dtype; the first of a float32 sum; the first of one whose buffer is
 # there already; one more of a sum.
 How = Literal["new", "start", "over", "add"]
+# Whether equal tasks on equal shapes have an executable together, or each its own.
+Copies = Literal["shared", "each"]
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,13 @@ def compile_tasks(
     options: Mapping[str, Any],
     *,
     loss_fn: Callable[..., Any] | None = None,
-    copies: Literal["shared", "each"] = "shared",
+    copies: Copies = "shared",
 ) -> list[Executable]:
     """Compiles executables of the tasks of these callables, several at a time.
 
-    `loss_fn`, of `loss` tasks, is a function of y and of the leaves of its other arguments. Equal tasks on equal shapes are one
-    executable, or `each` has its own; the latter on a GPU only. Raises DonationError where a sum is not updated in place.
+    `loss_fn`, of `loss` tasks, is a function of the leaves of its parameters, of y, and of the leaves of its other arguments.
+    Equal tasks on equal shapes are one executable, or `each` has its own; the latter on a GPU only. Raises DonationError where
+    a sum is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
     # The copies of a GPU are told apart by their number.
@@ -221,7 +224,11 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[...,
         outs = [fold_key(key, step=step, microbatch=microbatch, layer=shaped.index)]
     elif task.kind == "loss":
         assert loss_fn is not None
-        loss, dy = jax.value_and_grad(loss_fn)(shaped.y.unflatten(ins[: len(shaped.y)]), ins[len(shaped.y) :])
+        y, rest = shaped.y.unflatten(ins[: len(shaped.y)]), ins[len(shaped.y) :]
+        loss, (gradients, dy) = jax.value_and_grad(loss_fn, argnums=(0, 1))(read, y, rest)
+        for (_, register, how), gradient in zip(task.grads, gradients, strict=True):
+            wide = gradient.astype(jnp.float32)
+            env[register] = env[register] + wide if how == "add" else wide
         outs = [loss, *jax.tree.leaves(dy)]
     elif task.kind == "forward":
         outs = shaped.forward(shaped.fill("forward", read), ins)

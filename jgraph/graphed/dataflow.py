@@ -46,12 +46,13 @@ class Flow:
 
     Attributes:
         callables, devices, aliased, reuse: as `make_plan` takes them; devices by rank.
-        loss_side, loss_aval: of the loss's arguments after y, and of the loss.
+        loss_params, loss_side, loss_aval: of the loss's parameters, of its arguments after y, and of the loss.
         avals: of every register.
         named: registers of what the caller gives, by name; see `given`.
         values: what waits for its next reader: ("x" | "y" | "dy" | "residuals" | "stash", callable, microbatch).
-        sums: (callable, parameter) to register.
+        sums: (callable, parameter) to register; the loss is one callable more.
         losses: by microbatch.
+        aux: (callable, microbatch) to the registers of what its forward gives besides y.
         send_buffers: of what is sent, the register of the buffer that it is written to; `turns`, those of a rank and shape.
     """
 
@@ -59,6 +60,7 @@ class Flow:
     devices: Sequence[Any]
     aliased: Sequence[Sequence[int]]
     reuse: bool
+    loss_params: Side
     loss_side: Side
     loss_aval: Any
     avals: dict[int, Any] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class Flow:
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     named: dict[tuple[Any, ...], int] = field(default_factory=dict)
     losses: dict[int, int] = field(default_factory=dict)
+    aux: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     send_buffers: dict[int, int] = field(default_factory=dict)
     turns: dict[Any, list[int]] = field(default_factory=dict)
 
@@ -91,8 +94,9 @@ class Flow:
     def given(self, aval: Any, *name: Any) -> int:
         """Returns the register of something that the caller gives.
 
-        Its name is ("params", callable, place), ("x" or "loss", microbatch, place), ("extra", callable, microbatch, place),
-        ("keys", callable, place) for a random key to be folded, ("step", rank), or ("microbatch", rank, number).
+        Its name is ("params", callable, place), where the loss is one callable more, ("x" or "loss", microbatch, place),
+        ("extra", callable, microbatch, place), ("keys", callable, place) for a random key to be folded, ("step", rank), or
+        ("microbatch", rank, number).
         """
         if name not in self.named:
             self.named[name] = self.register(aval)
@@ -109,7 +113,8 @@ class Flow:
         ins = [*self.values.pop(("x", i, m)), *self._extra(unit, i, m)]
         y = [self.register(aval) for aval in shaped.y.avals]
         residuals, written = left_by(shaped.residuals, shaped.residuals_from, ins, self.register)
-        unit.tasks.append(Task("forward", i, tuple(ins), (*y, *written), self.params(i, "forward")))
+        self.aux[i, m] = [self.register(aval) for aval in shaped.aux.avals]
+        unit.tasks.append(Task("forward", i, tuple(ins), (*y, *written, *self.aux[i, m]), self.params(i, "forward")))
         self.values["residuals", i, m] = residuals
         if next_rank is None:
             self._loss(unit, i, m, y)
@@ -136,7 +141,10 @@ class Flow:
         arguments = [self.given(aval, "loss", m, place) for place, aval in enumerate(self.loss_side.avals)]
         dy = [self.register(aval) for aval in shaped.y.avals]
         self.losses[m] = self.register(self.loss_aval)
-        unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy)))
+        params, places = self.loss_params.avals, range(len(self.loss_params))
+        read = tuple(self.given(params[place], "params", i + 1, place) for place in places)
+        grads = self._grads(i + 1, places)
+        unit.tasks.append(Task("loss", i, (*y, *arguments), (self.losses[m], *dy), read, grads))
         self.values["y", i, m], self.values["dy", i, m] = y, dy
 
     def backward(self, unit: Unit, kind: Kind, i: int, m: int, previous_rank: int | None) -> None:
@@ -167,9 +175,9 @@ class Flow:
             self.values["dy", i - 1, m] = self._send(unit, dx, shaped.x.avals, previous_rank)
 
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Any, ...]:
-        grads = []
+        params, grads = (*(shaped.params for shaped in self.callables), self.loss_params)[i], []
         for place in places:
-            aval, name = self.callables[i].params.avals[place], (i, place)
+            aval, name = params.avals[place], (i, place)
             how = "add" if name in self.sums else "over" if place in self.aliased[i] else "start"
             if name not in self.sums:
                 self.sums[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError
-from jgraph.graphed.compile import Executable, compile_tasks, interface
+from jgraph.graphed.compile import Copies, Executable, compile_tasks, interface
 from jgraph.graphed.dataflow import Flow, Join, Outputs, Unit, segments_of, units_of
 from jgraph.graphed.shaped import Shaped, Side, shape_of
 from jgraph.schedule.schedule import Schedule
@@ -61,15 +61,24 @@ def make_plan(
     loss_fn: Callable[..., Any],
     loss_args: Any,
     options: Mapping[str, Any],
+    loss_params: Any = None,
+    copies: Copies = "each",
 ) -> ExecutionPlan:
     """Returns a schedule as instructions, compiled.
 
     `aliased` are, for each callable, the places of the parameters whose sums lie in main_grad. With `reuse`, buffers are
     donated to their last consumer, or freed after it. Random keys are `folded` here or, `given`, come with `extra`. `loss_args`
-    are the arguments of `loss_fn` after y, one microbatch's as shapes.
+    are the arguments of `loss_fn` after y, one microbatch's as shapes. `loss_params`, a tree of shapes, come before y; their
+    places in `aliased` are those of one callable more. On a GPU `each` instruction has an executable of its own, or equal ones
+    have a `shared` one.
     """
-    loss_side, last = Side.of(tuple(loss_args)), callables[-1]
-    loss = jax.eval_shape(loss_fn, last.y.shapes(), *loss_args)
+    loss_side, loss_weights, last = Side.of(tuple(loss_args)), Side.of(loss_params), callables[-1]
+
+    def loss_of_leaves(params: Sequence[Any], y: Any, leaves: Sequence[Any]) -> Any:
+        given = () if loss_params is None else (loss_weights.unflatten(params),)
+        return loss_fn(*given, y, *loss_side.unflatten(leaves))
+
+    loss = jax.eval_shape(loss_of_leaves, loss_weights.avals, last.y.shapes(), loss_side.avals)
     if not isinstance(loss, jax.ShapeDtypeStruct):
         raise CallableError(f"loss_fn gives a {type(loss).__name__}: must be a floating scalar alone")
     loss_aval = shape_of(loss)
@@ -78,25 +87,26 @@ def make_plan(
     ranks = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
     of_rank = dict(zip(ranks, (shaped.device for shaped in callables), strict=True))
     devices = [of_rank[rank] for rank in range(schedule.num_ranks)]
-    flow = Flow(callables, devices, aliased, reuse, loss_side, loss_aval)
+    flow = Flow(callables, devices, aliased, reuse, loss_weights, loss_side, loss_aval)
     for i, shaped in enumerate(callables):
         for place in shaped.keys if keyed == "folded" else ():
             flow.given(shaped.extra.avals[place], "keys", i, place)
     units = units_of(flow, schedule)
     segments = segments_of(units, join)
-    result = set(flow.losses.values()) | set(flow.sums.values())
+    result = set(flow.losses.values()) | set(flow.sums.values()) | {r for group in flow.aux.values() for r in group}
     count = schedule.num_microbatches
     outs = [flow.values["y", len(callables) - 1, m] for m in range(count)] if outputs == "keep" else []
     result |= {r for group in outs for r in group}
-
-    def loss_of_leaves(y: Any, leaves: Sequence[Any]) -> Any:
-        return loss_fn(y, *loss_side.unflatten(leaves))
-
-    return ExecutionPlan(tuple(_compile(flow, segments, result, options, loss_of_leaves)), flow, outs)
+    return ExecutionPlan(tuple(_compile(flow, segments, result, options, loss_of_leaves, copies)), flow, outs)
 
 
 def _compile(
-    flow: Flow, segments: Sequence[Sequence[Unit]], result: set[int], options: Mapping[str, Any], loss_fn: Callable[..., Any]
+    flow: Flow,
+    segments: Sequence[Sequence[Unit]],
+    result: set[int],
+    options: Mapping[str, Any],
+    loss_fn: Callable[..., Any],
+    copies: Copies,
 ) -> list[Instruction]:
     """Finds the registers that leave each segment and where each is read last, and compiles the segments."""
     kept = result | set(flow.named.values())
@@ -123,7 +133,7 @@ def _compile(
     # A command buffer whose arrays lie elsewhere than at its last launch is updated first, which takes as long as the launch.
     # With an executable to itself, an instruction finds them where they were a step ago (notes/develop/measurements.md).
     captures = any(shaped.device.platform != "cpu" for shaped in flow.callables)
-    copies = "each" if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
+    copies = copies if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
     executables = compile_tasks(interfaces, flow.callables, options, loss_fn=loss_fn, copies=copies)
     ended: list[list[int]] = [[] for _ in segments]
     for r, n in last.items():

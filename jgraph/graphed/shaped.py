@@ -60,6 +60,7 @@ class Shaped:
         reads: for `forward`, `dgrad` and `wgrad`, the places of the parameters that it reads.
         residuals_from: for each residual, its place in (x, extra) where forward only hands it on, or None.
         stash_from: for each leaf of the stash, its place in (residuals, dy) where dgrad only hands it on, or None.
+        aux: side of what forward gives besides y.
     """
 
     index: int
@@ -78,6 +79,7 @@ class Shaped:
     reads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     residuals_from: tuple[int | None, ...] = ()
     stash_from: tuple[int | None, ...] = ()
+    aux: Side = field(default_factory=lambda: Side.of(()))
 
     @cached_property
     def inputs_tree(self) -> Any:
@@ -118,7 +120,7 @@ class Shaped:
         return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of (y, residuals)."""
+        """Returns the leaves of (y, residuals, aux)."""
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
         given = (x, extra) if self.takes_gradient else ((), (x, extra))
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *given))
@@ -153,9 +155,16 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def shape_callable(
-    fn: Callable[..., Tree], index: int, params: Tree, args: Sequence[Tree], kwargs: dict[str, Any], *, device: Any
+    fn: Callable[..., Tree],
+    index: int,
+    params: Tree,
+    args: Sequence[Tree],
+    kwargs: dict[str, Any],
+    *,
+    device: Any,
+    has_aux: bool = False,
 ) -> Shaped:
-    """Traces a callable's parts; computes nothing.
+    """Traces a callable's parts; computes nothing. With `has_aux` it returns (y, aux).
 
     Raises:
         CallableError: a parameter is complex, x mixes floating and other leaves, or y has a leaf that is not floating.
@@ -173,10 +182,10 @@ def shape_callable(
             f"gradient as an argument after x"
         )
     if takes_gradient:
-        split = split_backward(lambda params, x, extra: fn(params, x, *extra[0], **extra[1]))
+        split = split_backward(lambda params, x, extra: fn(params, x, *extra[0], **extra[1]), has_aux=has_aux)
         arguments = (weights.shapes(), x.shapes(), extra.shapes())
     else:
-        split = split_backward(lambda params, _, rest: fn(params, rest[0], *rest[1][0], **rest[1][1]))
+        split = split_backward(lambda params, _, rest: fn(params, rest[0], *rest[1][0], **rest[1][1]), has_aux=has_aux)
         arguments = (weights.shapes(), (), (x.shapes(), extra.shapes()))
     spec = split.spec(*arguments)
     y, residuals, stash = Side.of(spec.y), Side.of(spec.residuals), Side.of(spec.stash)
@@ -198,6 +207,7 @@ def shape_callable(
         late=tuple(i for i, late in enumerate(delayed) if late),
         early=tuple(i for i, a in enumerate(weights.avals) if not delayed[i] and jnp.issubdtype(a.dtype, jnp.floating)),
         device=device,
+        aux=Side.of(spec.aux),
     )
     return replace(shaped, **_flows(shaped))
 

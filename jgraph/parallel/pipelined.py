@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
@@ -17,12 +17,14 @@ from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.objective import Sums
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.parallel.pipeline.carried import Carried
+from jgraph.parallel.pipeline.dispatched import Dispatched, dispatched
 from jgraph.parallel.pipeline.program import Remat
 from jgraph.parallel.strategy import Binding, summary
 from jgraph.schedule import Schedule
 from jgraph.tree import leaf_names
 
 Tree = Any
+Engine = Literal["program", "dispatch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,8 @@ class Pipelined:
         shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
         schedule: of as many ranks as `pipe` has and as many microbatches as the step, e.g. from `jgraph.schedule.generate`.
         compute_dtype: dtype to which matrices are cast once a step; None uses them as they are.
+        engine: `program` plays the schedule as one program over all ranks, `dispatch` as executables of each rank that the host
+            hands over.
         remat: `nothing` keeps what `split_backward` keeps; `layer` keeps a layer's input and computes the rest again.
         shard_rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
     """
@@ -43,6 +47,7 @@ class Pipelined:
     schedule: Schedule
     compute_dtype: Any = None
     remat: Remat = "nothing"
+    engine: Engine = "program"
     shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
 
@@ -63,7 +68,8 @@ class Pipelined:
             )
         if binding.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {binding.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
-        return BoundPipeline.of(self.pipeline(loss, binding), self.shapes)
+        check_choice("engine", self.engine, get_args(Engine))
+        return BoundPipeline.of(self.pipeline(loss, binding), self.shapes, self.engine)
 
     def pipeline(self, model: PipelineModel, binding: Binding) -> Pipeline:
         """Returns the program that plays the schedule with a model and the carried state that a step asks for."""
@@ -84,20 +90,22 @@ class BoundPipeline:
         pipeline: the program.
         packing: of a rank's layers.
         shapes: of the parameters as the program takes them.
+        engine: as `Pipelined` has it.
     """
 
     pipeline: Pipeline
     packing: Packing
     shapes: Tree
+    engine: Engine = "program"
 
     @classmethod
-    def of(cls, pipeline: Pipeline, tree: Tree) -> "BoundPipeline":
+    def of(cls, pipeline: Pipeline, tree: Tree, engine: Engine = "program") -> "BoundPipeline":
         """Packs what is small, from the model's parameters as shapes."""
         params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), tree)
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
         # What is sharded is not packed: a pack of sharded parameters would be gathered to be taken apart.
         alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
-        return cls(pipeline, Packing.of(own, alone=alone), params)
+        return cls(pipeline, Packing.of(own, alone=alone), params, engine)
 
     @property
     def mesh(self) -> Mesh:
@@ -131,6 +139,17 @@ class BoundPipeline:
         loss, grads, layers = pipeline.step(self._unpacked(params), batch_M, key_of_step, layers)
         after = pipeline.model.join_carried(layers) if layers else carried
         return Sums(loss, jnp.ones((), jnp.float32), {}, after), self._packed(grads)
+
+    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
+        if self.engine == "program":
+            return None
+        return dispatched(self.pipeline, params, carried, self._unpacked, batch, key, options)
+
+    def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
+        """Returns what `loss_and_grads` does, from what a call of the other engine left."""
+        loss, grads, layers = gradients.collect(results)
+        carried = self.pipeline.model.join_carried(layers) if layers else {}
+        return Sums(loss, jnp.ones((), jnp.float32), {}, carried), self._packed(grads)
 
     def _packed(self, params: Tree) -> Tree:
         return params | {"layers": jax.vmap(self.packing.pack)(params["layers"])}

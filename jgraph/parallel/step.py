@@ -6,7 +6,7 @@ looks at the metrics.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,6 +24,7 @@ from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.objective import Reduction, Sums, WithHistory
+from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.parallel.strategy import Binding, Bound, Strategy
 from jgraph.precision import product
 from jgraph.precision.config import FP8Config
@@ -374,8 +375,12 @@ class TrainStep:
         platform = jax.default_backend()
         chosen = (*self.chosen_options(platform), *xla_options)
         options = compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
+        shapes = self._shapes(batch)
         with option_errors():
-            compiled, report = compile_and_report(self.lower(batch), options)
+            gradients = self.bound.dispatched(self.state.params, self.state.carried, shapes, self.key, options)
+            if gradients is not None:
+                return self._dispatched(gradients, options)
+            compiled, report = compile_and_report(self.jitted().lower(self.state, shapes), options)
         check_identity(compiled, self.state)
         return CompiledStep(compiled, report)
 
@@ -388,10 +393,27 @@ class TrainStep:
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Returns the step, lowered for a whole batch of these arrays or shapes."""
+        return self.jitted().lower(self.state, self._shapes(batch))
+
+    def _shapes(self, batch: Tree) -> Tree:
+        """Returns the shapes of a whole batch where it lies. Raises ShapeError as `compile`."""
         _microbatch(batch, self.binding.num_microbatches, self.mesh)  # for its error
         where = self.batch_sharding
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), batch)
-        return self.jitted().lower(self.state, shapes)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), batch)
+
+    def _dispatched(self, gradients: Dispatched, options: Mapping[str, Any]) -> "CompiledStep":
+        """Compiles the update after gradients that the host's executables make."""
+
+        def update(state: TrainState, results: Tree) -> tuple[TrainState, StepMetrics]:
+            sums, grads = self.bound.collected(gradients, results)
+            with scope("optimizer"):
+                return self.update(state, sums, grads)
+
+        where = (self.shardings, self._replicated)
+        jitted = jax.jit(update, donate_argnums=0, keep_unused=True, out_shardings=where)
+        compiled, report = compile_and_report(jitted.lower(self.state, gradients.results), options)
+        check_identity(compiled, self.state)
+        return DispatchedStep(compiled, report, gradients)
 
     def jitted(self) -> jax.stages.Wrapped:
         """Returns the jitted `(state, batch) -> (state, StepMetrics)`, with the state donated."""
@@ -483,6 +505,27 @@ class CompiledStep:
         if self.memory:
             lines.append(str(self.memory))
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchedStep(CompiledStep):
+    """A training step of many executables, which the host hands over; `executable` is the update. Made by `TrainStep.compile`.
+
+    Attributes:
+        gradients: what comes before the update.
+    """
+
+    gradients: Dispatched
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
+        return in_turn(self.executable(state, self.gradients(state.params, state.carried, state.step, batch)))
+
+    @property
+    def memory(self) -> Memory | None:
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.gradients}\nupdate: {super().__str__()}"
 
 
 def _placed(shapes: Tree, shardings: Tree) -> Tree:

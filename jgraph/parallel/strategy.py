@@ -19,6 +19,7 @@ from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import accumulate, by_microbatch
 from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, finished, summed
+from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.precision.fuse import fused
 from jgraph.precision.transform import FP8Function
 from jgraph.tree import leaf_names
@@ -84,6 +85,14 @@ class Bound(Protocol):
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
         """Returns the sums over a batch, and the gradient of their mean in `grads_dtype`, shaped as the arrays."""
+        ...
+
+    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
+        """Compiles the same as many executables, from shapes; None where it is part of one program."""
+        ...
+
+    def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
+        """Returns what `loss_and_grads` does, from the traced results of these."""
         ...
 
 
@@ -230,6 +239,12 @@ class DataParallel:
             check_vma=False,
         )
         return run(params, batch, key, carried)
+
+    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> None:
+        return None
+
+    def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
+        raise AssertionError("the step is one program")
 
     @cached_property
     def _specs(self) -> dict[str, PartitionSpec]:

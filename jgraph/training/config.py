@@ -131,6 +131,8 @@ class TrainConfig:
     schedule: str = "aligned"
     """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule`); a .csv or
     .json file; or `auto`, which measures and takes the fastest that fits."""
+    pp_engine: Literal["program", "dispatch"] = "program"
+    """What plays the schedule: one program over all ranks, or executables of each rank that the host hands over."""
     memory_limit: float = 0.0
     """With `schedule` auto: GiB of a device for arrays that wait between the parts of the backward; 0 for no limit."""
     remat: Literal["nothing", "layer"] = "nothing"
@@ -200,6 +202,9 @@ class TrainConfig:
             advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
             must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
             must("precision", self.precision == "bf16", "bf16 in a pipeline")
+            for name, usual in (("fsdp", 1), ("profile", "")):
+                is_usual = getattr(self, name) == usual
+                must("pp_engine", self.pp_engine == "program" or is_usual, f"program with `{name}` {getattr(self, name)}")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         must(
             "main_grads_dtype",
@@ -257,7 +262,7 @@ class TrainConfig:
     @property
     def is_pipeline(self) -> bool:
         """Whether the step plays a schedule; it does on one rank too, where anything about it was asked for."""
-        return (self.pp, self.chunks, self.schedule, self.remat) != (1, 1, "aligned", "nothing")
+        return (self.pp, self.chunks, self.schedule, self.remat, self.pp_engine) != (1, 1, "aligned", "nothing", "program")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

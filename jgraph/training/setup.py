@@ -36,7 +36,7 @@ from jgraph.parallel import (
 )
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
-from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.parallel.step import CompiledStep, DispatchedStep, TrainState
 from jgraph.parallel.strategy import Binding
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
@@ -271,9 +271,10 @@ class TrainSetup:
         if self.pipeline is None:
             return ""
         schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
+        player = str(compiled.gradients) if isinstance(compiled, DispatchedStep) else f"{self.pipeline.runtime} runtime"
         idle = simulate(schedule, Costs(), execution="lockstep").bubble
         text = (
-            f"pipeline: {schedule.name} ({self.pipeline.runtime} runtime), {schedule.num_ranks} ranks x "
+            f"pipeline: {schedule.name} ({player}), {schedule.num_ranks} ranks x "
             f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
         )
         if compiled.memory is None:
@@ -366,7 +367,7 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
-    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
+    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat, "engine": config.pp_engine}
     if config.fsdp > 1:
         choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations}
     num_layers = len(jax.eval_shape(model.split, shapes)[1])

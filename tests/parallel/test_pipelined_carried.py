@@ -109,6 +109,7 @@ LONG = pytest.mark.long
         ("aligned", [("pipe", 4)], {}),
         ("zb-v", [PIPE], {"chunks": 2}),
         ("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}),
+        ("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}),
         pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE, FSDP], {"chunks": 2}, marks=LONG),
         pytest.param("zb-h1", [DATA, PIPE, FSDP], {}, marks=LONG),
@@ -127,12 +128,20 @@ def carried_and_params(step, rows):
     return state.carried, state.params
 
 
-@pytest.mark.parametrize("remat", ["nothing", pytest.param("layer", marks=LONG)])
-def test_a_layer_takes_a_key_and_then_its_state(remat):
+@pytest.mark.parametrize("choices", [{}, {"engine": "dispatch"}, pytest.param({"remat": "layer"}, marks=LONG)], ids=str)
+def test_a_layer_takes_a_key_and_then_its_state(choices):
     rows = batch()
-    step = step_of("zb-h1", PIPE, model=replace(MODEL, layer=keyed, takes_key=True), remat=remat)
+    step = step_of("zb-h1", PIPE, model=replace(MODEL, layer=keyed, takes_key=True), **choices)
     loss = one_device(MICROBATCHES, lambda *args: whole(*args, with_key=True))
     assert_same(trained(step, rows), carried_and_params(loss, rows))
+
+
+def test_both_engines_draw_the_same_random_numbers_on_every_data_rank():
+    model, rows = replace(MODEL, layer=keyed, takes_key=True), batch()
+    program, host = (
+        trained(step_of("1f1b", DATA, PIPE, model=model, engine=engine), rows) for engine in ("program", "dispatch")
+    )
+    assert_same(host, (program.carried, program.params))
 
 
 def test_a_step_that_is_not_applied_leaves_the_state_as_it_is():

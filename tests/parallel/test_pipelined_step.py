@@ -68,13 +68,20 @@ def trained(step, batch):
 # Muon sees the model's own tree, though the layers lie stacked by rank.
 @pytest.mark.parametrize("transform", [elementwise(optax.adam(1e-2)), optax.contrib.muon(1e-2)], ids=["adam", "muon"])
 @pytest.mark.parametrize(
-    ("sizes", "axes", "schedule"),
-    [((4,), ("pipe",), "zb-h1"), ((2, 2), ("data", "pipe"), "aligned"), ((2, 2), ("pipe", "fsdp"), "1f1b")],
-    ids=["pipe 4", "data 2 x pipe 2", "pipe 2 x fsdp 2"],
+    ("sizes", "axes", "schedule", "engine"),
+    [
+        ((4,), ("pipe",), "zb-h1", "program"),
+        ((2, 2), ("data", "pipe"), "aligned", "program"),
+        ((2, 2), ("pipe", "fsdp"), "1f1b", "program"),
+        ((4,), ("pipe",), "zb-h1", "dispatch"),
+        ((2, 2), ("pipe", "data"), "1f1b", "dispatch"),
+    ],
+    ids=["pipe 4", "data 2 x pipe 2", "pipe 2 x fsdp 2", "pipe 4, dispatch", "pipe 2 x data 2, dispatch"],
 )
-def test_a_pipeline_takes_the_steps_of_one_device(sizes, axes, schedule, transform, batch):
+def test_a_pipeline_takes_the_steps_of_one_device(sizes, axes, schedule, engine, transform, batch):
     mesh = jax.make_mesh(sizes, axes)
-    strategy = Pipelined(mesh, shapes(), generate(schedule, pp=mesh.shape["pipe"], microbatches=MICROBATCHES))
+    order = generate(schedule, pp=mesh.shape["pipe"], microbatches=MICROBATCHES)
+    strategy = Pipelined(mesh, shapes(), order, engine=engine)
     params, metrics = trained(train_step(MODEL, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=1.0), batch)
     expected, wanted = trained(train_step(whole, transform, Replicated(None, shapes()), clip_norm=1.0), batch)
     assert metrics.loss == pytest.approx(float(wanted.loss), rel=1e-5)

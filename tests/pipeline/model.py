@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
+from jgraph.parallel.pipeline.dispatched import dispatched
 from jgraph.schedule import Schedule
 from jgraph.xla.options import installed_options
 
@@ -131,6 +132,22 @@ def piped(pipe: Pipeline, *, dropout: int | None = None) -> tuple[Any, Tree]:
     loss, grads = run(placed(pipe, *params(pipe.layout.num_layers)), inputs, *keys)
     # On the host first: every slice of an array on several devices would be compiled.
     loss, grads = jax.device_get((loss, grads))
+    return loss, pipe.unstack(grads)
+
+
+def played(pipe: Pipeline) -> tuple[Any, Tree]:
+    """The same of executables that the host hands over: of the second of two steps, where the first one had another batch."""
+    M, key = pipe.schedule.num_microbatches, jax.random.key(0)
+    stacked, unpack = placed(pipe, *params(pipe.layout.num_layers)), lambda params: params
+    batches = [jax.tree.map(lambda leaf: leaf.reshape(-1, T), batch(M, seed)) for seed in (1, 0)]
+    where = NamedSharding(pipe.mesh, PartitionSpec("data"))
+    batches = jax.device_put(batches, where)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (stacked, batches))
+    gradients = dispatched(pipe, shapes[0], {}, unpack, shapes[1][0], key, FAST)
+    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
+    for one in batches:
+        results = gradients(stacked, {}, step, one)
+    loss, grads, _ = jax.device_get(jax.jit(gradients.collect, compiler_options=FAST)(results))
     return loss, pipe.unstack(grads)
 
 

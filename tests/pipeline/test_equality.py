@@ -43,12 +43,23 @@ def grid() -> list[tuple[str, int, int, int, str]]:
     return list(found.values())
 
 
+# Of each name and size the one with most microbatches.
+DISPATCHED = [(*sizes, M) for sizes, M in {row[:3]: row[3] for row in grid() if row[1] in (2, 4)}.items()]
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "P", "C", "M", "runtime"), grid())
 def test_loss_and_gradients_are_those_of_one_device(name, P, C, M, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)
     pipe = model.pipeline(schedule, P * C, runtime=runtime)
     model.assert_same(model.piped(pipe), model.expected(P * C, M))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("name", "P", "C", "M"), DISPATCHED)
+def test_those_of_executables_that_the_host_hands_over_are_too(name, P, C, M):
+    pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C)
+    model.assert_same(model.played(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
@@ -126,6 +137,7 @@ def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
     schedule = read(tmp_path / "own.csv")
     pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
     model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.played(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
 
 
 @pytest.mark.parametrize("seed", range(4, 8))

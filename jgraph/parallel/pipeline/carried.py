@@ -98,6 +98,17 @@ class Carried:
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 
+    def together(self, afters: Sequence[Tree], places: int) -> Tree:
+        """Returns a stage's sums, [N, ...] of so many places, from what its forwards gave for fewer, by microbatch."""
+
+        def padded(leaf: Array) -> Array:
+            return jnp.pad(leaf, [(0, places - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
+
+        total = before_any(self.reductions, afters[0])
+        for after in afters:
+            total = jax.tree.map(merged, self.reductions, total, after)
+        return jax.tree.map(padded, total)
+
     def add(self, total: Tree, new_N: Tree, chunk: Any, counts: Array) -> Tree:
         """Returns the sums with what a forward of a chunk gave, where it counts; a stage's forwards come by microbatch."""
 

@@ -189,14 +189,14 @@ class Pipeline:
         x = self._shapes(params, inputs)
         stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
         stage = [stage[0]] * layers if layers else stage
-        spec = self.split(None).spec((jax.eval_shape(self._cast, stage), {"carried": self.carried.bits(len(stage))}), x)
+        spec = self.split(None).spec((jax.eval_shape(self.cast, stage), {"carried": self.carried.bits(len(stage))}), x)
         size = x.size * x.dtype.itemsize
         return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
         """Returns shapes of what a stage of one layer takes as its parameters, and of its input."""
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
-        return ([jax.eval_shape(self._cast, layer)], {"carried": self.carried.bits(1)}), self._shapes(params, inputs)
+        return ([jax.eval_shape(self.cast, layer)], {"carried": self.carried.bits(1)}), self._shapes(params, inputs)
 
     def _shapes(self, params: Tree, inputs: Tree) -> Any:
         """Returns the shape of what passes between stages."""
@@ -231,22 +231,22 @@ class Pipeline:
         """Plays the schedule on one rank."""
         batch, layout = batch_axes(self.mesh), self.layout
         data = tuple(axis for axis in batch if axis != fsdp.AXIS)
-        layers = self._cast(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
+        layers = self.of_rank(params["layers"])
         layers = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"], layers)
         outer = jax.tree.map(lambda shard, part: shard.gather(part), shards["outer"], params["outer"])
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
-        stages, states = [], self.carried.pick(carried, self._own(layout.layers())) if carried else {}
+        stages, states = [], self.carried.pick(carried, self.own(layout.layers())) if carried else {}
         for c, own in enumerate(layers):
             extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
-                extra["active"] = self._own(layout.active()[:, c, -1])
+                extra["active"] = self.own(layout.active()[:, c, -1])
                 # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
                 own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
-                extra["first"] = self._own(layout.layers()[:, c, 0])
+                extra["first"] = self.own(layout.layers()[:, c, 0])
             stages.append((own, extra))
-        head_outer = self._cast(outer)
+        head_outer = self.cast(outer)
         rank = StageExecutor(self.model, self.split(impl), self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
@@ -274,13 +274,12 @@ class Pipeline:
 
     def split(self, impl: Any) -> Split:
         """Returns a stage, split; `impl` is the kind of the keys, None where there are none."""
-        layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
 
         def stage(params: Tree, x: Array, *key: Array) -> tuple[Array, Tree]:
             (layers, extra), after = params, []
             for j, own in enumerate(layers):
                 keys = [jax.random.fold_in(jax.random.wrap_key_data(key[0], impl=impl), extra["first"] + j)] if key else []
-                y = layer(own, x, *keys, *(state := self.carried.at(extra["carried"], j)))
+                y = self._layer(own, x, *keys, *(state := self.carried.at(extra["carried"], j)))
                 if state:
                     y, own_after = self.carried.taken(y)
                     after.append(own_after)
@@ -290,12 +289,31 @@ class Pipeline:
 
         return split_backward(stage, has_aux=True)
 
-    def _cast(self, tree: Tree) -> Tree:
+    def of_rank(self, layers: Tree) -> Tree:
+        """Returns a rank's layers as it computes with them, from arrays whose first axis is that of ranks."""
+        return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
+
+    def through(self, layers: Sequence[Tree], x: Array, keys: Sequence[tuple[Array, ...]], bits: Tree) -> tuple[Array, Tree]:
+        """Returns x after these layers, and their carried state with a first axis of layers; `bits` is the state before it."""
+        after = []
+        for j, own in enumerate(layers):
+            x = self._layer(own, x, *keys[j], *(state := self.carried.at(bits, j)))
+            if state:
+                x, own_after = self.carried.taken(x)
+                after.append(own_after)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
+
+    def cast(self, tree: Tree) -> Tree:
+        """Returns parameters as layers and head take them."""
         if self.compute_dtype is None:
             return tree
         return jax.tree.map(lambda p: p.astype(self.compute_dtype) if p.ndim > 1 else p, tree)
 
-    def _own(self, table: Any) -> Array:
+    @property
+    def _layer(self) -> Any:
+        return jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
+
+    def own(self, table: Any) -> Array:
         """Returns this rank's row of a table."""
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 

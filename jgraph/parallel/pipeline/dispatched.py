@@ -1,0 +1,286 @@
+"""The second engine of a pipeline: a stage's forward, dgrad and wgrad as executables, which the host hands to the ranks.
+
+A step begins with a program that all ranks run together: it casts the parameters and deals out the batch. The schedule follows:
+each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or padded there, no rank waits for
+another one's tick, and embedding and head are whole on the ranks of the first and the last stage. What was summed then becomes
+arrays over all ranks again, for the update, which is the other engine's. All of it lies in the same buffers at every step.
+"""
+
+# P ranks, D replicas of the pipeline, M microbatches
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.dispatch import in_turn
+from jgraph.errors import ConfigError
+from jgraph.mesh import Axis, batch_axes
+from jgraph.parallel.accumulate import by_microbatch
+from jgraph.parallel.pipeline.ends import End
+from jgraph.parallel.pipeline.program import Pipeline
+from jgraph.parallel.pipeline.replica import Replica
+from jgraph.parallel.pipeline.stages import Chunk, shard, stages_of
+from jgraph.xla import CaptureReport, check_identity, compile_and_report
+
+Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    """An array of what a step leaves.
+
+    Attributes:
+        shape: of a rank's part.
+        axis: along which the ranks share it; None where all have the same.
+        part: (replica, rank) -> the array on its device.
+        dtype: of it.
+    """
+
+    shape: tuple[int, ...]
+    axis: int | None
+    part: Callable[[Replica, int], Array]
+    dtype: Any = jnp.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """Gradients of a step by executables that the host hands over, for one set of shapes. Made by `dispatched`.
+
+    One thread at a time calls it, since its buffers are used again.
+
+    Attributes:
+        pipeline: the model, its schedule, where its layers are.
+        shapes: of the parameters, as `Pipeline.stack` gives them.
+        chunks: a rank's layers as executables take them.
+        ends: embedding and head.
+        begin: the program before the schedule: (its last results, donated; params; carried; step; batch) -> results.
+        report: what of it is captured.
+        replicas: of the pipeline, each with a part of the batch.
+        buffers: `begun`, the last results of `begin`.
+    """
+
+    pipeline: Pipeline
+    shapes: Tree
+    chunks: tuple[Chunk, ...]
+    ends: tuple[End, End]
+    begin: jax.stages.Compiled
+    report: CaptureReport | None
+    replicas: tuple[Replica, ...]
+    buffers: dict[str, Any]
+
+    def __str__(self) -> str:
+        reports = [self.report, *(report for replica in self.replicas for _, report in replica.reports)]
+        count = sum(len(replica.plan.instructions) for replica in self.replicas)
+        text = f"dispatched: the host hands over {count} executables a step; {len(reports)} are compiled"
+        if not (known := [report for report in reports if report is not None]):
+            return text
+        whole = sum(report.command_buffers == 1 and report.captured == report.total for report in known)
+        return f"{text}, {whole} of them one command buffer each"
+
+    def __call__(self, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
+        """Plays the schedule. Returns what `collect` takes; sums of gradients stay in the buffers that they are in.
+
+        Args:
+            params, carried, step: of the state; not donated.
+            batch: a whole batch, where `TrainStep.place` puts it.
+        """
+        begun = in_turn(self.begin(self.buffers.pop("begun"), params, carried, step, batch))
+        self.buffers["begun"] = begun
+        outer = jax.tree.leaves(params["outer"])
+        for replica in self.replicas:
+            replica.play(jax.tree.leaves(begun), outer)
+
+        def whole(result: _Result) -> Array:
+            mesh = self.pipeline.mesh
+            shape, spec = _over_all(mesh, result.shape, result.axis)
+            pairs = [(replica, rank) for replica in self.replicas for rank in range(len(replica.devices))]
+            parts = {replica.shards[rank]: result.part(replica, rank) for replica, rank in pairs}
+            return jax.make_array_from_single_device_arrays(
+                shape, NamedSharding(mesh, spec), [parts[place] for place in range(mesh.size)]
+            )
+
+        return jax.tree.map(whole, self._results)
+
+    @property
+    def results(self) -> Tree:
+        """Shapes of what a call returns."""
+        mesh = self.pipeline.mesh
+
+        def of(result: _Result) -> jax.ShapeDtypeStruct:
+            shape, spec = _over_all(mesh, result.shape, result.axis)
+            return jax.ShapeDtypeStruct(shape, result.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(of, self._results)
+
+    def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree]]:
+        """Returns mean loss, mean gradients and the layers' carried state from traced results, as `Pipeline.step` does."""
+        pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
+        specs = pipeline.specs(self.shapes)
+
+        def local(results: Tree) -> tuple[Array, Tree, list[Tree]]:
+            layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
+            leaves, structure = jax.tree.flatten(self.shapes["outer"])
+            found: dict[int, Array] = {}
+            for end, own in zip(self.ends, results["ends"], strict=True):
+                for i, axis, gradient in zip(end.reads, end.axes, own, strict=True):
+                    gradient = gradient.reshape(_part(leaves[i].shape, axis, pipeline.mesh.shape[Axis.PIPE]))
+                    found[i] = found[i] + gradient if i in found else gradient
+            outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
+            grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
+            loss, grads = lax.pmean((results["loss"][0], grads), data)
+            if not results["carried"]:
+                return loss, grads, []
+            total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
+            after = pipeline.carried.finish(total, pipeline.schedule.num_microbatches, data, pipeline.layout)
+            return loss, grads, after
+
+        in_specs = jax.tree.map(lambda shape: shape.sharding.spec, self.results)
+        out_specs = (PartitionSpec(), specs, PartitionSpec())
+        return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
+
+    @cached_property
+    def _results(self) -> Tree:
+        ranks = self.pipeline.mesh.shape[Axis.PIPE]
+
+        def of_end(number: int, n: int) -> _Result:
+            end = self.ends[number]
+            shape = _part(end.shapes[n].shape, end.axes[n], ranks) or (1,)
+            return _Result(shape, end.axes[n], lambda replica, rank: replica.end(rank, number, n))
+
+        def of_layers(chunk: int, name: str, shape: tuple[int, ...]) -> _Result:
+            return _Result(shape, 0, lambda replica, rank: replica.layers(rank, chunk, name, shape))
+
+        def of_state(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
+            shape = (self.chunks[chunk].places, *aval.shape)
+            return _Result(shape, 0, lambda replica, rank: replica.state(rank, chunk, n), aval.dtype)
+
+        state, structure = jax.tree.flatten(self.pipeline.carried.layer)
+        carried = [structure.unflatten([of_state(c, n, s) for n, s in enumerate(state)]) for c in range(len(self.chunks))]
+        return {
+            "carried": carried if state else [],
+            "ends": [[of_end(number, n) for n in range(len(end.reads))] for number, end in enumerate(self.ends)],
+            "layers": [{n: of_layers(c, n, s) for n, s in chunk.shapes().items()} for c, chunk in enumerate(self.chunks)],
+            "loss": _Result((1,), None, lambda replica, rank: replica.loss(rank)),
+        }
+
+
+def dispatched(
+    pipeline: Pipeline,
+    params: Tree,
+    carried: Tree,
+    unpack: Callable[[Tree], Tree],
+    batch: Tree,
+    key: Array,
+    options: Mapping[str, Any],
+) -> Dispatched:
+    """Traces and compiles everything.
+
+    Args:
+        pipeline: the model with its schedule.
+        params, carried: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
+        unpack: makes of them what `Pipeline.stack` gives.
+        batch: shapes of a whole batch, with their shardings.
+        key: of the training. It is folded as the other engine does it: by step, replica, microbatch, layer.
+        options: XLA's.
+
+    Raises:
+        ConfigError: the pipeline has an axis `fsdp`, or devices of other processes.
+    """
+    _check(pipeline)
+    model, mesh = pipeline.model, pipeline.mesh
+    shapes = jax.eval_shape(unpack, params)
+    chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk)) for chunk in shapes["layers"])
+    program, step = _begin(pipeline, chunks, unpack, key), jax.ShapeDtypeStruct((), jnp.int32)
+    begun = _placed(pipeline, jax.eval_shape(program, None, params, carried, step, batch))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, begun)
+    jitted = jax.jit(program, donate_argnums=0, keep_unused=True, out_shardings=shardings)
+    lowered = jitted.lower(begun, params, carried, step, batch)
+    begin, report = compile_and_report(lowered, options)
+    check_identity(begin, begun)
+    microbatch = jax.tree.map(shard, begun["batch"][0])
+    embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
+    x = jax.eval_shape(embed, embed.shapes, microbatch)
+    head = End.of(model.head, shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
+    stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
+    by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
+    replicas = tuple(Replica.of(pipeline, (embed, head), stages, begun, row.tolist(), options) for row in by_rank)
+    zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), begun), out_shardings=shardings)
+    return Dispatched(pipeline, shapes, chunks, (embed, head), begin, report, replicas, {"begun": in_turn(zeros())})
+
+
+def _check(pipeline: Pipeline) -> None:
+    """Raises ConfigError for what this engine does not do."""
+    wrong = ""
+    if Axis.FSDP in pipeline.mesh.axis_names:
+        wrong = "over a mesh with the axis fsdp"
+    elif any(device.process_index != jax.process_index() for device in pipeline.mesh.devices.flat):
+        wrong = "over several processes"
+    if wrong:
+        raise ConfigError(f"`engine` is dispatch: must be program {wrong}", field="engine")
+
+
+def _begin(pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array) -> Callable[..., Tree]:
+    """Returns the program before the schedule; each rank gets its chunks' parameters, the microbatches, the step's key."""
+    mesh, impl = pipeline.mesh, jax.random.key_impl(key)
+    batch_spec = batch_axes(mesh) or None
+
+    def begin(_: Tree, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
+        def local(layers: Tree, states: list[Tree], batch_M: Tree, data: Array) -> Tree:
+            own = {
+                "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(pipeline.schedule.num_microbatches)],
+                "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
+            }
+            if states:
+                bits = pipeline.carried.pick(states, pipeline.own(pipeline.layout.layers()))
+                own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
+            if not pipeline.model.takes_key:
+                return own
+            key = jax.random.wrap_key_data(data, impl=impl)
+            if any(mesh.shape[axis] > 1 for axis in batch_axes(mesh)):
+                key = jax.random.fold_in(key, lax.axis_index(batch_axes(mesh)))
+            return own | {"key": jax.random.key_data(key)}
+
+        whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
+        states = pipeline.model.split_carried(carried) if jax.tree.leaves(carried) else []
+        in_specs = (pipeline.specs(whole)["layers"], PartitionSpec(), PartitionSpec(None, batch_spec), PartitionSpec())
+        out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
+        out_specs |= {"key": PartitionSpec(batch_spec)} if pipeline.model.takes_key else {}
+        out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
+        run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return run(whole["layers"], states, by_microbatch(batch, pipeline.schedule.num_microbatches), data)
+
+    return begin
+
+
+def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
+    """Returns the shapes of what the first program makes, with their shardings."""
+    of_ranks, of_data = PartitionSpec(Axis.PIPE), PartitionSpec(batch_axes(pipeline.mesh) or None)
+    specs = {"layers": of_ranks, "carried": of_ranks, "batch": of_data, "key": of_data}
+
+    def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(pipeline.mesh, specs[name]))
+
+    return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
+
+
+def _part(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
+    """Returns the shape of a rank's part of an array that the ranks share along an axis."""
+    return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))
+
+
+def _over_all(mesh: Mesh, shape: Sequence[int], axis: int | None) -> tuple[tuple[int, ...], PartitionSpec]:
+    """Returns shape and spec of the array over all devices whose parts have this shape; replicas are along its first axis."""
+    along: list[tuple[str, ...]] = [() for _ in shape]
+    along[0] += batch_axes(mesh)
+    if axis is not None:
+        along[axis] += (Axis.PIPE.value,)
+    lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(shape, along, strict=True))
+    return tuple(lengths), PartitionSpec(*(names or None for names in along))
