@@ -162,6 +162,9 @@ class TrainConfig:
     """Steps between checkpoints (and one at the end)."""
     checkpoint_keep: int = 2
     """Checkpoints kept."""
+    hang_seconds: float = 1800.0
+    """End the run (exit code 75) where it waits so long for one program of the devices; 0 never does. More than the slowest
+    step takes, and than one process keeps the others waiting, as where it compiles what they have compiled already."""
     profile: str = ""
     """FIRST:STOP, steps to trace, e.g. 10:13: those as they are captured, then as many without capture, where kernels have
     names; profile/profile.html and profile.json are written in the run directory."""
@@ -180,6 +183,7 @@ class TrainConfig:
         counts = "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches"
         require_positive(self, f"{counts} checkpoint_every checkpoint_keep")
         must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
+        must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
         must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
         require(bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
         must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")

@@ -20,7 +20,7 @@ from jgraph.training.config import TrainConfig
 _FREE = (
     "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
     "shard_rules pp chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
-    "eval_batches"
+    "eval_batches hang_seconds"
 )
 FREE_FIELDS = frozenset(_FREE.split())
 
@@ -35,7 +35,12 @@ class RunDir:
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""
-        return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
+        return self.last_checkpoint() is not None
+
+    def last_checkpoint(self) -> int | None:
+        """Returns the step of the newest checkpoint that was written to its end, damaged or not; None where there is none."""
+        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
 
     @contextlib.contextmanager
     def locked(self, warn: Callable[[str], object]) -> Iterator[None]:
