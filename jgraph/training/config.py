@@ -143,8 +143,9 @@ class TrainConfig:
     """Seeds the weights and the order of the data."""
     resume: bool = True
     """Go on from the last checkpoint of the run directory; off, it starts over and replaces what is there."""
-    graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included."""
+    graph: Literal["auto", "off", "full", "measure"] = "auto"
+    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included; or
+    `measure`, which times the step with each before the run begins and takes the fastest."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
     compile_cache: str = ""
@@ -235,6 +236,11 @@ class TrainConfig:
             object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
+
+    @property
+    def known_graph(self) -> Literal["auto", "off", "full"]:
+        """`graph`, where nothing is left to measure; else `auto`."""
+        return "auto" if self.graph == "measure" else self.graph
 
     @property
     def tokens_per_step(self) -> int:

@@ -26,12 +26,13 @@ FREE_FIELDS = frozenset(_FREE.split())
 
 
 class RunDir:
-    """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet."""
+    """`config.json`, `metrics.jsonl`, `checkpoints/` and perhaps `graph.json` under one path, which need not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
+        self.measured = path / "graph.json"
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""
@@ -127,10 +128,7 @@ class RunDir:
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
         """Makes the directory and writes config.json in one go: the fields of the config, then "corpus" and "versions"."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dataclasses.asdict(config) | {"corpus": corpus, "versions": versions}, indent=2)
-        scratch = self.path / "config.json.tmp"
-        scratch.write_text(text + "\n")
-        os.replace(scratch, self.config)
+        replace_json(self.config, dataclasses.asdict(config) | {"corpus": corpus, "versions": versions})
 
     def _error(self, wrong: str) -> ConfigError:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
@@ -166,6 +164,13 @@ class RunDir:
         if fingerprint[:12] != (before := str(there.get("corpus.fingerprint"))[:12]):
             differences.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {before}")
         return differences
+
+
+def replace_json(path: Path, fields: dict[str, Any]) -> None:
+    """Writes a file in one go."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(json.dumps(fields, indent=2) + "\n")
+    os.replace(scratch, path)
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,9 +27,10 @@ from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_proces
 from jgraph.training import profiling
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
+from jgraph.training.graph import settle
 from jgraph.training.loop import Loop
 from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
-from jgraph.training.rundir import RunDir, versions
+from jgraph.training.rundir import RunDir, replace_json, versions
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
 from jgraph.training.watchdog import Wait, Watchdog, hang_message
@@ -53,7 +55,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         KeyboardInterrupt: a second SIGINT.
     """
     # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
-    compiler_options(config.graph, config.xla_options, platform="gpu")
+    compiler_options(config.known_graph, config.xla_options, platform="gpu")
     connect(**dataclasses.asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.run_dir))
@@ -141,12 +143,17 @@ def _train(
     batches = Batches(corpus.train, **sizes, **part, check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
-    if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
+    if begins := not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
         with all_or_raise():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Both programs at once, and before the directory changes: what does not compile must not replace a run that did.
         init = setup.compile_init()
-        step = _compile(setup, reporter)
+    measured: dict[str, Any] = {}
+    if config.graph == "measure":
+        graph, step, measured = settle(config, setup, init, batches, run_dir, reporter, watchdog)
+        setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph=graph))
+    if begins or step:
+        step = _compile(setup, reporter, step)
     with all_or_raise():
         if is_process_zero():
             if not config.resume:
@@ -155,6 +162,8 @@ def _train(
             about |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
             machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
             run_dir.write(config, about, versions() | machine)
+            if measured:
+                replace_json(run_dir.measured, measured)
     wait = partial(watchdog.wait, lambda: "checksums of the state, to save it")
     checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn, wait=wait)
     try:
@@ -228,8 +237,9 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
         )
 
 
-def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
-    step = setup.compile_step()
+def _compile(setup: TrainSetup, reporter: Reporter, compiled: CompiledStep | None = None) -> CompiledStep:
+    """Compiles the step, unless it is compiled already, and tells of it."""
+    step = compiled or setup.compile_step()
     if chosen := setup.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
     if step.capture is not None:
