@@ -199,7 +199,8 @@ def test_a_run_whose_devices_hang_ends_by_itself_and_goes_on_with_the_same_losse
     line = next(line for line in err.splitlines() if line.startswith("jgraph.train: error: "))
     assert code == 75
     assert f"step {hangs}" in line
-    assert ("all-reduce over {{0,1}}" in line) == (num_devices == 2)
+    groups = ("{{0,1}}", "mesh['data'=2] {'data'}")  # of XLA of before and after jax 0.12
+    assert any(f"collectives: 1 all-reduce over {group};" in line for group in groups) == (num_devices == 2)
     assert f"the last whole checkpoint is {tmp_path / 'run' / 'checkpoints' / str(hangs // 5 * 5)}" in line
     assert "--hang-seconds" in line
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(hangs))

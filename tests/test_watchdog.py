@@ -28,7 +28,8 @@ ENTRY %main (p: f32[8], q: f32[4]) -> f32[8] {
   %all-reduce.1 = f32[8]{0} all-reduce(%p), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%sum
   %all-reduce.2 = f32[8]{0} all-reduce(%all-gather-done), channel_id=3, replica_groups={{0,1},{2,3}}, to_apply=%sum
   %permute = f32[8]{0} collective-permute(%all-reduce.1), channel_id=4, source_target_pairs={{0,1},{1,0}}
-  ROOT %sum.1 = f32[8]{0} add(%permute, %all-reduce.2)
+  %all-to-all = f32[8]{0} all-to-all(%permute), channel_id=5, replica_groups=mesh['data'=2,'pipe'=2] {'pipe'}, dimensions={0}
+  ROOT %sum.1 = f32[8]{0} add(%all-to-all, %all-reduce.2)
 }
 """
 CAPTURED = CaptureReport(1, 4, 4)
@@ -98,7 +99,8 @@ def message(run_dir, capture=None, **fields) -> str:
 def test_a_message_names_steps_seconds_collectives_and_their_devices(tmp_path):
     line = message(tmp_path)
     assert "steps 4 to 6: handed over and not done after 3 s" in line
-    assert "1 all-gather over [1,2]<=[2], 2 all-reduce over {{0,1},{2,3}}, 1 collective-permute over {{0,1},{1,0}}" in line
+    assert "1 all-gather over [1,2]<=[2], 2 all-reduce over {{0,1},{2,3}}, 1 collective-permute over {{0,1},{1,0}}, " in line
+    assert "1 all-to-all over mesh['data'=2,'pipe'=2] {'pipe'}; " in line
     assert "command buffers" not in line
 
 

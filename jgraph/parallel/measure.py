@@ -43,9 +43,9 @@ class Measured:
     refused: Mapping[Graph, str]
 
     def __str__(self) -> str:
-        times = ", ".join(f"{graph} {1e3 * seconds:.3f} ms" for graph, seconds in self.seconds.items())
+        times = ", ".join(f"{1e3 * seconds:.3f} ms with {graph}" for graph, seconds in self.seconds.items())
         out = "".join(f"; {graph} is out: {why}" for graph, why in self.refused.items())
-        return f"command buffers, a step by choice of `graph`: {times}: {self.graph} is taken{out}"
+        return f"a step takes {times}, so {self.graph} is taken{out}"
 
 
 def fastest(seconds: Mapping[Graph, float]) -> Graph:
@@ -89,7 +89,8 @@ def measure_graph(
     """
     compiled: dict[Graph, CompiledStep] = {}
     errors: dict[Graph, Exception] = {}
-    for graph in get_args(Graph):
+    choices: tuple[Graph, ...] = get_args(Graph)
+    for graph in choices:
         with _or_out(graph, errors):
             compiled[graph] = step.compile(batch, graph=graph, xla_options=xla_options)
 
@@ -104,22 +105,23 @@ def measure_graph(
             return state, (time.perf_counter() - began) / count
 
     state, longest = None, 0.0
-    for graph in [graph for graph in compiled if graph not in errors]:
-        before, state = state, None  # a step that fails takes it along
+    for graph in (graph for graph in choices if graph not in errors):
         with _or_out(graph, errors):
-            state, _ = turn(graph, init() if before is None else before, 1)  # loads and records
+            state, _ = turn(graph, init() if state is None else state, 1)  # loads and records
             state, seconds = turn(graph, state, 1)
             longest = max(longest, seconds)
         if graph in errors:
-            state = None
+            state = None  # a step that fails takes it along
     times: dict[Graph, list[float]] = {graph: [] for graph in compiled if graph not in errors}
     if not times:
         raise errors["auto"]
     count = max(1, round(_SECONDS / _alike(longest)))
-    for graph in [*times] * _TURNS:
-        state, _ = turn(graph, init() if state is None else state, 1)  # not timed: the one before was another program
-        state, seconds = turn(graph, state, count)
-        times[graph].append(seconds)
+    state = init() if state is None else state
+    for _ in range(_TURNS):
+        for graph, of in times.items():
+            state, _ = turn(graph, state, 1)  # not timed: the one before was another program
+            state, seconds = turn(graph, state, count)
+            of.append(seconds)
     medians: dict[Graph, float] = {graph: _alike(statistics.median(of)) for graph, of in times.items()}
     graph = fastest(medians)
     refused: dict[Graph, str] = {graph: (str(e).splitlines() or [type(e).__name__])[0] for graph, e in errors.items()}
@@ -132,7 +134,7 @@ def _or_out(graph: Graph, errors: dict[Graph, Exception]) -> Iterator[None]:
     try:
         yield
     except (JgraphError, jax.errors.JaxRuntimeError) as e:
-        errors[graph] = e
+        errors[graph] = e.with_traceback(None)  # which would keep the state
     if any(all_gather_scalar(graph in errors)):
         errors.setdefault(graph, RuntimeError("it fails in another process, which says why"))
 

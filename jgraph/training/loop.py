@@ -96,7 +96,8 @@ class Loop:
         # Only where a step was just logged and no device is at work: to ask takes a word with every process.
         if jax.process_count() > 1 and (done - 1) % self.config.log_every:
             return False
-        number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
+        with self.watchdog.over(lambda: f"the processes' word before step {done}"):
+            number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
         if number:
             stop.name = signal.Signals(number).name
         # Not what `stop` says by now, which is this process's alone.
@@ -158,7 +159,8 @@ class Loop:
 
     def _unfinished(self, last: int) -> str:
         """Says which steps up to `last` were handed over and are not done."""
-        first = min([index for index, metrics in self.pending if not metrics.loss.is_ready()], default=last)
+        losses: list[tuple[int, Any]] = [(index, metrics.loss) for index, metrics in self.pending]
+        first = min([index for index, loss in losses if not loss.is_ready()], default=last)
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
     def _settle(self) -> StepMetrics:

@@ -73,7 +73,8 @@ class Watchdog:
             wait = self._wait
             seen, ticks = wait, ticks + 1 if wait is not None and wait is seen else 0
             if seen is not None and ticks * tick >= self._seconds:
-                return self._hung(seen)
+                self._hung(seen)
+                return
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:

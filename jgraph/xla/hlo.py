@@ -23,8 +23,11 @@ _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all"),
     *("reduce-scatter", "recv", "send"),
 }
-# Lists of devices, or `[groups,size]<=[...]`, which counts through them.
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+# Lists of devices; `[groups,size]<=[...]`, which counts through them; or a mesh and some of its axes.
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\] \{[^}]*\})"
+)
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"\b([a-z]+[a-z0-9]*)\[([0-9,]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -164,7 +167,7 @@ class HloModule:
 
     @property
     def collectives(self) -> Counter[tuple[str, str]]:
-        """Counts collectives by kind and groups of devices, as XLA writes these; of an asynchronous one, what starts it."""
+        """Counts collectives by kind and groups of devices as XLA writes these; of an asynchronous one, what starts it."""
         found: Counter[tuple[str, str]] = Counter()
         for instruction in self.instructions.values():
             if (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
