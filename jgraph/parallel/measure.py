@@ -105,7 +105,9 @@ def measure_graph(
             return state, (time.perf_counter() - began) / count
 
     state, longest = None, 0.0
-    for graph in (graph for graph in choices if graph not in errors):
+    for graph in choices:
+        if graph in errors:
+            continue
         with _or_out(graph, errors):
             state, _ = turn(graph, init() if state is None else state, 1)  # loads and records
             state, seconds = turn(graph, state, 1)
