@@ -1,6 +1,7 @@
 """Train JAX models on NVIDIA GPUs as one captured program per step.
 
-- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
+- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`,
+  `measure_graph`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `scope`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
 - A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from jgraph.parallel import PipelineModel as PipelineModel
     from jgraph.parallel import Replicated as Replicated
     from jgraph.parallel import elementwise as elementwise
+    from jgraph.parallel import measure_graph as measure_graph
     from jgraph.parallel import split_embedding as split_embedding
     from jgraph.parallel import train_step as train_step
     from jgraph.precision.config import FP8Config as FP8Config
@@ -60,7 +62,7 @@ _MODULES = {
     "graphed": "Borrowed fold_key make_graphed_callables",
     "loss": "cross_entropy",
     "modules": "functional",
-    "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
+    "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise measure_graph split_embedding train_step",
     "precision.transform": "fp8",
     "precision.config": "FP8Config",
     "schedule": "Order Schedule",

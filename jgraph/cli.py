@@ -9,9 +9,10 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
@@ -20,6 +21,10 @@ from tyro.constructors import PrimitiveConstructorSpec
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 
 T = TypeVar("T")
+
+HUNG = os.EX_TEMPFAIL
+"""Exit code, 75, of a command whose devices hang: the same again goes on."""
+_LAST_WORDS_SECONDS = 60
 
 
 def optional(kind: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[T | None]:
@@ -92,7 +97,7 @@ def run(
 
     Returns:
         That of `act`; 1 for a loss or gradient that is not finite and 2 for input that cannot work, both told in one line on
-        stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`.
+        stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`. `HUNG` comes from `end_at_once`.
     """
     try:
         code = act(list(sys.argv[1:] if argv is None else argv)) or 0
@@ -107,6 +112,22 @@ def run(
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def end_at_once(prog: str, tell: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
+    """Ends the process with `HUNG` after a line on stderr, from any thread, whatever the others are stuck in.
+
+    Nothing is unwound: where the runtime waits for a device, Python's own end would wait for the runtime.
+    """
+    # Neither a text that does not come nor a pipe that nobody reads keeps the process.
+    at_last = threading.Timer(_LAST_WORDS_SECONDS, os._exit, [HUNG])
+    at_last.daemon = True
+    at_last.start()
+    try:
+        print(f"{prog}: error: {as_flags(' '.join(tell().split()), fields)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(HUNG)
 
 
 def run_command(acts: Iterable[Callable[..., None]], prog: str, about: str, args: Sequence[str]) -> None:

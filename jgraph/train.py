@@ -11,6 +11,7 @@ The same command again goes on from the last checkpoint.
 
 import argparse
 import dataclasses
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code, as `jgraph.cli.run`; 130 after Ctrl-C and 143 after SIGTERM, when all is saved; 130 after a second Ctrl-C, at
-        once.
+        once. Where the devices hang, the process ends here with 75 (`hang_seconds`); the same command goes on.
     """
     return cli.run(_PROG, _run, argv, _FIELDS)
 
@@ -49,7 +50,7 @@ def _run(args: list[str]) -> int:
 
     # Orbax logs tracebacks of errors that it also raises, and those are told in one line.
     logging.set_verbosity(logging.FATAL)
-    summary = train(config, console=FlagConsole(_FIELDS))
+    summary = train(config, console=FlagConsole(_FIELDS), end=functools.partial(cli.end_at_once, _PROG, fields=_FIELDS))
     # As of a process that the signal ended, so that a shell does not go on as after a finished run.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
 

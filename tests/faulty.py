@@ -1,4 +1,6 @@
-"""A model whose loss and gradient are not a number for every batch that has the token 1 in it."""
+"""Models that choke on every batch that has the token 1 in it: one's loss and gradient are not a number, one hangs."""
+
+import os
 
 import jax
 import jax.numpy as jnp
@@ -23,3 +25,12 @@ class Bigram(nnx.Module):
 
     def logits(self, tokens_BT: Array) -> Array:
         return self.table_VV[...][tokens_BT]
+
+
+class Hanging(Bigram):
+    """Keeps a device whose rows have the token for good, where `JGRAPH_TESTS_HANG` is set when it is traced."""
+
+    def loss(self, tokens_BS: Array) -> Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(self.logits(tokens_BS[:, :-1]), tokens_BS[:, 1:])
+        hangs = jnp.any(tokens_BS == POISON) & ("JGRAPH_TESTS_HANG" in os.environ)
+        return jnp.mean(losses) + jax.lax.while_loop(lambda i: hangs & (i < 2), lambda i: 1 - i, 0)

@@ -25,6 +25,7 @@ SNIPPETS = [
 WRITTEN = {
     "config.json",
     "metrics.jsonl",
+    "graph.json",
     "profile.json",
     "profile/profile.html",
     "tokenizer.json",

@@ -20,7 +20,7 @@ FREE = {
     *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp", "fsdp"),
     *("reshard_after_forward", "shard_rules", "pp", "chunks", "schedule", "memory_limit", "remat", "graph", "xla_options"),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
-    *("distributed.num_processes", "distributed.process_id"),
+    *("distributed.num_processes", "distributed.process_id", "hang_seconds"),
 }
 FIXED = {
     *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),

@@ -25,10 +25,10 @@ def train(run_dir: Path, *flags: str) -> int:
     return main([*FLAGS, "--run-dir", str(run_dir), *flags])
 
 
-def start(run_dir: Path, *flags: str, num_devices: int | None = None) -> subprocess.Popen[str]:
+def start(run_dir: Path, *flags: str, num_devices: int | None = None, **variables: str) -> subprocess.Popen[str]:
     """A run in a process of its own, with as many CPU devices; None: as the tests have them."""
     command = [sys.executable, "-m", "jgraph.train", *FLAGS, "--run-dir", str(run_dir), *flags]
-    environ = os.environ | ({} if num_devices is None else {"JAX_NUM_CPU_DEVICES": str(num_devices)})
+    environ = os.environ | variables | ({} if num_devices is None else {"JAX_NUM_CPU_DEVICES": str(num_devices)})
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -49,12 +49,20 @@ class Checkpoints:
         directory: made when missing; what an interrupted save left there is removed.
         keep: number of checkpoints, at least 1.
         warn: called with one line for every damaged checkpoint that is passed over.
+        wait: called with the arrays that the devices compute for a save, returns them when they are there.
     """
 
-    def __init__(self, directory: Path, keep: int, *, warn: Callable[[str], object] = warnings.warn):
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        *,
+        warn: Callable[[str], object] = warnings.warn,
+        wait: Callable[[Any], Any] = jax.block_until_ready,
+    ):
         self._directory = Path(directory).absolute()
         self._keep = keep
-        self._warn = warn
+        self._warn, self._wait = warn, wait
         with self._write_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
             self._empty_trash()
@@ -83,7 +91,7 @@ class Checkpoints:
             return
         with self._write_errors():
             leaves = jax.tree.leaves(state)
-            told, sums = _describe(state), checksums(leaves)
+            told, sums = _describe(state), checksums(leaves, self._wait)
             # With a checksum of its own text: a flipped digit must not look like another model.
             digest = {"leaves": told, "checksums": sums, "crc": _crc(told, sums)}
             args = ocp.args.Composite(
@@ -260,9 +268,9 @@ def is_no_space(error: BaseException) -> bool:
     return False
 
 
-def checksums(leaves: list[Array]) -> list[int]:
+def checksums(leaves: list[Array], wait: Callable[[Any], Any] = jax.block_until_ready) -> list[int]:
     """Returns a 32-bit checksum of each leaf's bits and their places: a change of any single element shows."""
-    return [int(checksum) for checksum in jax.device_get(_checksums(leaves))]
+    return [int(checksum) for checksum in jax.device_get(wait(_checksums(leaves)))]
 
 
 def _checksum(leaf: Array) -> Array:

@@ -145,8 +145,9 @@ class TrainConfig:
     """Seeds the weights and the order of the data."""
     resume: bool = True
     """Go on from the last checkpoint of the run directory; off, it starts over and replaces what is there."""
-    graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included."""
+    graph: Literal["auto", "off", "full", "measure"] = "auto"
+    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included; or
+    `measure`, which times the step with each before the run begins and takes the fastest."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
     compile_cache: str = ""
@@ -164,6 +165,9 @@ class TrainConfig:
     """Steps between checkpoints (and one at the end)."""
     checkpoint_keep: int = 2
     """Checkpoints kept."""
+    hang_seconds: float = 1800.0
+    """End the run (exit code 75) where it waits so long for one program of the devices; 0 never does. More than the slowest
+    step takes, and than one process keeps the others waiting, as where it compiles what they have compiled already."""
     profile: str = ""
     """FIRST:STOP, steps to trace, e.g. 10:13: those as they are captured, then as many without capture, where kernels have
     names; profile/profile.html and profile.json are written in the run directory."""
@@ -182,6 +186,7 @@ class TrainConfig:
         counts = "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches"
         require_positive(self, f"{counts} checkpoint_every checkpoint_keep")
         must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
+        must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
         must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
         require(bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
         must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
@@ -236,6 +241,11 @@ class TrainConfig:
             object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
+
+    @property
+    def known_graph(self) -> Literal["auto", "off", "full"]:
+        """`graph`, where nothing is left to measure; else `auto`."""
+        return "auto" if self.graph == "measure" else self.graph
 
     @property
     def tokens_per_step(self) -> int:

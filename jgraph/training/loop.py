@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes
 from jgraph.training.profiling import Recorder
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
+from jgraph.training.watchdog import Watchdog
 
 # Steps handed over before the oldest of them is waited for: enough to hide the host, few enough to stop soon.
 _RUN_AHEAD = 4
@@ -35,6 +37,7 @@ class Loop:
         setup, step, batches, evaluate, checkpoints, log, reporter, clock: of the run.
         recorder: of a profile; None where there is to be none.
         started: called once, after the first step.
+        watchdog: watches over every wait for the devices.
         pending: steps that were handed over, and their numbers.
         skipped: updates of the run that were not applied.
         told_zero: arrays whose gradient was told to be zero.
@@ -50,6 +53,7 @@ class Loop:
     clock: StepClock
     recorder: Recorder | None
     started: Callable[[], None] | None
+    watchdog: Watchdog
     pending: list[tuple[int, StepMetrics]] = field(default_factory=list)
     skipped: int = 0
     told_zero: set[str] = field(default_factory=set)
@@ -62,20 +66,22 @@ class Loop:
     def run(self, done: int, state: TrainState, stop: StopRequest) -> tuple[int, TrainState]:
         """Runs from `done` steps to the end or to a signal, and saves the state there."""
         config = self.config
-        self.skipped = int(state.skipped)
+        self.skipped = int(self.watchdog.wait(lambda: "the state to begin with", state.skipped))
         while done < config.steps and not self._stops(done, stop):
             if self.recorder is not None and done == self.recorder.first:
                 done, state = self._profile(self.recorder, done, state)
                 continue
             self.clock.start()
-            state, metrics = self.step(state, self.place(self.batches[done]))
+            batch = self.batches[done]
+            with self.watchdog.over(partial(self._unfinished, done), self.step):
+                state, metrics = self.step(state, self.place(batch))
+            self.pending.append((done, metrics))
             if self.started:
-                jax.block_until_ready(metrics.loss)
+                self._wait(self.pending)
                 self.started()
                 self.started = None
-            self.pending.append((done, metrics))
             if len(self.pending) > _RUN_AHEAD:
-                jax.block_until_ready(self.pending[-1 - _RUN_AHEAD][1].loss)
+                self._wait([self.pending[-1 - _RUN_AHEAD]])
             evaluates = done + 1 == config.steps or (done > 0 and done % config.eval_every == 0)
             if evaluates or done % config.log_every == 0:
                 self._log(done, state if evaluates else None)
@@ -90,7 +96,8 @@ class Loop:
         # Only where a step was just logged and no device is at work: to ask takes a word with every process.
         if jax.process_count() > 1 and (done - 1) % self.config.log_every:
             return False
-        number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
+        with self.watchdog.over(lambda: f"the processes' word before step {done}"):
+            number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
         if number:
             stop.name = signal.Signals(number).name
         # Not what `stop` says by now, which is this process's alone.
@@ -124,7 +131,7 @@ class Loop:
         if self.pending:
             self._settle()
         batches = (self.place(self.batches[index]) for index in itertools.count(done))
-        state, metrics = recorder.record(state, batches)
+        state, metrics = recorder.record(state, batches, self.watchdog)
         self._look(list(enumerate(jax.device_get(metrics), done)))
         if is_process_zero():
             try:
@@ -139,14 +146,26 @@ class Loop:
     def _save(self, done: int, state: TrainState) -> None:
         if self.pending:
             self._settle()
-        canonical = self.setup.step.canonical.of(state)
+        canonical = self.watchdog.wait(lambda: f"the state after {done} steps, to save it", self.setup.step.canonical.of(state))
         self.checkpoints.save(done, canonical)
         # Orbax keeps hold of it until all is written; the next step needs the room.
         for leaf in jax.tree.leaves(canonical):
             leaf.delete()
 
+    def _wait(self, steps: list[tuple[int, StepMetrics]]) -> None:
+        """Waits for some of the pending steps."""
+        losses = [metrics.loss for _, metrics in steps]
+        self.watchdog.wait(partial(self._unfinished, self.pending[-1][0]), losses, self.step)
+
+    def _unfinished(self, last: int) -> str:
+        """Says which steps up to `last` were handed over and are not done."""
+        losses: list[tuple[int, Any]] = [(index, metrics.loss) for index, metrics in self.pending]
+        first = min([index for index, loss in losses if not loss.is_ready()], default=last)
+        return f"step {last}" if first == last else f"steps {first} to {last}"
+
     def _settle(self) -> StepMetrics:
         """Waits for the steps that were handed over, stops the clock, and looks at each step's numbers; returns the last's."""
+        self._wait(self.pending)
         fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
         self.pending.clear()
         self.clock.stop(len(fetched))

@@ -23,6 +23,7 @@ from jgraph.training.metrics import peak_memory_bytes
 from jgraph.training.presets import PRESETS
 from jgraph.training.rundir import flatten, versions
 from jgraph.training.setup import TrainSetup
+from jgraph.training.watchdog import Watchdog
 from jgraph.xla.launches import profiler_options
 
 # XLA leaves command buffers aside while a profiler watches, unless it is told not to.
@@ -50,7 +51,7 @@ class Recorder:
     count: int
     directory: Path
 
-    def record(self, state: TrainState, batches: Iterator[Any]) -> tuple[TrainState, list[StepMetrics]]:
+    def record(self, state: TrainState, batches: Iterator[Any], watchdog: Watchdog) -> tuple[TrainState, list[StepMetrics]]:
         """Runs 2 x `count` + 1 steps, or `count` where only one kind of trace is taken. `state` is donated, as in any step."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
@@ -58,12 +59,16 @@ class Recorder:
         trace = partial(jax.profiler.trace, profiler_options=profiler_options())
 
         def run(step: CompiledStep, state: TrainState, count: int) -> TrainState:
-            for _ in range(count):
-                with jax.profiler.StepTraceAnnotation("train", step_num=self.first + len(metrics)):
+            begun = len(metrics)
+            for number in range(self.first + begun, self.first + begun + count):
+                annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
+                with annotation, watchdog.over(lambda number=number: f"step {number}, a profile's", step):
                     state, one = step(state, next(batches))
                 metrics.append(one)
-            jax.block_until_ready((state, metrics))
-            return state
+            watchdog.wait(
+                lambda: f"steps {self.first + begun} to {self.first + len(metrics) - 1}, a profile's", metrics[begun:], step
+            )
+            return jax.block_until_ready(state)
 
         if self.captured is not None:
             with trace(str(self.directory / "captured")):

@@ -20,22 +20,28 @@ from jgraph.training.config import TrainConfig
 _FREE = (
     "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
     "shard_rules pp chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
-    "eval_batches"
+    "eval_batches hang_seconds"
 )
 FREE_FIELDS = frozenset(_FREE.split())
 
 
 class RunDir:
-    """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet."""
+    """`config.json`, `metrics.jsonl`, `checkpoints/` and perhaps `graph.json` under one path, which need not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
+        self.measured = path / "graph.json"
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""
-        return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
+        return self.last_checkpoint() is not None
+
+    def last_checkpoint(self) -> int | None:
+        """Returns the step of the newest checkpoint that was written to its end, damaged or not; None where there is none."""
+        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
 
     @contextlib.contextmanager
     def locked(self, warn: Callable[[str], object]) -> Iterator[None]:
@@ -122,10 +128,7 @@ class RunDir:
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
         """Makes the directory and writes config.json in one go: the fields of the config, then "corpus" and "versions"."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dataclasses.asdict(config) | {"corpus": corpus, "versions": versions}, indent=2)
-        scratch = self.path / "config.json.tmp"
-        scratch.write_text(text + "\n")
-        os.replace(scratch, self.config)
+        replace_json(self.config, dataclasses.asdict(config) | {"corpus": corpus, "versions": versions})
 
     def _error(self, wrong: str) -> ConfigError:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
@@ -161,6 +164,13 @@ class RunDir:
         if fingerprint[:12] != (before := str(there.get("corpus.fingerprint"))[:12]):
             differences.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {before}")
         return differences
+
+
+def replace_json(path: Path, fields: dict[str, Any]) -> None:
+    """Writes a file in one go."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(json.dumps(fields, indent=2) + "\n")
+    os.replace(scratch, path)
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

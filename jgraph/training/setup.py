@@ -208,11 +208,13 @@ class TrainSetup:
 
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
-        return self.step.compile(self.tokens(), graph=self.config.graph, xla_options=self.xla_options(jax.default_backend()))
+        options = self.xla_options(jax.default_backend())
+        return self.step.compile(self.tokens(), graph=self.config.known_graph, xla_options=options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns all options with which the step is compiled on a platform."""
-        return compiler_options(self.config.graph, self.xla_options(platform), platform=platform, num_devices=self.num_devices)
+        options = self.xla_options(platform)
+        return compiler_options(self.config.known_graph, options, platform=platform, num_devices=self.num_devices)
 
     def xla_options(self, platform: str) -> tuple[str, ...]:
         """Returns the step's XLA options on a platform: those that are chosen, then those asked for, which win."""

@@ -9,7 +9,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,17 +27,19 @@ from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_proces
 from jgraph.training import profiling
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
+from jgraph.training.graph import settle
 from jgraph.training.loop import Loop
 from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
-from jgraph.training.rundir import RunDir, versions
+from jgraph.training.rundir import RunDir, replace_json, versions
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
+from jgraph.training.watchdog import Wait, Watchdog, hang_message
 from jgraph.xla import cache, compiler_options
 
 _PROMPT_TOKENS = 64
 
 
-def train(config: TrainConfig, *, console: Console) -> Summary:
+def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
     """Trains until `config.steps` or a signal, from the last checkpoint of the run directory on. Returns the printed summary.
 
     Of several processes, which all call this, the first writes and talks; they stop and fail together.
@@ -43,6 +47,7 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
     Args:
         config: the whole run.
         console: where to tell of it.
+        end: ends the process where the devices hang, from any thread; it is given what says so.
 
     Raises:
         JgraphError: anything that a user can put right, in one line. NonFiniteError for a loss or gradient that is not finite,
@@ -50,7 +55,7 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
         KeyboardInterrupt: a second SIGINT.
     """
     # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
-    compiler_options(config.graph, config.xla_options, platform="gpu")
+    compiler_options(config.known_graph, config.xla_options, platform="gpu")
     connect(**dataclasses.asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.run_dir))
@@ -85,7 +90,21 @@ def train(config: TrainConfig, *, console: Console) -> Summary:
         def started() -> None:
             reporter.line(f"first step done {time.perf_counter() - began:.1f} s after the start: {compiles}")
 
-        return _train(setup, corpus, run_dir, reporter, stop, started, samples=bool(config.sample_tokens) and not no_sample)
+        def hung(wait: Wait) -> None:
+            end(partial(_last_words, wait, config, run_dir, reporter))
+
+        watchdog = held.enter_context(Watchdog(config.hang_seconds, hung))
+        samples = bool(config.sample_tokens) and not no_sample
+        return _train(setup, corpus, run_dir, reporter, stop, started, watchdog, samples=samples)
+
+
+def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:
+    """Leaves the terminal and the run directory as a run that ends does; returns what to say of a hang."""
+    with contextlib.suppress(Exception):
+        reporter.__exit__()
+    if is_process_zero():
+        run_dir.lock_file.unlink(missing_ok=True)
+    return hang_message(wait, config, run_dir)
 
 
 @contextlib.contextmanager
@@ -111,6 +130,7 @@ def _train(
     reporter: Reporter,
     stop: StopRequest,
     started: Callable[[], None],
+    watchdog: Watchdog,
     *,
     samples: bool,
 ) -> Summary:
@@ -123,12 +143,17 @@ def _train(
     batches = Batches(corpus.train, **sizes, **part, check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
-    if not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
+    if begins := not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
         with all_or_raise():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Both programs at once, and before the directory changes: what does not compile must not replace a run that did.
         init = setup.compile_init()
-        step = _compile(setup, reporter)
+    measured: dict[str, Any] = {}
+    if config.graph == "measure":
+        graph, step, measured = settle(config, setup, init, batches, run_dir, reporter, watchdog)
+        setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph=graph))
+    if begins or step:
+        step = _compile(setup, reporter, step)
     with all_or_raise():
         if is_process_zero():
             if not config.resume:
@@ -137,7 +162,10 @@ def _train(
             about |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
             machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
             run_dir.write(config, about, versions() | machine)
-    checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn)
+            if measured:
+                replace_json(run_dir.measured, measured)
+    wait = partial(watchdog.wait, lambda: "checksums of the state, to save it")
+    checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn, wait=wait)
     try:
         with all_or_raise():
             checkpoints.check_space(shapes)
@@ -158,9 +186,8 @@ def _train(
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
-                loop = Loop(
-                    setup, step, batches, _evaluator(setup, corpus), checkpoints, log, reporter, clock, recorder, started
-                )
+                evaluate = _evaluator(setup, corpus, watchdog)
+                loop = Loop(setup, step, batches, evaluate, checkpoints, log, reporter, clock, recorder, started, watchdog)
                 done, state = loop.run(done, state, stop)
             check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
@@ -210,8 +237,9 @@ def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
         )
 
 
-def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
-    step = setup.compile_step()
+def _compile(setup: TrainSetup, reporter: Reporter, compiled: CompiledStep | None = None) -> CompiledStep:
+    """Compiles the step, unless it is compiled already, and tells of it."""
+    step = compiled or setup.compile_step()
     if chosen := setup.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
     if step.capture is not None:
@@ -237,7 +265,7 @@ def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profili
     )
 
 
-def _evaluator(setup: TrainSetup, corpus: Corpus) -> Callable[[TrainState], float]:
+def _evaluator(setup: TrainSetup, corpus: Corpus, watchdog: Watchdog) -> Callable[[TrainState], float]:
     """Returns the function for the held-out loss, in microbatches, whose activations fit, of `eval_batches` whole batches."""
     config = setup.config
     batches = heldout_batches(
@@ -246,10 +274,17 @@ def _evaluator(setup: TrainSetup, corpus: Corpus) -> Callable[[TrainState], floa
         seq_len=config.seq_len,
         limit=config.eval_batches * config.num_microbatches,
     )
-    loss = jax.jit(setup.loss)
+    loss, compiled = jax.jit(setup.loss), None
 
     def evaluate(state: TrainState) -> float:
-        losses = [in_turn(loss(state, setup.place_whole(tokens_BS))) for tokens_BS in batches]
+        nonlocal compiled
+        losses = []
+        for tokens_BS in map(setup.place_whole, batches):
+            # By itself: no device is waited for meanwhile.
+            compiled = compiled or loss.lower(state, tokens_BS).compile()
+            with watchdog.over(lambda: "an evaluation", compiled):
+                losses.append(in_turn(compiled(state, tokens_BS)))
+        watchdog.wait(lambda: "an evaluation", losses, compiled)
         # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
         return float(np.mean(jax.device_get(losses)))
 

@@ -101,6 +101,12 @@ class CaptureReport:
     total: int
     outside: tuple[Outside, ...] = ()
 
+    @property
+    def holds_collectives(self) -> bool:
+        """Whether the collectives that there are lie in command buffers, all of them."""
+        collective = (_COMMAND_OF_KIND.get(outside.kind, "").startswith("COLLECTIVES") for outside in self.outside)
+        return self.command_buffers > 0 and not any(collective)
+
     def __str__(self) -> str:
         summary = f"command buffers: {self.command_buffers}, captured {self.captured} of {self.total} thunks"
         return "\n".join([summary, *(f"outside: {o}".replace("\n", "\n  ") for o in self.outside)]).replace("\n", "\n  ")

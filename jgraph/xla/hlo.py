@@ -5,6 +5,7 @@ The text is `compiled.as_text()`. This is the only file that knows how it is wri
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,15 @@ _MOVES = {
     *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
     *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
 }
+_COLLECTIVES = {
+    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all"),
+    *("reduce-scatter", "recv", "send"),
+}
+# Lists of devices; `[groups,size]<=[...]`, which counts through them; or a mesh and some of its axes.
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\] \{[^}]*\})"
+)
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 _ARRAY = re.compile(r"\b([a-z]+[a-z0-9]*)\[([0-9,]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -154,6 +164,16 @@ class HloModule:
     def instructions(self) -> dict[str, Instruction]:
         """All instructions by name; names are unique in a program."""
         return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
+
+    @property
+    def collectives(self) -> Counter[tuple[str, str]]:
+        """Counts collectives by kind and groups of devices as XLA writes these; of an asynchronous one, what starts it."""
+        found: Counter[tuple[str, str]] = Counter()
+        for instruction in self.instructions.values():
+            if (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
+                groups = _GROUPS.search(instruction.text)
+                found[kind, groups[1] if groups else ""] += 1
+        return found
 
     @property
     def aliases(self) -> dict[int, int]:
