@@ -18,8 +18,10 @@ from jgraph.parallel.fsdp import ShardSpec
 from jgraph.parallel.pipeline import aligned, general, sharding
 from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
+from jgraph.parallel.pipeline.precision import StagePrecision
 from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
+from jgraph.precision.transform import FP8Function, Plan
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
@@ -48,6 +50,7 @@ class Pipeline:
         remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
         axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
         carried: what a layer carries.
+        fp8: which products of a layer are in FP8; None: none are.
     """
 
     model: PipelineModel
@@ -59,6 +62,7 @@ class Pipeline:
     remat: Remat = "nothing"
     axes: Mapping[str, int] = field(default_factory=dict)
     carried: Carried = field(default_factory=Carried)
+    fp8: StagePrecision | None = None
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
@@ -97,6 +101,32 @@ class Pipeline:
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         return replace(self, axes=sharding.by_place(self.model, self.layout, tree, axes, ranks)) if ranks > 1 else self
 
+    def in_fp8(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+        """Returns the pipeline with products of its layers in FP8.
+
+        Args:
+            tree: the model's parameters, as shapes.
+            whole: of `layers`, with the recipe.
+            args: what `layers` takes besides.
+
+        Raises:
+            ConfigError: the recipe's `keep` or `blocks` mean only some of the layers.
+        """
+        own, (x, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        more = [*[key] * self.model.takes_key, *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried)]
+        return replace(
+            self, fp8=StagePrecision.of(lambda own, *args: self.model.layer(self._cast(own), *args), own, whole, (x, *more))
+        )
+
+    def layers(self, tree: Tree, x: Array, key: Array, *carried: Tree) -> Array:
+        """Returns what all layers make of x, one after another, from the model's own parameters and carried state."""
+        states = [self.model.split_carried(state) for state in carried]
+        for i, own in enumerate(self.model.split(tree)[1]):
+            keys = [jax.random.fold_in(key, i)] * self.model.takes_key
+            y = self.model.layer(self._cast(own), x, *keys, *(state[i] for state in states))
+            x = y[0] if states else y
+        return x
+
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Returns the parameters as the program takes them, from `outer` and one tree a layer."""
         return {"outer": outer, "layers": self.layout.stack(layers)}
@@ -134,23 +164,24 @@ class Pipeline:
         return self.step(params, inputs, key)[:2]
 
     def step(
-        self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = ()
-    ) -> tuple[Array, Tree, list[Tree]]:
-        """Returns mean loss, mean gradients and carried state after all microbatches. Pure; to be jitted.
+        self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = (), history: Tree = None
+    ) -> tuple[Array, Tree, list[Tree], Tree]:
+        """Returns mean loss, mean gradients, carried state and histories after all microbatches. Pure; to be jitted.
 
         Args:
             params: as `stack` gives them, sharded as `specs` says.
             inputs: leaves [M, B, ...]; B is spread over the axes `data` and `fsdp`.
             key: a random key of this step, folded for each microbatch and layer; layers then take a third argument.
             carried: the layers' state as the step begins.
+            history: amax histories of products in FP8 as the step begins, of all layers; None where there are none.
 
         Returns:
-            Float32 scalar; float32 gradients as `params`; the layers' state, reduced.
+            Float32 scalar; float32 gradients as `params`; the layers' state, reduced; the histories.
         """
         run = partial(self._local, shards=self._shards(params), impl=None if key is None else jax.random.key_impl(key))
-        out_specs = (PartitionSpec(), self.specs(params), PartitionSpec())
+        out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
-        return self._mapped(run, params, out_specs)(params, inputs, data, list(carried))
+        return self._mapped(run, params, out_specs)(params, inputs, data, list(carried), history)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
         """Predicts what a rank holds during a step besides parameters and optimizer state.
@@ -186,19 +217,24 @@ class Pipeline:
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
         """Returns bytes of one slot of each pool, for a stage or so many layers."""
-        x = self._shapes(params, inputs)
+        x = self.activation(params, inputs)
         stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
         stage = [stage[0]] * layers if layers else stage
-        spec = self.split(None).spec((jax.eval_shape(self._cast, stage), {"carried": self.carried.bits(len(stage))}), x)
+        spec = self.split(None, len(stage)).spec(self._stage_shapes(stage), x)
         size = x.size * x.dtype.itemsize
         return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
         """Returns shapes of what a stage of one layer takes as its parameters, and of its input."""
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
-        return ([jax.eval_shape(self._cast, layer)], {"carried": self.carried.bits(1)}), self._shapes(params, inputs)
+        return self._stage_shapes([layer]), self.activation(params, inputs)
 
-    def _shapes(self, params: Tree, inputs: Tree) -> Any:
+    def _stage_shapes(self, layers: list[Tree]) -> Tree:
+        """Returns shapes of what a stage takes as its parameters; in FP8, without the weights."""
+        given = jax.eval_shape(self._cast, layers), {"carried": self.carried.bits(len(layers))}
+        return (given, jax.eval_shape(partial(self.fp8.state, len(layers))), None) if self.fp8 else given
+
+    def activation(self, params: Tree, inputs: Tree) -> Any:
         """Returns the shape of what passes between stages."""
         # Embedding may use the axis, so it is traced as the program traces it.
         x: list[Any] = []
@@ -209,14 +245,14 @@ class Pipeline:
             outer = jax.tree.map(lambda shard, part: shard.gather(part), outer_shards, params["outer"])
             x.append(jax.eval_shape(self.model.embed, outer, first))
 
-        jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [])
+        jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [], None)
         return x[0]
 
     def _mapped(self, run: Any, params: Tree, out_specs: Any) -> Any:
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
+            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3),
             out_specs=out_specs,
             # Idle ranks compute with what they have and throw it away, which the types of varying values cannot say.
             check_vma=False,
@@ -226,40 +262,54 @@ class Pipeline:
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     def _local(
-        self, params: Tree, inputs: Tree, key: Array | None, carried: list[Tree], *, shards: Tree, impl: Any
-    ) -> tuple[Array, Tree, list[Tree]]:
+        self, params: Tree, inputs: Tree, key: Array | None, carried: list[Tree], history: Tree, *, shards: Tree, impl: Any
+    ) -> tuple[Array, Tree, list[Tree], Tree]:
         """Plays the schedule on one rank."""
         batch, layout = batch_axes(self.mesh), self.layout
         data = tuple(axis for axis in batch if axis != fsdp.AXIS)
-        layers = self._cast(jax.tree.map(lambda leaf: leaf[0], params["layers"]))
-        layers = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"], layers)
+        layers = jax.tree.map(lambda leaf: leaf[0], params["layers"])
         outer = jax.tree.map(lambda shard, part: shard.gather(part), shards["outer"], params["outer"])
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
-        stages, states = [], self.carried.pick(carried, self._own(layout.layers())) if carried else {}
+        table_CN = self._own(layout.layers())
+        stages, states = [], self.carried.pick(carried, table_CN) if carried else {}
         for c, own in enumerate(layers):
             extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
                 extra["active"] = self._own(layout.active()[:, c, -1])
                 # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
-                own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
+                own = layers[c] = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
-                extra["first"] = self._own(layout.layers()[:, c, 0])
-            stages.append((own, extra))
-        head_outer = self._cast(outer)
-        rank = StageExecutor(self.model, self.split(impl), self.carried, outer, head_outer, stages, inputs, key, impl)
+                extra["first"] = table_CN[c, 0]
+            whole = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"][c], self._cast(own))
+            stages.append((whole, extra))
+        function, head_outer = self.stage(impl, layout.layers_per_stage), self._cast(outer)
+        if self.fp8 and isinstance(function, FP8Function):
+            x = jax.eval_shape(self.model.embed, outer, jax.tree.map(lambda leaf: leaf[0], inputs))
+            plan = function.plan(stages[0], x, *[] if key is None else [key])
+            histories = self.fp8.pick(history, table_CN)
+            over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
+            weights = self.fp8.weights(plan, layers, histories, shards["layers"], over)
+            stages = list(zip(stages, histories, weights, strict=True))
+        split = split_backward(function, has_aux=True)
+        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.outer
         )
-        grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in state.grads]}
+        of_stages = [grads[0] for grads in state.grads] if self.fp8 else state.grads
+        grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in of_stages]}
+        count = self.schedule.num_microbatches if self.fp8 else 1  # what the mean is still to be divided by
+        if self.fp8:
+            grads = jax.tree.map(lambda g: g / count, grads)
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
         grads = jax.tree.map(lambda g: lax.pmean(g, data), grads)
-        loss = lax.pmean(lax.psum(state.loss, AXIS), batch)
+        loss = lax.pmean(lax.psum(state.loss, AXIS), batch) / count
         after = self.carried.finish(state.carried, self.schedule.num_microbatches, batch, layout) if carried else []
-        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}, after
+        histories = self.fp8.finish([after for _, after in state.grads], batch, layout) if self.fp8 else history
+        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}, after, histories
 
     def _shards(self, params: Tree) -> Tree:
         """Returns how every parameter is sharded over the axis `fsdp`."""
@@ -272,8 +322,12 @@ class Pipeline:
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False).values())
 
-    def split(self, impl: Any) -> Split:
-        """Returns a stage, split; `impl` is the kind of the keys, None where there are none."""
+    def split(self, impl: Any, layers: int = 1) -> Split:
+        """Returns a stage of so many layers, split; `impl` is the kind of the keys, None where there are none."""
+        return split_backward(self.stage(impl, layers), has_aux=True)
+
+    def stage(self, impl: Any, layers: int) -> Any:
+        """Returns the function of a stage, in FP8 if its products are."""
         layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
 
         def stage(params: Tree, x: Array, *key: Array) -> tuple[Array, Tree]:
@@ -288,7 +342,7 @@ class Pipeline:
                 x = jnp.where(extra["active"], y, x) if "active" in extra and j == len(layers) - 1 else y
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
-        return split_backward(stage, has_aux=True)
+        return self.fp8.function(stage, layers) if self.fp8 else stage
 
     def _cast(self, tree: Tree) -> Tree:
         if self.compute_dtype is None:
