@@ -15,6 +15,7 @@ import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
 from jgraph.parallel import Loss, Pipelined, PipelineModel, Replicated, train_step
+from jgraph.parallel.pipeline import autotune
 from jgraph.schedule import generate
 from tests.pipeline.test_pools import garbage
 
@@ -250,3 +251,55 @@ def test_a_recipe_that_means_only_some_layers_is_refused_by_its_name(config, fie
     with pytest.raises(ConfigError) as error:
         piped(config=config)
     assert error.value.field == field
+
+
+# --- Memory ---
+
+
+def linear(config, microbatches=8):
+    """A step on two ranks of stages that are two linear layers, and its batch by microbatch; activations are bfloat16."""
+    matrices = replace(
+        MODEL,
+        embed=lambda outer, batch: embed(outer, batch).astype(jnp.bfloat16),
+        layer=lambda params, x: x @ params["up"].astype(x.dtype) @ params["down"].astype(x.dtype),
+    )
+    order = generate("gpipe", pp=2, microbatches=microbatches)
+    strategy, batch = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes("plain", 2), order), batch_of(microbatches * B)
+    step = train_step(matrices, SGD, strategy, num_microbatches=microbatches, fp8=config, batch=batch)
+    return step, jax.tree.map(lambda leaf: leaf.reshape(microbatches, B, -1), batch), batch
+
+
+@pytest.mark.parametrize("config", [CURRENT, DELAYED], ids=["current", "delayed"])
+def test_of_linear_layers_a_byte_an_element_waits_and_is_predicted(config):
+    (plain, batch_M, _), (step, _, _) = linear(None), linear(config)
+    wide, narrow = (one.bound.pipeline.slot_bytes(one.bound.shapes, batch_M) for one in (plain, step))
+    waiting = {
+        name: sum(slots[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
+        for name, slots in (("wide", wide), ("narrow", narrow))
+    }
+    assert waiting["wide"] == 2 * 2 * B * (D + F)
+    assert 0 < waiting["narrow"] - 2 * B * (D + F) <= 6 * 4  # float32 scales and amax
+    matrices = 2 * D * F
+    whole = step.bound.pipeline.bytes_per_rank(step.bound.shapes, batch_M)
+    assert whole["cast"] == 2 * matrices  # rows and columns
+
+
+@LONG
+def test_microbatches_that_wait_take_the_bytes_predicted():
+    found = []
+    for microbatches in (4, 36):
+        step, batch_M, batch = linear(DELAYED, microbatches)
+        predicted = sum(step.bound.pipeline.bytes_per_rank(step.bound.shapes, batch_M).values())
+        found.append((predicted, step.compile(batch).memory.temporaries))
+    (few, compiled_few), (many, compiled_many) = found
+    assert compiled_many - compiled_few == pytest.approx(many - few, rel=0.02)
+
+
+@LONG
+@pytest.mark.parametrize("kind", ["plain", "stacked"])
+def test_a_layer_in_fp8_is_measured(monkeypatch, kind):
+    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
+    step = piped(kind=kind)
+    batch_M = jax.tree.map(lambda leaf: leaf.reshape(M, B, -1), batch_of(M * B))
+    seconds = autotune.measure(step.bound.pipeline, step.bound.shapes, batch_M)
+    assert all(seconds[part] > 0 for part in ("forward", "dgrad", "wgrad"))

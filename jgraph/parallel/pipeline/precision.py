@@ -37,12 +37,14 @@ class StagePrecision:
     Attributes:
         config: the recipe.
         kept: paths of a layer's parameters whose products stay as they are.
+        weights: paths of a layer's parameters that are multiplied with in FP8.
         entries: int32 [L, S], which entries of the histories are a layer's.
         is_stacked: whether the model has a weight of all layers in one array, which has one scale.
     """
 
     config: FP8Config
     kept: tuple[str, ...]
+    weights: frozenset[str]
     entries: np.ndarray
     is_stacked: bool
 
@@ -76,6 +78,7 @@ class StagePrecision:
                 firsts.append(i)
             elif not product.kept:
                 kept.append(one.weight_of(i))
+        weights = frozenset(map(one.weight_of, firsts))
         layers = len(of_layer) // num
         is_stacked = len({whole.weight_of(firsts[0] + num * i) for i in range(layers)}) < layers
         own, each = np.arange(sum(repeats)), np.arange(layers)[:, None]
@@ -84,7 +87,7 @@ class StagePrecision:
             entries = layers * start + own - start + count * each
         else:
             entries = own + len(own) * each
-        return cls(config, tuple(kept), entries.astype(np.int32), is_stacked)
+        return cls(config, tuple(kept), weights, entries.astype(np.int32), is_stacked)
 
     def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
         """Returns a stage of so many layers in FP8; its first argument is a pair of their parameters and others."""
@@ -115,7 +118,7 @@ class StagePrecision:
 
         return jax.tree.map(whole, *states)
 
-    def weights(
+    def quantize(
         self, plan: Plan, stages: Sequence[Tree], states: Sequence[Tree], shards: Sequence[Tree], axes: Sequence[str]
     ) -> list[list[Weight | None]]:
         """Returns the weights of every chunk in FP8, whole.

@@ -191,8 +191,8 @@ class Pipeline:
 
         Returns:
             Bytes of each pool; of `in flight`, what an action has made before it is in a pool; of `main_grad`; of `cast`, the
-            parameters in `compute_dtype`, else those that padding computes with; of `gathered`, those that an axis `fsdp`
-            makes whole besides.
+            parameters in `compute_dtype`, else those that padding computes with, and weights in FP8, as rows and columns; of
+            `gathered`, those that an axis `fsdp` makes whole besides.
         """
         slots, sizes = self._tables().slots, self.slot_bytes(params, inputs)
         pools = {pool: slots[pool] * size for pool, size in sizes.items()}
@@ -207,12 +207,15 @@ class Pipeline:
             lambda path, leaf: jax.ShapeDtypeStruct((leaf.size // (1 if self._axis(path) is None else ranks),), leaf.dtype),
             params["outer"],
         )
-        matrices = [leaf for leaf in jax.tree.leaves(own) if leaf.ndim > 1]
+        stages = [self._in_fp8_or_not(layer) for stage in own for layer in stage]
+        in_fp8, rest = ([part[i] for part in stages] for i in range(2))
+        matrices = [leaf for leaf in jax.tree.leaves(rest) if leaf.ndim > 1]
         is_cast = self.compute_dtype not in (None, jnp.float32)
         cast = of([matrices, outer], self.compute_dtype) if is_cast else 0
-        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(outer if is_cast else [own, outer], None)
+        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(outer if is_cast else [rest, outer], None)
         if not (is_cast or self.layout.is_even):
-            cast = of([stage[-1] for stage in own], None)
+            cast = of([self._in_fp8_or_not(stage[-1])[1] for stage in own], None)
+        cast += 2 * of(in_fp8, jnp.int8)
         return pools | {"main_grad": of([own, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
@@ -289,7 +292,7 @@ class Pipeline:
             plan = function.plan(stages[0], x, *[] if key is None else [key])
             histories = self.fp8.pick(history, table_CN)
             over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
-            weights = self.fp8.weights(plan, layers, histories, shards["layers"], over)
+            weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
             stages = list(zip(stages, histories, weights, strict=True))
         split = split_backward(function, has_aux=True)
         rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
@@ -343,6 +346,12 @@ class Pipeline:
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
         return self.fp8.function(stage, layers) if self.fp8 else stage
+
+    def _in_fp8_or_not(self, layer: Tree) -> tuple[list[Any], list[Any]]:
+        """Returns the parameters of a layer that are multiplied with in FP8, and the others."""
+        weights = self.fp8.weights if self.fp8 else ()
+        named = list(zip(leaf_names(layer), jax.tree.leaves(layer), strict=True))
+        return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]
 
     def _cast(self, tree: Tree) -> Tree:
         if self.compute_dtype is None:
