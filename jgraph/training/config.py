@@ -199,7 +199,6 @@ class TrainConfig:
             must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline, {advice}")
             advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
             must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
-            must("precision", self.precision == "bf16", "bf16 in a pipeline")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         must(
             "main_grads_dtype",
