@@ -48,6 +48,8 @@ def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys
     assert "weights in FP8 stay gathered for the backward" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.long
+@pytest.mark.once
 def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_path, capsys):
     sizes = ("--num-microbatches", "2", "--model.num-layers", "3")
     assert tiny.train(tmp_path, *RUN, *DELAYED, *sizes, "--steps", "2", "--pp", "2", "--schedule", "auto") == 0
