@@ -17,6 +17,7 @@ from jgraph.graphed.group import GraphedCallables
 from jgraph.graphed.match import check_concrete, differences, signature
 from jgraph.graphed.microbatches import Turn
 from jgraph.graphed.shaped import Shaped, shape_callable
+from jgraph.precision.transform import FP8Function
 from jgraph.schedule.action import Kind
 from jgraph.schedule.slots import POOLS
 
@@ -56,9 +57,11 @@ def make_graphed_callables(
 
     Args:
         callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
-            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, or a Flax module (NNX or Linen). x and y are floating; an
-            x of integers has no gradient; `extra` and `kwargs` are not differentiated. Random keys are arguments.
-        params: of each callable, a tuple where `callables` is one. Arrays or `jax.ShapeDtypeStruct`.
+            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, one in FP8 (`jgraph.fp8`), or a Flax module (NNX or
+            Linen). x and y are floating; an x of integers has no gradient; `extra` and `kwargs` are not differentiated. Random
+            keys are arguments.
+        params: of each callable, a tuple where `callables` is one. Arrays or `jax.ShapeDtypeStruct`. Of a function in FP8 they
+            are (params, state, weights). The gradient of the state is the state afterwards, the maximum over microbatches.
         sample_args: (x, *extra) of each callable; microbatches share the shapes. Only shapes and dtypes are read.
         sample_kwargs: keyword arguments of each callable, if any.
         order: the order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
@@ -172,8 +175,10 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
             )
 
 
-def _function(fn: Any, i: int) -> Callable[..., Tree]:
-    """Returns `fn(params, x, *extra, **kwargs)` of a function or a Flax module."""
+def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
+    """Returns `fn(params, x, *extra, **kwargs)` of a function or a Flax module; a function in FP8 as it is."""
+    if isinstance(fn, FP8Function):
+        return fn
     if isinstance(fn, linen.Module):
         return fn.apply
     if not isinstance(fn, nnx.Module):

@@ -254,7 +254,8 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
         for place, gradient in early.items():
             register, how = registers[place]
             wide = gradient if how == "new" else gradient.astype(jnp.float32)
-            gradients[place] = env[register] + wide if how == "add" else wide
+            merge = jnp.maximum if place in shaped.maxima else jnp.add
+            gradients[place] = merge(env[register], wide) if how == "add" else wide
     if task.kind != "dgrad" and shaped.late:
         sums = None
         if registers[shaped.late[0]][1] != "new":

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jgraph.backward import Split, split_backward
 from jgraph.errors import CallableError
+from jgraph.precision.transform import FP8Function
 from jgraph.trace import replay
 from jgraph.tree import path_name
 
@@ -55,7 +56,10 @@ class Shaped:
         residuals, stash: sides; `residuals` are those of the pool forward -> dgrad, then those of forward -> wgrad.
         num_dgrad: how many of the residuals are in the first of the two pools.
         takes_gradient: whether x is floating, so that there is a dx.
-        late, early: places of the parameters whose gradients come from wgrad; from dgrad. Integers have none.
+        late, early: places of the parameters whose gradients come from wgrad; from dgrad. Integers have none, nor
+            have weights in FP8.
+        maxima: of the early ones, amax histories. Their "gradient" is the history after a microbatch; of several it is the
+            maximum, not the sum.
         device: where it runs.
         reads: for `forward`, `dgrad` and `wgrad`, the places of the parameters that it reads.
         residuals_from: for each residual, its place in (x, extra) where forward only hands it on, or None.
@@ -76,6 +80,7 @@ class Shaped:
     late: tuple[int, ...]
     early: tuple[int, ...]
     device: Any
+    maxima: tuple[int, ...] = ()
     reads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     residuals_from: tuple[int | None, ...] = ()
     stash_from: tuple[int | None, ...] = ()
@@ -155,7 +160,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def shape_callable(
-    fn: Callable[..., Tree],
+    fn: Callable[..., Tree] | FP8Function,
     index: int,
     params: Tree,
     args: Sequence[Tree],
@@ -181,18 +186,21 @@ def shape_callable(
             f"callable {index}: x has floating leaves, and {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}; pass what has no "
             f"gradient as an argument after x"
         )
+    plain = fn.fn if isinstance(fn, FP8Function) else fn
     if takes_gradient:
-        split = split_backward(lambda params, x, extra: fn(params, x, *extra[0], **extra[1]), has_aux=has_aux)
+        stage: Any = lambda params, x, extra: plain(params, x, *extra[0], **extra[1])  # noqa: E731
         arguments = (weights.shapes(), x.shapes(), extra.shapes())
     else:
-        split = split_backward(lambda params, _, rest: fn(params, rest[0], *rest[1][0], **rest[1][1]), has_aux=has_aux)
+        stage = lambda params, _, rest: plain(params, rest[0], *rest[1][0], **rest[1][1])  # noqa: E731
         arguments = (weights.shapes(), (), (x.shapes(), extra.shapes()))
+    split = split_backward(replace(fn, fn=stage) if isinstance(fn, FP8Function) else stage, has_aux=has_aux)
     spec = split.spec(*arguments)
     y, residuals, stash = Side.of(spec.y), Side.of(spec.residuals), Side.of(spec.stash)
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    delayed = spec.residuals.plan.delayed
+    plan = spec.residuals.plan
+    num_params = len(jax.tree.leaves(params[0])) if isinstance(fn, FP8Function) else len(weights)
     shaped = Shaped(
         index=index,
         split=split,
@@ -204,10 +212,11 @@ def shape_callable(
         stash=stash,
         num_dgrad=len(spec.residuals.dgrad),
         takes_gradient=takes_gradient,
-        late=tuple(i for i, late in enumerate(delayed) if late),
-        early=tuple(i for i, a in enumerate(weights.avals) if not delayed[i] and jnp.issubdtype(a.dtype, jnp.floating)),
+        late=tuple(i for i, late in enumerate(plan.delayed) if late),
+        early=tuple(i for i, early in enumerate(plan.early) if early),
         device=device,
         aux=Side.of(spec.aux),
+        maxima=tuple(i for i, early in enumerate(plan.early) if early and i >= num_params),
     )
     return replace(shaped, **_flows(shaped))
 

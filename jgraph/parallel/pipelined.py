@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,12 +15,14 @@ from jgraph.mesh import Axis, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
-from jgraph.parallel.objective import Sums
+from jgraph.parallel.objective import Sums, WithHistory
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.dispatched import Dispatched, dispatched
 from jgraph.parallel.pipeline.program import Remat
 from jgraph.parallel.strategy import Binding, summary
+from jgraph.precision.config import FP8Config
+from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Schedule
 from jgraph.tree import leaf_names
 
@@ -59,8 +62,7 @@ class Pipelined:
 
     def bind(self, loss: PipelineModel, binding: Binding) -> "BoundPipeline":
         """Returns the strategy with a model. Raises ConfigError for another loss, or a step that a pipeline cannot do."""
-        if not isinstance(loss, PipelineModel):
-            raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
+        loss = _model(loss)
         if binding.num_microbatches != self.schedule.num_microbatches:
             raise ConfigError(
                 f"`num_microbatches` is {binding.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
@@ -71,15 +73,35 @@ class Pipelined:
         check_choice("engine", self.engine, get_args(Engine))
         return BoundPipeline.of(self.pipeline(loss, binding), self.shapes, self.engine)
 
+    def in_fp8(self, model: Any, config: FP8Config, binding: Binding, batch: Tree) -> tuple[FP8Function, tuple[Tree, ...]]:
+        """Returns a model's layers with products in FP8, and shapes of what they take besides parameters; `batch` is whole."""
+        pipeline = self.pipeline(_model(model), binding)
+        params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), self.shapes)
+        x = pipeline.activation(
+            params, jax.eval_shape(partial(by_microbatch, num_microbatches=binding.num_microbatches), batch)
+        )
+        state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
+        return FP8Function(pipeline.layers, config), (x, jax.eval_shape(lambda: jax.random.key(0)), *state)
+
     def pipeline(self, model: PipelineModel, binding: Binding) -> Pipeline:
         """Returns the program that plays the schedule with a model and the carried state that a step asks for."""
         num_layers = len(jax.eval_shape(model.split, self.shapes)[1])
-        carried = Carried.of(model, binding.carried, binding.reductions, num_layers)
+        state, kinds = (t.model if isinstance(t, WithHistory) else t for t in (binding.carried, binding.reductions))
+        carried = Carried.of(model, state, kinds, num_layers)
         choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
         pipeline = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices)
+        if binding.fp8 is not None:
+            whole = binding.fp8.plan(self.shapes, *binding.microbatch)
+            pipeline = pipeline.in_fp8(self.shapes, whole, binding.microbatch)
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline.shard_as(self.shapes, {})
         return pipeline.shard_as(self.shapes, fsdp.asked_axes(leaf_names(self.shapes), self.shard_rules, self.annotations))
+
+
+def _model(loss: Any) -> PipelineModel:
+    if not isinstance(loss, PipelineModel):
+        raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
+    return loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +157,11 @@ class BoundPipeline:
         pipeline = self.pipeline
         batch_M = by_microbatch(batch, pipeline.schedule.num_microbatches)
         key_of_step = key if pipeline.model.takes_key else None
-        layers = pipeline.model.split_carried(carried) if jax.tree.leaves(carried) else []
-        loss, grads, layers = pipeline.step(self._unpacked(params), batch_M, key_of_step, layers)
-        after = pipeline.model.join_carried(layers) if layers else carried
+        state, history = carried if isinstance(carried, WithHistory) else (carried, {})
+        layers = pipeline.model.split_carried(state) if jax.tree.leaves(state) else []
+        loss, grads, layers, history = pipeline.step(self._unpacked(params), batch_M, key_of_step, layers, history)
+        after = pipeline.model.join_carried(layers) if layers else state
+        after = WithHistory(after, history) if isinstance(carried, WithHistory) else after
         return Sums(loss, jnp.ones((), jnp.float32), {}, after), self._packed(grads)
 
     def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:

@@ -25,6 +25,7 @@ from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.objective import Reduction, Sums, WithHistory
 from jgraph.parallel.pipeline.dispatched import Dispatched
+from jgraph.parallel.pipelined import Pipelined
 from jgraph.parallel.strategy import Binding, Bound, Strategy
 from jgraph.precision import product
 from jgraph.precision.config import FP8Config
@@ -151,7 +152,7 @@ def train_step(
         carried: shapes of the state that the model carries from step to step, such as running statistics; for `Pipelined`, of
             layers.
         reductions: how that is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, or a tree of these.
-        fp8: recipe to compute matrix products with parameters in FP8, forward and backward; not for `Pipelined`.
+        fp8: recipe to compute matrix products with parameters in FP8, forward and backward; for `Pipelined`, those of layers.
         batch: arrays or shapes of a whole batch; needed with `fp8`, to find these products.
 
     Returns:
@@ -179,7 +180,7 @@ def train_step(
         reductions=reductions,
     )
     if fp8 is not None:
-        binding = _in_fp8(binding, fp8, loss, strategy, batch)
+        binding = in_fp8(binding, fp8, loss, strategy, batch)
     bound = strategy.bind(loss, binding)
     return TrainStep(
         bound,
@@ -195,16 +196,18 @@ def train_step(
     )
 
 
-def _in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
+def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
     """Returns the binding of a step with products in FP8, and with their histories where scaling is delayed."""
-    if not callable(loss):
-        raise ConfigError("`fp8` is given: must be None with the strategy Pipelined", field="fp8")
     if batch is None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
     microbatch = _microbatch(batch, binding.num_microbatches, getattr(strategy, "mesh", None))
-    state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
-    args = (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
-    precision = FP8Function(loss, config)
+    if isinstance(strategy, Pipelined):
+        precision, args = strategy.in_fp8(loss, config, binding, batch)
+    else:
+        if not callable(loss):
+            raise ConfigError(f"`loss` is {loss!r}: must be a function of params, batch and key", field="loss")
+        state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
+        precision, args = FP8Function(loss, config), (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
     try:
         history = jax.eval_shape(lambda: precision.init(strategy.shapes, *args))
     except ConfigError as e:

@@ -286,7 +286,7 @@ class DataParallel:
             return self._differentiated(
                 lambda whole, history, *args: plan.apply(whole, history, weights, *args, *state), history
             )
-        scales = plan.scales(params, history, lambda amax: jax.lax.pmax(amax, fsdp.AXIS))
+        scales = plan.scales(params, history, lambda _, amax: jax.lax.pmax(amax, fsdp.AXIS))
         parts = plan.cast(params, scales)
 
         def loss(whole: Tree, history: Tree, *args: Tree) -> Array | Loss:

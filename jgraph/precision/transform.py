@@ -186,7 +186,7 @@ class Plan:
     @property
     def weights(self) -> tuple[str, ...]:
         """Names of the parameters that are multiplied with in FP8."""
-        return tuple({self._weight_of(i): None for i, _, _ in self._in_fp8()})
+        return tuple({self.weight_of(i): None for i, _, _ in self._in_fp8()})
 
     def init(self) -> Tree:
         """Returns the state before the first step."""
@@ -201,26 +201,26 @@ class Plan:
 
     @scope("quantize")
     def scales(
-        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[Array], Array] | None = None
+        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[str, Array], Array] | None = None
     ) -> dict[str, Scale]:
         """Returns the scales of the weights, by the names of their parameters.
 
         Args:
             parts: the parameters by name, or a device's parts of them.
             state: the state before the step.
-            over_devices: the maximum over the devices that have parts; None where they are whole.
+            over_devices: returns the amax of a whole parameter from its name and this part's; None where parts are whole.
         """
         dtype, found = formats(self.config)[1], {}
         earlier = state.amax(self.config) if isinstance(state, History) else None
         for i, start, _ in self._in_fp8():
-            if (name := self._weight_of(i)) in found:
+            if (name := self.weight_of(i)) in found:
                 continue
             _, k, n = Shape.of(self.sites[i]).sizes
             all_of_it = math.prod(self.sites[i].lead) * k * n == parts[name].size
             if earlier is not None and over_devices is None and all_of_it:
                 largest = None
             else:
-                largest = amax(parts[name]) if over_devices is None else over_devices(amax(parts[name]))
+                largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
             known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
             assert known is not None
             found[name] = Scale(scale_for(known, dtype, margin), largest)
@@ -246,7 +246,7 @@ class Plan:
         views: list[Weight | None] = [None] * len(found)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._in_fp8():
-            name, lead, matrix = self._weight_of(i), self.sites[i].lead, Shape.of(self.sites[i]).w_matrix
+            name, lead, matrix = self.weight_of(i), self.sites[i].lead, Shape.of(self.sites[i]).w_matrix
 
             def both(w: Array, scale=scales[name].scale, matrix=matrix, lead=lead) -> tuple[Any, Any, Array | None]:
                 rows_KN = matrix(w)
@@ -296,7 +296,7 @@ class Plan:
                 yield i, start, start + said.repeats
                 start += said.repeats
 
-    def _weight_of(self, i: int) -> str:
+    def weight_of(self, i: int) -> str:
         """Returns the name of the parameter that a product multiplies with."""
         (place,) = self.sites[i].params
         return self.names[place]

@@ -36,7 +36,7 @@ from jgraph.parallel import (
 )
 from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
 from jgraph.parallel.pipelined import BoundPipeline
-from jgraph.parallel.step import CompiledStep, DispatchedStep, TrainState
+from jgraph.parallel.step import CompiledStep, DispatchedStep, TrainState, in_fp8
 from jgraph.parallel.strategy import Binding
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
@@ -117,7 +117,7 @@ class TrainSetup:
                 freeze=config.freeze,
                 carried=model.carried,
                 fp8=_fp8(config),
-                batch=jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32),
+                batch=_tokens(config),
             )
         return cls(config, model, step)
 
@@ -265,7 +265,8 @@ class TrainSetup:
             return ""
         products = binding.fp8.plan(self.model.shapes, *binding.microbatch).products
         on_gpu = jax.default_backend() == "gpu"
-        line = about(products, binding.fp8.config, FP8Products.of(compiled.executable) if on_gpu else None)
+        compiled_products = FP8Products.of(compiled.executable) if on_gpu else None
+        line = about(products, binding.fp8.config, compiled_products, in_loops=self.pipeline is not None)
         return f"{line}; weights in FP8 stay gathered for the backward" if self.config.reshard_after_forward else line
 
     def about_pipeline(self, compiled: CompiledStep) -> str:
@@ -385,8 +386,12 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
     sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
     if config.schedule != "auto":
         return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
-    binding = Binding(carried=found.carried, reductions=jax.tree.map(lambda _: "mean", found.carried))
-    pipeline = under(generate("gpipe", **sizes)).pipeline(model, binding)
+    reductions, any_schedule = jax.tree.map(lambda _: "mean", found.carried), under(generate("gpipe", **sizes))
+    binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=reductions)
+    if (fp8 := _fp8(config)) is not None:
+        with _precision_at_fault(config):
+            binding = in_fp8(binding, fp8, model, any_schedule, _tokens(config))
+    pipeline = any_schedule.pipeline(model, binding)
     params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
     choice = choose(
         pipeline,
@@ -396,6 +401,10 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
         share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
     )
     return under(choice.schedule)
+
+
+def _tokens(config: TrainConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32)
 
 
 def _tokens_by_microbatch(config: TrainConfig) -> jax.ShapeDtypeStruct:

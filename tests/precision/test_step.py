@@ -132,7 +132,7 @@ def test_a_step_in_fp8_needs_the_shapes_of_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("other", "field"), [(lambda params, batch, key: jnp.sum(params["blocks"][0]["up"]), "loss"), ("no function", "fp8")]
+    ("other", "field"), [(lambda params, batch, key: jnp.sum(params["blocks"][0]["up"]), "loss"), ("no function", "loss")]
 )
 def test_a_step_in_fp8_names_its_own_argument_where_nothing_can_be(other, field):
     with pytest.raises(ConfigError) as error:

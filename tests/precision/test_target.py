@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 import jgraph
 from jgraph import FP8Config
 from jgraph.precision.product import XLA_OPTIONS
+from jgraph.schedule import generate
 from jgraph.xla import aot, compiler_options
 from jgraph.xla.explain import FP8Products
-from jgraph_models.gpt import GPT, GPTConfig
+from jgraph_models.gpt import GPT, GPTConfig, pipeline_model
 
 pytestmark = [pytest.mark.target, pytest.mark.long]
 
@@ -90,6 +91,18 @@ def test_a_sharded_step_has_its_products_in_fp8_too(h200):
     strategy = jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16)
     step = jgraph.train_step(loss, jgraph.elementwise(optax.adamw(1e-3)), strategy, fp8=FP8Config(), batch=TOKENS)
     assert explained(step).fp8.products == 3 * PRODUCTS
+
+
+def test_a_pipelines_loop_has_its_products_in_fp8(h200):
+    model, _ = model_and_loss()
+    mesh, schedule = Mesh(np.array(jax.devices()[:2]), ("pipe",)), generate("zb-h1", pp=2, microbatches=4)
+    strategy = jgraph.Pipelined(mesh, model.shapes, schedule, compute_dtype=jnp.bfloat16)
+    config = FP8Config(recipe="delayed")
+    pieces = pipeline_model(CONFIG, 2)
+    step = jgraph.train_step(pieces, optax.sgd(1e-3), strategy, num_microbatches=4, fp8=config, batch=TOKENS)
+    report = explained(step)
+    assert report.fp8.products == 3 * PRODUCTS // 2  # of one layer: each rank has one of the two
+    assert (report.fp8.transposes == 0) == HAS_KERNEL
 
 
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])

@@ -20,12 +20,6 @@ def test_a_recipe_without_its_precision_is_refused():
     assert error.value.field == "fp8.margin"
 
 
-def test_a_pipeline_in_fp8_is_refused():
-    with pytest.raises(ConfigError) as error:
-        TrainConfig(precision="fp8", pp=2)
-    assert error.value.field == "precision"
-
-
 def test_a_run_says_what_is_in_fp8_and_that_a_cpu_emulates_it(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -56,10 +50,29 @@ def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys
 
 @pytest.mark.long
 @pytest.mark.once
-@pytest.mark.parametrize(("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--fsdp", "--seed")])
+def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_path, capsys):
+    sizes = ("--num-microbatches", "2", "--model.num-layers", "3")
+    assert tiny.train(tmp_path, *RUN, *DELAYED, *sizes, "--steps", "2", "--pp", "2", "--schedule", "auto") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--fp8.keep", "blocks/0/*"), ("--fp8.blocks", "inner")])
+def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(tmp_path, capsys, flag, value):
+    pipeline = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "3")
+    assert tiny.train(tmp_path, *RUN, *pipeline, "--precision", "fp8", flag, value) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert flag in line
+
+
+@pytest.mark.long
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--fsdp", "--seed"), ("--pp", "--seed"), ("--dp", "--pp")]
+)
 def test_a_run_goes_on_over_other_devices_with_its_histories(tmp_path, before, after):
-    devices = {"--fsdp": "2", "--dp": "2", "--seed": "0"}
-    steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2")
+    devices = {"--fsdp": "2", "--dp": "2", "--pp": "2", "--seed": "0"}
+    steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2", "--model.num-layers", "2")
     assert tiny.train(tmp_path / "whole", *steps, before, devices[before]) == 0
     assert tiny.train(tmp_path / "parts", *steps, before, devices[before]) == 0
     for late in ("3", "6"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline.program import Pipeline
+from jgraph.precision.transform import FP8Function
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
 
 Tree = Any
@@ -75,7 +76,7 @@ def choose(
 def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, float]:
     """Seconds of a layer's forward, dgrad and wgrad for one microbatch, medians on the first local device."""
     stage, x = pipeline.layer_shapes(params, inputs)
-    split = pipeline.split(None)
+    function, split = pipeline.stage(None, 1), pipeline.split(None)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(stage)) + 1))
 
     def like(aval: Any) -> jax.Array:
@@ -85,11 +86,15 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
         return 0.02 * jax.random.normal(next(keys), aval.shape, aval.dtype)
 
     stage, x = jax.tree.map(like, (stage, x))
+    params = stage[0] if pipeline.fp8 else stage
+    if isinstance(function, FP8Function):
+        stage = (*stage[:2], function.quantize(*stage[:2], x))
     forward, dgrad = jax.jit(split.forward), jax.jit(split.dgrad)
     wgrad = jax.jit(split.accumulate, donate_argnums=0)
     y, residuals, _ = forward(stage, x)
     _, _, stash = dgrad(stage, residuals, y)
-    total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), stage)]
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    total = [(sums, None, None) if pipeline.fp8 else sums]
 
     def add() -> Any:
         total[0] = wgrad(total[0], stage, residuals.after_dgrad(), stash)

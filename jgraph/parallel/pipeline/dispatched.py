@@ -192,7 +192,7 @@ def dispatched(
         options: XLA's.
 
     Raises:
-        ConfigError: the pipeline has an axis `fsdp`, or devices of other processes.
+        ConfigError: the pipeline has an axis `fsdp`, products in FP8, or devices of other processes.
     """
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
@@ -221,6 +221,8 @@ def _check(pipeline: Pipeline) -> None:
     wrong = ""
     if Axis.FSDP in pipeline.mesh.axis_names:
         wrong = "over a mesh with the axis fsdp"
+    elif pipeline.fp8 is not None:
+        wrong = "with products in FP8"
     elif any(device.process_index != jax.process_index() for device in pipeline.mesh.devices.flat):
         wrong = "over several processes"
     if wrong:

@@ -18,8 +18,10 @@ from jgraph.parallel.fsdp import ShardSpec
 from jgraph.parallel.pipeline import aligned, general, sharding
 from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.partition import PipelineModel, StageAssignment
+from jgraph.parallel.pipeline.precision import StagePrecision
 from jgraph.parallel.pipeline.runtime import RankRuntime
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
+from jgraph.precision.transform import FP8Function, Plan
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
@@ -48,6 +50,7 @@ class Pipeline:
         remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
         axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
         carried: what a layer carries.
+        fp8: which products of a layer are in FP8; None: none are.
     """
 
     model: PipelineModel
@@ -59,6 +62,7 @@ class Pipeline:
     remat: Remat = "nothing"
     axes: Mapping[str, int] = field(default_factory=dict)
     carried: Carried = field(default_factory=Carried)
+    fp8: StagePrecision | None = None
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
@@ -97,6 +101,32 @@ class Pipeline:
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         return replace(self, axes=sharding.by_place(self.model, self.layout, tree, axes, ranks)) if ranks > 1 else self
 
+    def in_fp8(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+        """Returns the pipeline with products of its layers in FP8.
+
+        Args:
+            tree: the model's parameters, as shapes.
+            whole: of `layers`, with the recipe.
+            args: what `layers` takes besides.
+
+        Raises:
+            ConfigError: the recipe's `keep` or `blocks` mean only some of the layers.
+        """
+        own, (x, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        more = [*[key] * self.model.takes_key, *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried)]
+        return replace(
+            self, fp8=StagePrecision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
+        )
+
+    def layers(self, tree: Tree, x: Array, key: Array, *carried: Tree) -> Array:
+        """Returns what all layers make of x, one after another, from the model's own parameters and carried state."""
+        states = [self.model.split_carried(state) for state in carried]
+        for i, own in enumerate(self.model.split(tree)[1]):
+            keys = [jax.random.fold_in(key, i)] * self.model.takes_key
+            y = self.model.layer(self.cast(own), x, *keys, *(state[i] for state in states))
+            x = y[0] if states else y
+        return x
+
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Returns the parameters as the program takes them, from `outer` and one tree a layer."""
         return {"outer": outer, "layers": self.layout.stack(layers)}
@@ -134,23 +164,24 @@ class Pipeline:
         return self.step(params, inputs, key)[:2]
 
     def step(
-        self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = ()
-    ) -> tuple[Array, Tree, list[Tree]]:
-        """Returns mean loss, mean gradients and carried state after all microbatches. Pure; to be jitted.
+        self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = (), history: Tree = None
+    ) -> tuple[Array, Tree, list[Tree], Tree]:
+        """Returns mean loss, mean gradients, carried state and histories after all microbatches. Pure; to be jitted.
 
         Args:
             params: as `stack` gives them, sharded as `specs` says.
             inputs: leaves [M, B, ...]; B is spread over the axes `data` and `fsdp`.
             key: a random key of this step, folded for each microbatch and layer; layers then take a third argument.
             carried: the layers' state as the step begins.
+            history: amax histories of products in FP8 as the step begins, of all layers; None where there are none.
 
         Returns:
-            Float32 scalar; float32 gradients as `params`; the layers' state, reduced.
+            Float32 scalar; float32 gradients as `params`; the layers' state, reduced; the histories.
         """
         run = partial(self._local, shards=self._shards(params), impl=None if key is None else jax.random.key_impl(key))
-        out_specs = (PartitionSpec(), self.specs(params), PartitionSpec())
+        out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
-        return self._mapped(run, params, out_specs)(params, inputs, data, list(carried))
+        return self._mapped(run, params, out_specs)(params, inputs, data, list(carried), history)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
         """Predicts what a rank holds during a step besides parameters and optimizer state.
@@ -160,8 +191,8 @@ class Pipeline:
 
         Returns:
             Bytes of each pool; of `in flight`, what an action has made before it is in a pool; of `main_grad`; of `cast`, the
-            parameters in `compute_dtype`, else those that padding computes with; of `gathered`, those that an axis `fsdp`
-            makes whole besides.
+            parameters in `compute_dtype`, else those that padding computes with, and weights in FP8, as rows and columns; of
+            `gathered`, those that an axis `fsdp` makes whole besides.
         """
         slots, sizes = self._tables().slots, self.slot_bytes(params, inputs)
         pools = {pool: slots[pool] * size for pool, size in sizes.items()}
@@ -176,29 +207,37 @@ class Pipeline:
             lambda path, leaf: jax.ShapeDtypeStruct((leaf.size // (1 if self._axis(path) is None else ranks),), leaf.dtype),
             params["outer"],
         )
-        matrices = [leaf for leaf in jax.tree.leaves(own) if leaf.ndim > 1]
+        stages = [self._in_fp8_or_not(layer) for stage in own for layer in stage]
+        in_fp8, rest = ([part[i] for part in stages] for i in range(2))
+        matrices = [leaf for leaf in jax.tree.leaves(rest) if leaf.ndim > 1]
         is_cast = self.compute_dtype not in (None, jnp.float32)
         cast = of([matrices, outer], self.compute_dtype) if is_cast else 0
-        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(outer if is_cast else [own, outer], None)
+        gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(outer if is_cast else [rest, outer], None)
         if not (is_cast or self.layout.is_even):
-            cast = of([stage[-1] for stage in own], None)
+            cast = of([self._in_fp8_or_not(stage[-1])[1] for stage in own], None)
+        cast += 2 * of(in_fp8, jnp.int8)
         return pools | {"main_grad": of([own, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
         """Returns bytes of one slot of each pool, for a stage or so many layers."""
-        x = self._shapes(params, inputs)
+        x = self.activation(params, inputs)
         stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
         stage = [stage[0]] * layers if layers else stage
-        spec = self.split(None).spec((jax.eval_shape(self.cast, stage), {"carried": self.carried.bits(len(stage))}), x)
+        spec = self.split(None, len(stage)).spec(self._stage_shapes(stage), x)
         size = x.size * x.dtype.itemsize
         return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
         """Returns shapes of what a stage of one layer takes as its parameters, and of its input."""
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
-        return ([jax.eval_shape(self.cast, layer)], {"carried": self.carried.bits(1)}), self._shapes(params, inputs)
+        return self._stage_shapes([layer]), self.activation(params, inputs)
 
-    def _shapes(self, params: Tree, inputs: Tree) -> Any:
+    def _stage_shapes(self, layers: list[Tree]) -> Tree:
+        """Returns shapes of what a stage takes as its parameters; in FP8, without the weights."""
+        given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
+        return (given, jax.eval_shape(partial(self.fp8.state, len(layers))), None) if self.fp8 else given
+
+    def activation(self, params: Tree, inputs: Tree) -> Any:
         """Returns the shape of what passes between stages."""
         # Embedding may use the axis, so it is traced as the program traces it.
         x: list[Any] = []
@@ -209,14 +248,14 @@ class Pipeline:
             outer = jax.tree.map(lambda shard, part: shard.gather(part), outer_shards, params["outer"])
             x.append(jax.eval_shape(self.model.embed, outer, first))
 
-        jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [])
+        jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [], None)
         return x[0]
 
     def _mapped(self, run: Any, params: Tree, out_specs: Any) -> Any:
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
+            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3),
             out_specs=out_specs,
             # Idle ranks compute with what they have and throw it away, which the types of varying values cannot say.
             check_vma=False,
@@ -226,40 +265,54 @@ class Pipeline:
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     def _local(
-        self, params: Tree, inputs: Tree, key: Array | None, carried: list[Tree], *, shards: Tree, impl: Any
-    ) -> tuple[Array, Tree, list[Tree]]:
+        self, params: Tree, inputs: Tree, key: Array | None, carried: list[Tree], history: Tree, *, shards: Tree, impl: Any
+    ) -> tuple[Array, Tree, list[Tree], Tree]:
         """Plays the schedule on one rank."""
         batch, layout = batch_axes(self.mesh), self.layout
         data = tuple(axis for axis in batch if axis != fsdp.AXIS)
-        layers = self.of_rank(params["layers"])
-        layers = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"], layers)
+        layers = jax.tree.map(lambda leaf: leaf[0], params["layers"])
         outer = jax.tree.map(lambda shard, part: shard.gather(part), shards["outer"], params["outer"])
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
-        stages, states = [], self.carried.pick(carried, self.own(layout.layers())) if carried else {}
+        table_CN = self.own(layout.layers())
+        stages, states = [], self.carried.pick(carried, table_CN) if carried else {}
         for c, own in enumerate(layers):
             extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
                 extra["active"] = self.own(layout.active()[:, c, -1])
                 # Zeros may have no derivative, and 0 times that is NaN: padding computes with the first layer's parameters.
-                own = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
+                own = layers[c] = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if key is not None:
-                extra["first"] = self.own(layout.layers()[:, c, 0])
-            stages.append((own, extra))
-        head_outer = self.cast(outer)
-        rank = StageExecutor(self.model, self.split(impl), self.carried, outer, head_outer, stages, inputs, key, impl)
+                extra["first"] = table_CN[c, 0]
+            whole = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"][c], self.cast(own))
+            stages.append((whole, extra))
+        function, head_outer = self.stage(impl, layout.layers_per_stage), self.cast(outer)
+        if self.fp8 and isinstance(function, FP8Function):
+            x = jax.eval_shape(self.model.embed, outer, jax.tree.map(lambda leaf: leaf[0], inputs))
+            plan = function.plan(stages[0], x, *[] if key is None else [key])
+            histories = self.fp8.pick(history, table_CN)
+            over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
+            weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
+            stages = list(zip(stages, histories, weights, strict=True))
+        split = split_backward(function, has_aux=True)
+        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.outer
         )
-        grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in state.grads]}
+        of_stages = [grads[0] for grads in state.grads] if self.fp8 else state.grads
+        grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in of_stages]}
+        count = self.schedule.num_microbatches if self.fp8 else 1  # what the mean is still to be divided by
+        if self.fp8:
+            grads = jax.tree.map(lambda g: g / count, grads)
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
         grads = jax.tree.map(lambda g: lax.pmean(g, data), grads)
-        loss = lax.pmean(lax.psum(state.loss, AXIS), batch)
+        loss = lax.pmean(lax.psum(state.loss, AXIS), batch) / count
         after = self.carried.finish(state.carried, self.schedule.num_microbatches, batch, layout) if carried else []
-        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}, after
+        histories = self.fp8.finish([after for _, after in state.grads], batch, layout) if self.fp8 else history
+        return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}, after, histories
 
     def _shards(self, params: Tree) -> Tree:
         """Returns how every parameter is sharded over the axis `fsdp`."""
@@ -272,35 +325,51 @@ class Pipeline:
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False).values())
 
-    def split(self, impl: Any) -> Split:
-        """Returns a stage, split; `impl` is the kind of the keys, None where there are none."""
+    def split(self, impl: Any, layers: int = 1) -> Split:
+        """Returns a stage of so many layers, split; `impl` is the kind of the keys, None where there are none."""
+        return split_backward(self.stage(impl, layers), has_aux=True)
+
+    def stage(self, impl: Any, layers: int) -> Any:
+        """Returns the function of a stage, in FP8 if its products are."""
 
         def stage(params: Tree, x: Array, *key: Array) -> tuple[Array, Tree]:
-            (layers, extra), after = params, []
-            for j, own in enumerate(layers):
-                keys = [jax.random.fold_in(jax.random.wrap_key_data(key[0], impl=impl), extra["first"] + j)] if key else []
-                y = self._layer(own, x, *keys, *(state := self.carried.at(extra["carried"], j)))
-                if state:
-                    y, own_after = self.carried.taken(y)
-                    after.append(own_after)
-                # Only the last place of a stage may be padding.
-                x = jnp.where(extra["active"], y, x) if "active" in extra and j == len(layers) - 1 else y
-            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
+            own, extra = params
+            keys = [jax.random.wrap_key_data(data, impl=impl) for data in key]
+            return self.through(own, x, keys, extra.get("first"), extra["carried"], extra.get("active"))
 
-        return split_backward(stage, has_aux=True)
+        return self.fp8.function(stage, layers) if self.fp8 else stage
+
+    def _in_fp8_or_not(self, layer: Tree) -> tuple[list[Any], list[Any]]:
+        """Returns the parameters of a layer that are multiplied with in FP8, and the others."""
+        weights = self.fp8.weights if self.fp8 else ()
+        named = list(zip(leaf_names(layer), jax.tree.leaves(layer), strict=True))
+        return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]
 
     def of_rank(self, layers: Tree) -> Tree:
         """Returns a rank's layers as it computes with them, from arrays whose first axis is that of ranks."""
         return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
 
-    def through(self, layers: Sequence[Tree], x: Array, keys: Sequence[tuple[Array, ...]], bits: Tree) -> tuple[Array, Tree]:
-        """Returns x after these layers, and their carried state with a first axis of layers; `bits` is the state before it."""
+    def through(
+        self, layers: Sequence[Tree], x: Array, key: Sequence[Array], first: Any, bits: Tree, active: Array | None = None
+    ) -> tuple[Array, Tree]:
+        """Returns x after consecutive layers, and their carried state with a first axis of layers.
+
+        Args:
+            layers: their parameters.
+            x: the input of the first.
+            key: of the microbatch, or nothing.
+            first: number of the first layer, where there is a key.
+            bits: the carried state before the step, as `Carried.pick` gives it.
+            active: whether the last of them counts; None: it does.
+        """
         after = []
         for j, own in enumerate(layers):
-            x = self._layer(own, x, *keys[j], *(state := self.carried.at(bits, j)))
+            keys = [jax.random.fold_in(one, first + j) for one in key]
+            y = self._layer(own, x, *keys, *(state := self.carried.at(bits, j)))
             if state:
-                x, own_after = self.carried.taken(x)
+                y, own_after = self.carried.taken(y)
                 after.append(own_after)
+            x = y if active is None or j < len(layers) - 1 else jnp.where(active, y, x)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
     def cast(self, tree: Tree) -> Tree:

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jgraph.backward import Residuals, Split, Stash
 from jgraph.errors import ShapeError
+from jgraph.parallel.objective import Reduction, merged
 from jgraph.parallel.pipeline.carried import Carried
 from jgraph.parallel.pipeline.partition import PipelineModel
 from jgraph.scopes import scope
@@ -58,7 +59,8 @@ class StageExecutor:
         Args:
             model, split, carried: the model; one of its stages, split; what a layer carries.
             outer, head_outer: parameters of embedding and head, as they are kept and as the head reads them.
-            stages: for each chunk, what the stage function takes as its parameters.
+            stages: for each chunk, what the stage function takes as its parameters: a pair of the layers' and others. In FP8,
+                that pair, the state and the weights.
             inputs: of the microbatches, leaves [M, ...].
             key: key data of a random key of the kind `impl`, or None.
         """
@@ -78,10 +80,21 @@ class StageExecutor:
     def num_chunks(self) -> int:
         return len(self._stages)
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether stages come with histories and weights."""
+        return len(self._stages[0]) == 3
+
+    @property
+    def share(self) -> float:
+        """Of a microbatch in what `head` gives: in FP8 all of it, as histories have amax of gradients of one microbatch."""
+        return 1.0 if self.in_fp8 else 1 / len(jax.tree.leaves(self._inputs)[0])
+
     @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
-        """Float32 zeros as each chunk's parameters; what has no gradient stays as it is."""
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, tuple(self._stages))
+        """Float32 zeros as each chunk's parameters, and as its histories; what has no gradient stays as it is."""
+        stages = tuple(stage[:2] for stage in self._stages)
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, stages)
 
     @scope("wgrad")
     def zero_outer(self) -> Tree:
@@ -99,8 +112,8 @@ class StageExecutor:
 
         def of(c: int):
             dx, early, stash = self._split.dgrad(self._stages[c], residuals, dy)
-            leaves, tree = jax.tree.flatten(self._stages[c])
-            kept = [g if _is_float(p) else None for g, p in zip(tree.flatten_up_to(early), leaves, strict=True)]
+            leaves, tree = jax.tree.flatten(self._stages[c][:2])
+            kept = [g if _is_float(p) else None for g, p in zip(tree.flatten_up_to(early[:2]), leaves, strict=True)]
             return dx, kept, stash
 
         return self._by_chunk(chunk, of)
@@ -109,14 +122,20 @@ class StageExecutor:
         """`grads` with the delayed gradients added to those of the chunk."""
 
         def of(c: int):
-            added = self._split.accumulate(grads[c], self._stages[c], residuals, stash)
-            return (*grads[:c], added, *grads[c + 1 :])
+            given = (*grads[c], None)[: len(self._stages[c])]
+            added = self._split.accumulate(given, self._stages[c], residuals, stash)
+            return (*grads[:c], added[:2], *grads[c + 1 :])
 
         return self._by_chunk(chunk, of)
 
     @scope("wgrad")
     def add_early(self, chunk: Any, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Any) -> tuple[Tree, ...]:
-        """`grads` with the early ones added to those of the chunk, where they count: a bool scalar, or None for always."""
+        """`grads` with the early ones added to those of the chunk, where they count: a bool scalar, or None for always.
+
+        The "gradient" of a history is the one after this microbatch: of these it is the maximum.
+        """
+        added = len(jax.tree.leaves(self._stages[0][0] if self.in_fp8 else self._stages[0]))
+        kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
 
         def of(c: int, leaves: list[Any]) -> list[Any]:
             where = counts
@@ -124,8 +143,10 @@ class StageExecutor:
                 is_it = jnp.equal(chunk, c)
                 where = is_it if where is None else where & is_it
             return [
-                total if new is None else total + (new if where is None else jnp.where(where, new, 0)).astype(jnp.float32)
-                for total, new in zip(leaves, early, strict=True)
+                total
+                if new is None
+                else merged(kind, total, (new if where is None else jnp.where(where, new, 0)).astype(jnp.float32))
+                for kind, total, new in zip(kinds, leaves, early, strict=True)
             ]
 
         out = []
@@ -148,7 +169,7 @@ class StageExecutor:
 
     @scope("loss")
     def head(self, m: Any, y: Array, here: Array) -> tuple[Array, Tree, Array]:
-        """This microbatch's share of the mean loss, and of it the gradients as `outer`, and dy.
+        """This microbatch's loss times `share`, and of it the gradients as `outer`, and dy.
 
         Args:
             m: the microbatch.
@@ -159,12 +180,11 @@ class StageExecutor:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda outer, y: self._model.head(outer, y, self._of(m)), self._head_outer, y)
         # The mean is taken here, of one number, and not at the end, of all gradients.
-        share = 1 / len(jax.tree.leaves(self._inputs)[0])
-        d_outer, dy = pull_back(jnp.where(here, share, 0).astype(loss.dtype))
+        d_outer, dy = pull_back(jnp.where(here, self.share, 0).astype(loss.dtype))
         if not self._shares_head:
             # Cotangents of zero are not enough: of what lies elsewhere as y, the derivative may be infinite.
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
-        return jnp.where(here, loss * share, 0), d_outer, dy
+        return jnp.where(here, loss * self.share, 0), d_outer, dy
 
     def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1 or isinstance(chunk, int):

@@ -164,11 +164,10 @@ def _function(
     def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
         if embed is not None:
             x = embed(params["outer"], extra["batch"])
-        keys: list[tuple[Array, ...]] = [()] * count
+        key, first = (), None
         if extra["keys"]:
             data, first, m = extra["keys"]
-            key = jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), m)
-            keys = [(jax.random.fold_in(key, first + j),) for j in range(count)]
-        return pipeline.through(chunk.unpack(params["layers"])[:count], x, keys, extra["carried"])
+            key = (jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), m),)
+        return pipeline.through(chunk.unpack(params["layers"])[:count], x, key, first, extra["carried"])
 
     return stage
