@@ -34,7 +34,6 @@ from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.xla.explain import Memory
-from jgraph.xla.options import installed_options
 
 Tree = Any
 
@@ -389,10 +388,7 @@ class TrainStep:
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
         """Returns the XLA options that products in FP8 need on a platform, as far as the installed XLA has them."""
-        if self.binding.fp8 is None or platform not in ("gpu", "cuda"):
-            return ()
-        known = installed_options() or {}
-        return tuple(option for option in product.XLA_OPTIONS if option.partition("=")[0] in known)
+        return () if self.binding.fp8 is None else product.xla_options(platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Returns the step, lowered for a whole batch of these arrays or shapes."""

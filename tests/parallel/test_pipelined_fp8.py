@@ -295,6 +295,12 @@ def test_microbatches_that_wait_take_the_bytes_predicted():
     assert compiled_many - compiled_few == pytest.approx(many - few, rel=0.02)
 
 
+def test_without_histories_a_pipeline_takes_those_before_any_step():
+    step, batch_M, _ = linear(DELAYED)
+    *_, history = jax.eval_shape(step.bound.pipeline.step, step.bound.shapes, batch_M)
+    assert history.window.shape == (3, 2 * 2, 3)
+
+
 @LONG
 @pytest.mark.parametrize("kind", ["plain", "stacked"])
 def test_a_layer_in_fp8_is_measured(monkeypatch, kind):

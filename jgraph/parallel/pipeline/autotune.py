@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline.program import Pipeline
+from jgraph.precision.product import xla_options
 from jgraph.precision.transform import FP8Function
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
+from jgraph.xla import compiler_options
 
 Tree = Any
 
@@ -89,8 +91,10 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
     params = stage[0] if pipeline.fp8 else stage
     if isinstance(function, FP8Function):
         stage = (*stage[:2], function.quantize(*stage[:2], x))
-    forward, dgrad = jax.jit(split.forward), jax.jit(split.dgrad)
-    wgrad = jax.jit(split.accumulate, donate_argnums=0)
+    platform = jax.default_backend()
+    options = compiler_options("auto", xla_options(platform), platform=platform) if pipeline.fp8 else None
+    forward, dgrad = (jax.jit(part, compiler_options=options) for part in (split.forward, split.dgrad))
+    wgrad = jax.jit(split.accumulate, donate_argnums=0, compiler_options=options)
     y, residuals, _ = forward(stage, x)
     _, _, stash = dgrad(stage, residuals, y)
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)

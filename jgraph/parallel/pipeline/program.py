@@ -173,7 +173,7 @@ class Pipeline:
             inputs: leaves [M, B, ...]; B is spread over the axes `data` and `fsdp`.
             key: a random key of this step, folded for each microbatch and layer; layers then take a third argument.
             carried: the layers' state as the step begins.
-            history: amax histories of products in FP8 as the step begins, of all layers; None where there are none.
+            history: amax histories of products in FP8 as the step begins, of all layers; None for those before any step.
 
         Returns:
             Float32 scalar; float32 gradients as `params`; the layers' state, reduced; the histories.
@@ -181,6 +181,8 @@ class Pipeline:
         run = partial(self._local, shards=self._shards(params), impl=None if key is None else jax.random.key_impl(key))
         out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
+        if history is None and self.fp8:
+            history = self.fp8.state(self.layout.num_layers)
         return self._mapped(run, params, out_specs)(params, inputs, data, list(carried), history)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
