@@ -23,7 +23,7 @@ from tests.pipeline.test_pools import garbage
 D, F, B, M, LAYERS = 32, 48, 32, 4, 5
 CURRENT, DELAYED = FP8Config(), FP8Config(recipe="delayed", history=3)
 PIPE, DATA, FSDP = ("pipe", 2), ("data", 2), ("fsdp", 2)
-LONG = pytest.mark.long
+LONG = [pytest.mark.long, pytest.mark.once]
 
 
 def new_params(layers=LAYERS, stacked=False):
@@ -173,7 +173,8 @@ def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, 
     assert_same(found, expected(config, kind, ranks * M, rows))
 
 
-@LONG
+@pytest.mark.long
+@pytest.mark.once
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_what_idle_ranks_compute_reaches_no_history(monkeypatch, chunks):
     monkeypatch.setattr(jax.lax, "empty", garbage)
@@ -190,7 +191,8 @@ def test_a_skipped_step_leaves_the_histories_as_they_were():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.carried), before)
 
 
-@LONG
+@pytest.mark.long
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["plain", "stacked"])
 def test_a_run_goes_on_on_one_device_and_back_bit_for_bit(kind):
     pipeline, alone = piped("aligned", kind=kind), one_device(kind=kind)
@@ -284,7 +286,8 @@ def test_of_linear_layers_a_byte_an_element_waits_and_is_predicted(config):
     assert whole["cast"] == 2 * matrices  # rows and columns
 
 
-@LONG
+@pytest.mark.long
+@pytest.mark.once
 def test_microbatches_that_wait_take_the_bytes_predicted():
     found = []
     for microbatches in (4, 36):
@@ -301,7 +304,8 @@ def test_without_histories_a_pipeline_takes_those_before_any_step():
     assert history.window.shape == (3, 2 * 2, 3)
 
 
-@LONG
+@pytest.mark.long
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["plain", "stacked"])
 def test_a_layer_in_fp8_is_measured(monkeypatch, kind):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
