@@ -3,6 +3,7 @@
 from jgraph.schedule.action import Action as Action
 from jgraph.schedule.choose import Candidate as Candidate
 from jgraph.schedule.choose import Choice as Choice
+from jgraph.schedule.choose import Engine as Engine
 from jgraph.schedule.choose import best as best
 from jgraph.schedule.files import read as read
 from jgraph.schedule.files import write as write

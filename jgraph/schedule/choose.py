@@ -1,14 +1,32 @@
 """The fastest schedule that fits, and why the others lost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from jgraph.errors import OrderError
+from jgraph.schedule.action import FORWARD
 from jgraph.schedule.generate import NAMES, generate
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, simulate
 from jgraph.schedule.slots import check_sizes
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Says what playing a schedule takes besides its actions.
+
+    Attributes:
+        name: for the reader.
+        execution: as in `simulate`.
+        head: what it adds to the last stage's forward.
+        of_step: (schedule, makespan) -> time of a step; None where that is the makespan.
+    """
+
+    name: str = "program"
+    execution: Execution = "dataflow"
+    head: float = 0.0
+    of_step: Callable[[Schedule, float], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -21,6 +39,7 @@ class Candidate:
         makespan: of a step, in the unit of the costs; None where there is no such schedule.
         bubble: idle share, 0 to 1.
         peak_bytes: of the rank that needs most.
+        engine: that plays it.
     """
 
     name: str
@@ -29,6 +48,7 @@ class Candidate:
     makespan: float | None = None
     bubble: float | None = None
     peak_bytes: float | None = None
+    engine: str = "program"
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ def best(
     names: Sequence[str] = NAMES,
     chunks: Sequence[int] = (1, 2),
     latency: float = 0.0,
-    execution: Execution = "dataflow",
+    engines: Sequence[Engine] = (Engine(),),
 ) -> Choice:
     """Simulates every schedule and takes the fastest that fits; of equally fast ones, the one that needs least memory.
 
@@ -60,7 +80,8 @@ def best(
             (activation, gradient).
         memory_limit: bytes for the pools of a rank; None for no limit.
         names, chunks: schedules and numbers of chunks to try.
-        latency, execution: as in `simulate`.
+        latency: as in `simulate`.
+        engines: that could play it.
 
     Raises:
         OrderError: nothing fits; the message names what comes nearest, and by how much it is over.
@@ -74,6 +95,7 @@ def best(
             raise OrderError(f"`{field}` is {value!r}: must be a sequence of those to try", field=field)
     check_sizes(sizes)
     found: list[tuple[float, float, Schedule, Candidate]] = []
+    generated: list[tuple[Candidate, Schedule]] = []
     refused: dict[tuple[str, str], Candidate] = {}
     for name, count in product(dict.fromkeys(names), dict.fromkeys(chunks)):
         try:
@@ -81,14 +103,19 @@ def best(
         except OrderError as error:
             refused.setdefault((name, str(error)), Candidate(name, count, str(error)))
             continue
-        if len(schedule.placement[0]) != count:
-            continue
-        run = simulate(schedule, costs.per_chunk(count), latency=latency, execution=execution)
+        if len(schedule.placement[0]) == count:
+            generated.append((Candidate(name, count, ""), schedule))
+    for engine, (candidate, schedule) in product(engines, generated):
+        count = candidate.chunks
+        own = _with_head(costs.per_chunk(count), schedule.num_stages, engine.head)
+        run = simulate(schedule, own, latency=latency, execution=engine.execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
+        makespan = run.makespan if engine.of_step is None else engine.of_step(schedule, run.makespan)
         # Rounded, so that sums in another order do not decide between equals.
-        time = float(f"{run.makespan:.9g}")
-        found.append((time, peak, schedule, Candidate(name, count, "", run.makespan, run.bubble, peak)))
+        time = float(f"{makespan:.9g}")
+        told = replace(candidate, makespan=makespan, bubble=run.bubble, peak_bytes=peak, engine=engine.name)
+        found.append((time, peak, schedule, told))
     found.sort(key=lambda row: row[:2])
     if not found:
         why = next((c.verdict for c in refused.values()), "`names` and `chunks` leave no schedule")
@@ -111,3 +138,11 @@ def best(
             verdict = f"{time / fastest - 1:.1%} slower"
         others += [replace(candidate, verdict=verdict)] if candidate is not winner else []
     return Choice(schedule, (replace(winner, verdict="fastest that fits"), *others, *refused.values()))
+
+
+def _with_head(costs: Costs, num_stages: int, head: float) -> Costs:
+    """Returns a chunk's costs, where the last stage's forward takes so much more."""
+    if not head:
+        return costs
+    forward = costs.table(num_stages)[FORWARD]
+    return replace(costs, forward=[*forward[:-1].tolist(), float(forward[-1]) + head])

@@ -131,8 +131,9 @@ class TrainConfig:
     schedule: str = "aligned"
     """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule`); a .csv or
     .json file; or `auto`, which measures and takes the fastest that fits."""
-    pp_engine: Literal["program", "dispatch"] = "program"
-    """What plays the schedule: one program over all ranks, or executables of each rank that the host hands over."""
+    pp_engine: Literal["program", "dispatch", "auto"] = "program"
+    """What plays the schedule: one program over all ranks, or executables of each rank that the host hands over; `auto` times
+    the best of both, of all schedules with `schedule` auto, and keeps the faster one with the run."""
     memory_limit: float = 0.0
     """With `schedule` auto: GiB of a device for arrays that wait between the parts of the backward; 0 for no limit."""
     remat: Literal["nothing", "layer"] = "nothing"
@@ -206,9 +207,9 @@ class TrainConfig:
             must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline, {advice}")
             advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
             must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
-            for name, usual in (("fsdp", 1), ("precision", "bf16"), ("profile", "")):
+            for name, usual in self._of_program.items():
                 is_usual = getattr(self, name) == usual
-                must("pp_engine", self.pp_engine == "program" or is_usual, f"program with `{name}` {getattr(self, name)}")
+                must("pp_engine", self.pp_engine != "dispatch" or is_usual, f"program with `{name}` {getattr(self, name)}")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         must(
             "main_grads_dtype",
@@ -272,6 +273,19 @@ class TrainConfig:
     def is_pipeline(self) -> bool:
         """Whether the step plays a schedule; it does on one rank too, where anything about it was asked for."""
         return (self.pp, self.chunks, self.schedule, self.remat, self.pp_engine) != (1, 1, "aligned", "nothing", "program")
+
+    @property
+    def pp_engines(self) -> tuple[str, ...]:
+        """What may play the schedule."""
+        if self.pp_engine != "auto":
+            return (self.pp_engine,)
+        can_dispatch = all(getattr(self, name) == usual for name, usual in self._of_program.items())
+        return ("program", "dispatch") if can_dispatch else ("program",)
+
+    @property
+    def _of_program(self) -> dict[str, Any]:
+        """What only one program does, by field: its value where nothing of the kind is asked for."""
+        return {"fsdp": 1, "precision": "bf16", "profile": ""}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

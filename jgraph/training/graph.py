@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -47,17 +48,17 @@ def settle(
         platform = jax.default_backend()
         reporter.line(f"`graph` measure: every choice is the same program on a {platform}, without command buffers; takes auto")
         return "auto", None, {}
-    choices, place = get_args(Graph), _place(config, setup.num_devices)
-    kept = _kept(run_dir, place) if config.resume and is_process_zero() else ""
+    choices, here = get_args(Graph), place(config, setup.num_devices)
+    before = kept(run_dir.measured, here).get("graph") if config.resume and is_process_zero() else ""
     # The first process's word: it has written the file.
-    if (number := all_gather_scalar(choices.index(kept) if kept in choices else -1)[0]) >= 0:
+    if (number := all_gather_scalar(choices.index(before) if before in choices else -1)[0]) >= 0:
         reporter.line(f"`graph` measure: takes {choices[number]}, as measured before ({run_dir.measured})")
         return choices[number], None, {}
     batch, options = setup.step.place(batches[0]), setup.xla_options(jax.default_backend())
     measured = measure_graph(setup.step, batch, init, xla_options=options, over=watchdog.over)
     reporter.line(f"`graph` measure: {measured}")
     told = {graph: 1e3 * seconds for graph, seconds in measured.seconds.items()}
-    fields = {"graph": measured.graph, "milliseconds": told, "refused": measured.refused, "measured_for": place}
+    fields = {"graph": measured.graph, "milliseconds": told, "refused": measured.refused, "measured_for": here}
     return measured.graph, measured.step, fields
 
 
@@ -66,22 +67,22 @@ def has_command_buffers() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _place(config: TrainConfig, num_devices: int) -> dict[str, Any]:
+def place(config: TrainConfig, num_devices: int) -> dict[str, Any]:
     """Returns what a measurement holds for."""
     device = jax.devices()[0]
-    place = {
+    found = {
         "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE.split()},
         "versions": versions() | {"runtime": device.client.platform_version},
         "devices": f"{num_devices} x {device.device_kind}",
         "processes": jax.process_count(),
     }
-    return json.loads(json.dumps(place))  # as it is read
+    return json.loads(json.dumps(found))  # as it is read
 
 
-def _kept(run_dir: RunDir, place: dict[str, Any]) -> str:
-    """Returns the choice that was measured for this place; empty where there is none."""
+def kept(file: Path, place: dict[str, Any]) -> dict[str, Any]:
+    """Returns what was measured for this place; empty where there is nothing."""
     try:
-        fields = json.loads(run_dir.measured.read_text())
-        return str(fields["graph"]) if fields["measured_for"] == place else ""
+        fields = json.loads(file.read_text())
+        return fields if fields["measured_for"] == place else {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ""
+        return {}

@@ -19,20 +19,20 @@ from jgraph.training.config import TrainConfig
 # A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
 _FREE = (
     "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
-    "shard_rules pp chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
+    "shard_rules pp pp_engine chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
     "eval_batches hang_seconds"
 )
 FREE_FIELDS = frozenset(_FREE.split())
 
 
 class RunDir:
-    """`config.json`, `metrics.jsonl`, `checkpoints/` and perhaps `graph.json` under one path, which need not exist yet."""
+    """`config.json`, `metrics.jsonl`, `checkpoints/` perhaps `graph.json` and `engine.json` under one path, which need not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
-        self.measured = path / "graph.json"
+        self.measured, self.engine = path / "graph.json", path / "engine.json"
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""

@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,7 @@ from jgraph.parallel.strategy import Binding
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
 from jgraph.processes import all_gather_scalar, devices_of_ranks
-from jgraph.schedule import Costs, Schedule, generate, simulate
+from jgraph.schedule import Candidate, Choice, Costs, generate, simulate
 from jgraph.trace.flops import product_flops
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import find_model, model_errors
@@ -370,7 +370,28 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
-    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat, "engine": config.pp_engine}
+    pipelined, sizes = (
+        _with_any_schedule(config, mesh, found, model),
+        {"pp": config.pp, "microbatches": config.num_microbatches},
+    )
+    if config.schedule != "auto":
+        # Engines that are to be timed are given one by one.
+        schedule = find_schedule(config.schedule, chunks=config.chunks, **sizes)
+        return replace(pipelined, schedule=schedule, engine=config.pp_engines[0])
+    choice = _choice(config, pipelined, found, model)
+    return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
+
+
+def candidates(config: TrainConfig) -> tuple[Candidate, ...]:
+    """Returns what `schedule` auto has to choose from, simulated with measured times. Raises as `TrainSetup.of`."""
+    mesh, found, model = _mesh(config), _model(config), _pipeline_model(config)
+    assert mesh is not None, "a pipeline has a mesh"
+    return _choice(config, _with_any_schedule(config, mesh, found, model), found, model).candidates
+
+
+def _with_any_schedule(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
+    """Returns the strategy with a schedule that is always possible. Raises ConfigError where there are too few layers."""
+    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
     if config.fsdp > 1:
         choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations}
     num_layers = len(jax.eval_shape(model.split, shapes)[1])
@@ -379,28 +400,25 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
             f"`pp` is {config.pp}: must be such that `pp` x `chunks` {config.chunks} is at most the {num_layers} layers",
             field="pp",
         )
+    return Pipelined(mesh, shapes, generate("gpipe", pp=config.pp, microbatches=config.num_microbatches), **choices)
 
-    def under(schedule: Schedule) -> Pipelined:
-        return Pipelined(mesh, shapes, schedule, **choices)
 
-    sizes = {"pp": config.pp, "microbatches": config.num_microbatches}
-    if config.schedule != "auto":
-        return under(find_schedule(config.schedule, chunks=config.chunks, **sizes))
-    reductions, any_schedule = jax.tree.map(lambda _: "mean", found.carried), under(generate("gpipe", **sizes))
+def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Choice:
+    """Returns the fastest schedule that fits, and all others; `pipelined` is with any schedule."""
+    reductions = jax.tree.map(lambda _: "mean", found.carried)
     binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=reductions)
     if (fp8 := _fp8(config)) is not None:
         with _precision_at_fault(config):
-            binding = in_fp8(binding, fp8, model, any_schedule, _tokens(config))
-    pipeline = any_schedule.pipeline(model, binding)
-    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
-    choice = choose(
+            binding = in_fp8(binding, fp8, model, pipelined, _tokens(config))
+    pipeline = pipelined.pipeline(model, binding)
+    return choose(
         pipeline,
-        params,
+        jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes),
         _tokens_by_microbatch(config),
         memory_limit=config.memory_limit * 2**30 or None,
         share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
+        engines=config.pp_engines,
     )
-    return under(choice.schedule)
 
 
 def _tokens(config: TrainConfig) -> jax.ShapeDtypeStruct:

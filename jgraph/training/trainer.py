@@ -27,6 +27,7 @@ from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_proces
 from jgraph.training import profiling
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
+from jgraph.training.engine import settle_engine
 from jgraph.training.graph import settle
 from jgraph.training.loop import Loop
 from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
@@ -72,6 +73,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 held.enter_context(run_dir.locked(reporter.warn))
                 # Again: until now another process may have been there.
                 run_dir.check(config, corpus.fingerprint)
+            config, engine = settle_engine(config, corpus, run_dir, reporter)
             setup = TrainSetup.of(config)
             # Traced now, called long after the start.
             setup.check_loss()
@@ -95,7 +97,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
         watchdog = held.enter_context(Watchdog(config.hang_seconds, hung))
         samples = bool(config.sample_tokens) and not no_sample
-        return _train(setup, corpus, run_dir, reporter, stop, started, watchdog, samples=samples)
+        return _train(setup, corpus, run_dir, reporter, stop, started, watchdog, engine, samples=samples)
 
 
 def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:
@@ -131,6 +133,7 @@ def _train(
     stop: StopRequest,
     started: Callable[[], None],
     watchdog: Watchdog,
+    engine: dict[str, Any],
     *,
     samples: bool,
 ) -> Summary:
@@ -162,8 +165,9 @@ def _train(
             about |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
             machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
             run_dir.write(config, about, versions() | machine)
-            if measured:
-                replace_json(run_dir.measured, measured)
+            for file, found in ((run_dir.measured, measured), (run_dir.engine, engine)):
+                if found:
+                    replace_json(file, found)
     wait = partial(watchdog.wait, lambda: "checksums of the state, to save it")
     checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn, wait=wait)
     try:

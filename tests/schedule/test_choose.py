@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgraph.errors import JgraphError, OrderError
-from jgraph.schedule import NAMES, Costs, best, generate, simulate
+from jgraph.schedule import NAMES, Costs, Engine, best, generate, simulate
 
 COSTS = Costs(6.6, 7.1, 6.4)
 SIZES = {"forward_dgrad": 20.0, "forward_wgrad": 100.0, "stash": 50.0, "activation": 10.0, "gradient": 10.0}
@@ -73,6 +73,7 @@ def test_whatever_is_asked_the_choice_is_that_of_trying_all(
     step = {"pp": pp, "microbatches": microbatches, "costs": Costs(*times), "chunks": chunks, "latency": latency}
     step |= {"sizes": dict(zip(SIZES, bytes_each, strict=True)), "execution": execution}
     found = brute_force(**step)
+    step["engines"] = [Engine(execution=step.pop("execution"))]
     fits = [row for row in found.values() if row[1] <= limit]
     if not fits:
         with pytest.raises(OrderError, match="no schedule fits into"):
@@ -178,7 +179,7 @@ def test_if_nothing_fits_the_nearest_is_told_and_how_far_it_is(limit):
         ({"names": ("zb-v",), "chunks": (1,)}, "leave no schedule"),
         ({"sizes": {"stack": 1.0}}, "`sizes` has 'stack'"),
         ({"latency": -1.0}, "`latency` is -1"),
-        ({"execution": "eager"}, "`execution` is 'eager'"),
+        ({"engines": [Engine(execution="eager")]}, "`execution` is 'eager'"),
         ({"costs": Costs(forward=0.0)}, "`forward` is 0"),
     ],
 )
@@ -211,3 +212,22 @@ def test_a_candidate_is_listed_once_whatever_is_asked(asked):
 def test_junk_for_a_parameter_is_an_order_error(changes):
     with pytest.raises(OrderError):
         best(**(STEP | changes))
+
+
+def test_of_two_engines_the_faster_one_plays():
+    def as_long_again(schedule, makespan):
+        return makespan + schedule.num_microbatches
+
+    engines = [Engine("slow", of_step=as_long_again), Engine("fast")]
+    choice = best(pp=2, microbatches=4, costs=COSTS, engines=engines)
+    assert choice.candidates[0].engine == "fast"
+    times = {(c.engine, c.name, c.chunks): c.makespan for c in choice.candidates if c.makespan is not None}
+    assert len(times) % 2 == 0
+    for (engine, *of), time in times.items():
+        if engine == "fast":
+            assert times["slow", *of] == pytest.approx(time + 4)
+
+
+def test_a_head_is_in_every_forward_of_the_last_stage():
+    alone, with_head = (best(pp=1, microbatches=3, costs=Costs(), engines=[Engine(head=head)]) for head in (0, 0.5))
+    assert with_head.candidates[0].makespan == pytest.approx(alone.candidates[0].makespan + 3 * 0.5)

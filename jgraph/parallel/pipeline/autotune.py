@@ -1,25 +1,30 @@
 """The schedule that a name means: generated, read from a file, or the fastest that fits by what a layer's parts really take."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jgraph.errors import ConfigError
+from jgraph.mesh import batch_axes
+from jgraph.parallel.pipeline.ends import End
 from jgraph.parallel.pipeline.program import Pipeline
 from jgraph.precision.product import xla_options
 from jgraph.precision.transform import FP8Function
-from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
+from jgraph.schedule import NAMES, POOLS, Choice, Costs, Engine, Schedule, best, generate, read
 from jgraph.xla import compiler_options
 
 Tree = Any
 
 _REPEATS = 5
 _SECONDS = 0.05  # of a repeat
+_HANDOVER = 1.5e-4  # seconds of the host for an action and what it sends (notes/develop/measurements.md)
 
 
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
@@ -46,23 +51,44 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
 
 
 def choose(
-    pipeline: Pipeline, params: Tree, inputs: Tree, *, memory_limit: float | None, share: Callable[[float], float]
+    pipeline: Pipeline,
+    params: Tree,
+    inputs: Tree,
+    *,
+    memory_limit: float | None,
+    share: Callable[[float], float],
+    engines: Sequence[str] = ("program",),
 ) -> Choice:
-    """The fastest schedule that fits, by measured times of a layer on the first local device.
+    """The fastest schedule that fits, by measured times of a layer and of the head on the first local device.
 
     Args:
         pipeline: with any schedule for the ranks and microbatches wanted.
         params, inputs: as `loss_and_grads` takes them, as shapes.
         memory_limit: bytes of a rank's pools; None for no limit.
         share: makes a measured number that of all processes.
+        engines: that could play it, as `Pipelined` names them.
 
     Raises:
         OrderError: nothing fits; the message says by how much.
     """
-    layers_per_rank = -(-pipeline.layout.num_layers // pipeline.schedule.num_ranks)
-    seconds = {part: share(value) * layers_per_rank for part, value in measure(pipeline, params, inputs).items()}
-    slots = pipeline.slot_bytes(params, inputs, layers=layers_per_rank)
     ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
+    layers_per_rank = -(-layers // ranks)
+    seconds = {part: share(value) * layers_per_rank for part, value in measure(pipeline, params, inputs).items()}
+    head = share(measure_head(pipeline, params, inputs))
+    slots = pipeline.slot_bytes(params, inputs, layers=layers_per_rank)
+
+    def in_program(schedule: Schedule, makespan: float) -> float:
+        # All ranks work on a head together, or each on one of its own, while no stage computes.
+        return makespan + schedule.num_microbatches * head / (ranks if pipeline.model.sharded else 1)
+
+    def by_host(schedule: Schedule, makespan: float) -> float:
+        return max(makespan, _HANDOVER * sum(len(order) for order in schedule))
+
+    known = {
+        # Transfers are at the end of every tick, so a tick takes as long as its longest action.
+        "program": Engine("program", "lockstep", of_step=in_program),
+        "dispatch": Engine("dispatch", "dataflow", head=head, of_step=by_host),
+    }
     return best(
         pp=ranks,
         microbatches=pipeline.schedule.num_microbatches,
@@ -70,8 +96,7 @@ def choose(
         sizes={pool: size for pool, size in slots.items() if pool in POOLS},
         memory_limit=memory_limit,
         chunks=[chunks for chunks in (1, 2) if ranks * chunks <= layers],
-        # Transfers are at the end of every tick, so a tick takes as long as its longest action.
-        execution="lockstep",
+        engines=[known[engine] for engine in engines],
     )
 
 
@@ -106,6 +131,21 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
 
     parts = {"forward": lambda: forward(stage, x), "dgrad": lambda: dgrad(stage, residuals, y), "wgrad": add}
     return {part: _seconds(run) for part, run in parts.items()}
+
+
+def measure_head(pipeline: Pipeline, params: Tree, inputs: Tree) -> float:
+    """Seconds of the loss of one microbatch and its gradients on one rank, median on the first local device."""
+    model, x = pipeline.model, pipeline.activation(params, inputs)
+    shares = math.prod(pipeline.mesh.shape[axis] for axis in batch_axes(pipeline.mesh))
+    microbatch = jax.tree.map(lambda s: jnp.zeros((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
+    head = End.of(model.head, params["outer"], pipeline.cast, model.sharded, x, microbatch)
+
+    def loss(arrays: list[Array], x: Array) -> Array:
+        return head(arrays, x, microbatch).astype(jnp.float32)
+
+    given = jax.tree.map(lambda s: jnp.full(s.shape, 0.02, s.dtype), (head.shapes, x))
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    return _seconds(lambda: run(*given))
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -1,0 +1,115 @@
+"""`pp_engine` auto of a run: what plays its schedule, and which schedule, by measurement; kept with the run."""
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgraph.data import Corpus
+from jgraph.errors import JgraphError
+from jgraph.schedule import Candidate
+from jgraph.training.config import TrainConfig
+from jgraph.training.console import Reporter
+from jgraph.training.graph import kept, place
+from jgraph.training.rundir import RunDir
+from jgraph.training.setup import TrainSetup, candidates
+
+_LONGEST = 60.0  # seconds after which nothing more is measured
+_TURNS = 3
+_SECONDS = 0.3  # of a turn, or one step
+_MOST_ROWS = 8
+
+
+def settle_engine(
+    config: TrainConfig, corpus: Corpus, run_dir: RunDir, reporter: Reporter
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """Returns the run with an engine, a schedule and its chunks, and tells of them.
+
+    All schedules are simulated with measured times of a layer, under the memory limit. The best one of each engine is compiled
+    and timed on a state of its own, which is freed; the second one only if that is within a minute.
+
+    Returns:
+        The configuration; what to write to `run_dir.engine`, nothing where it was not measured now.
+
+    Raises:
+        JgraphError: no engine can play it.
+    """
+    if config.pp_engine != "auto" or not config.is_pipeline:
+        return config, {}
+    if len(config.pp_engines) == 1 or jax.process_count() > 1:
+        reporter.line("`pp_engine` auto: takes program, which alone can do what is asked for")
+        return dataclasses.replace(config, pp_engine="program"), {}
+    here = place(config, config.pp * config.dp)
+    if config.resume and (before := kept(run_dir.engine, here)):
+        reporter.line(
+            f"`pp_engine` auto: takes {before['engine']}, {before['schedule']}, as measured before ({run_dir.engine})"
+        )
+        return _with(config, before["engine"], before["schedule"], before["chunks"]), {}
+    began, rows = time.perf_counter(), _candidates(config)
+    firsts = [next(row for row in rows if row.engine == name) for name in dict.fromkeys(row.engine for row in rows)]
+    seconds: dict[str, float] = {}
+    verdicts: dict[str, str] = {}
+    for row in firsts:
+        if seconds and time.perf_counter() - began > _LONGEST:
+            verdicts[row.engine] = f"not measured after {_LONGEST:g} s"
+            continue
+        try:
+            seconds[row.engine] = _seconds(_with(config, row.engine, row.name, row.chunks), corpus)
+        except (JgraphError, jax.errors.JaxRuntimeError) as e:
+            verdicts[row.engine] = (str(e).splitlines() or [type(e).__name__])[0]
+            if len(firsts) == len(verdicts):
+                raise
+    winner = min(seconds, key=seconds.__getitem__)
+    taken = next(row for row in firsts if row.engine == winner)
+    table = [_row(row, seconds if row in firsts else {}, verdicts if row in firsts else {}, row is taken) for row in rows]
+    reporter.line("`pp_engine` auto, ms a step:")
+    for one in table[:_MOST_ROWS]:
+        reporter.line("  " + "  ".join(one.values()))
+    told = {"engine": winner, "schedule": taken.name, "chunks": taken.chunks, "table": table, "measured_for": here}
+    return _with(config, winner, taken.name, taken.chunks), told
+
+
+def _candidates(config: TrainConfig) -> list[Candidate]:
+    """Returns what could be taken, the most promising first."""
+    if config.schedule != "auto":
+        return [Candidate(config.schedule, config.chunks, "", engine=engine) for engine in config.pp_engines]
+    found = [row for row in candidates(config) if row.makespan is not None and "more than the limit" not in row.verdict]
+    return sorted(found, key=lambda row: row.makespan or 0.0)
+
+
+def _with(config: TrainConfig, engine: Any, schedule: str, chunks: int) -> TrainConfig:
+    return dataclasses.replace(config, pp_engine=engine, schedule=schedule, chunks=chunks, memory_limit=0.0)
+
+
+def _row(row: Candidate, seconds: dict[str, float], verdicts: dict[str, str], is_taken: bool) -> dict[str, str]:
+    """Returns a line of the table, as text of equal width."""
+    predicted = "" if row.makespan is None else f"predicted {1e3 * row.makespan:.2f}"
+    measured = f"measured {1e3 * seconds[row.engine]:.2f}" if row.engine in seconds else verdicts.get(row.engine, "")
+    return {
+        "engine": f"{row.engine:8}",
+        "schedule": f"{row.name:17}",
+        "chunks": f"{row.chunks} chunk{'s' * (row.chunks > 1):1}",
+        "predicted": f"{predicted:18}",
+        "measured": f"{measured:17}",
+        "verdict": "taken" * is_taken,
+    }
+
+
+def _seconds(config: TrainConfig, corpus: Corpus) -> float:
+    """Returns the median time of a training step."""
+    setup = TrainSetup.of(config)
+    init, step = setup.compile_init(), setup.compile_step()
+    tokens = np.resize(corpus.train[: config.batch_size * (config.seq_len + 1)], (config.batch_size, config.seq_len + 1))
+    state, batch, times, count = init(), setup.step.place(tokens.astype(np.int32)), [], 1
+    for turn in range(_TURNS + 2):
+        began, metrics = time.perf_counter(), None
+        for _ in range(count):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append((time.perf_counter() - began) / count)
+        if turn == 1:  # the first one loads and records
+            count = max(1, int(_SECONDS / times[-1]))
+    return statistics.median(times[2:])
