@@ -18,7 +18,18 @@ FINGERPRINT = "0" * 64
 CORPUS = {"name": "text", "fingerprint": FINGERPRINT, "train_tokens": 9, "heldout_tokens": 1}
 FREE = {
     *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp", "fsdp"),
-    *("reshard_after_forward", "shard_rules", "pp", "chunks", "schedule", "memory_limit", "remat", "graph", "xla_options"),
+    *(
+        "reshard_after_forward",
+        "shard_rules",
+        "pp",
+        "pp_engine",
+        "chunks",
+        "schedule",
+        "memory_limit",
+        "remat",
+        "graph",
+        "xla_options",
+    ),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
     *("distributed.num_processes", "distributed.process_id", "hang_seconds"),
 }

@@ -19,14 +19,17 @@ from jgraph.training.config import TrainConfig
 # A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
 _FREE = (
     "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
-    "shard_rules pp pp_engine chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens eval_every "
-    "eval_batches hang_seconds"
+    "shard_rules pp pp_engine chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens "
+    "eval_every eval_batches hang_seconds"
 )
 FREE_FIELDS = frozenset(_FREE.split())
 
 
 class RunDir:
-    """`config.json`, `metrics.jsonl`, `checkpoints/` perhaps `graph.json` and `engine.json` under one path, which need not exist yet."""
+    """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
+
+    Beside them lies what was measured: `graph.json`, `engine.json`.
+    """
 
     def __init__(self, path: Path):
         self.path = path
