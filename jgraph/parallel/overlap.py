@@ -2,8 +2,8 @@
 
 XLA's scheduler goes through a program from its end, where the gradient's norm asks for all sums at once, and takes them in an
 order of its own. Whichever it takes holds up the dgrads behind it, so no sum begins before the last dgrad is done. The trace of
-a backward is in the order of the layers, and there a barrier says what waits: all that comes after a gradient, for that gradient
-and for the sum before its own.
+a backward is in the order of the layers, and there a barrier says what waits: all that comes after a gradient waits for that
+gradient and for the sum before its own.
 """
 
 from collections.abc import Callable, Mapping
