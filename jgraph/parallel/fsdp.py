@@ -174,14 +174,10 @@ def value_and_grads(
         again = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
         pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
 
-    def backward(pull_back: Any, one: Array) -> tuple[dict[str, Array], Tree]:
-        grads, after = pull_back(one)
-        return {name: gradient.astype(grads_dtype) for name, gradient in grads.items()}, after
-
     def add(name: str, whole: Array) -> Array:
         return shards[name].scatter(whole)
 
-    grads, after = summed_in_turn(backward, (pull_back, jnp.ones_like(value)), add)
+    grads, after = summed_in_turn(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     return aux, grads, after
 
 

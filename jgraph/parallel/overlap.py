@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 
@@ -22,7 +23,10 @@ _ENOUGH = 2**27
 
 
 def summed_in_turn(
-    backward: Callable[..., tuple[dict[str, Array], Rest]], args: tuple[Any, ...], add: Callable[[str, Array], Array]
+    backward: Callable[..., tuple[dict[str, Array], Rest]],
+    args: tuple[Any, ...],
+    add: Callable[[str, Array], Array],
+    dtype: Any,
 ) -> tuple[dict[str, Array], Rest]:
     """Returns the sums of gradients, by name, and the rest.
 
@@ -30,13 +34,14 @@ def summed_in_turn(
         backward: of `args`; returns gradients by name, and the rest.
         args: trees of arrays.
         add: sums the gradient of this name over devices.
+        dtype: that gradients are cast to first.
     """
     closed, (shapes, rest) = jax.make_jaxpr(backward, return_shape=True)(*args)
     jaxpr = closed.jaxpr
     outputs = dict(zip(sorted(shapes), jaxpr.outvars, strict=False))
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not replay.is_literal(v)}
     env = replay.environment(jaxpr, closed.consts, jax.tree.leaves(args))
-    read, groups, sums = replay.reader(env), _groups(jaxpr, outputs), {}
+    read, groups, sums = replay.reader(env), _groups(jaxpr, outputs, jnp.dtype(dtype).itemsize), {}
     made: list[Any] = []
     before: dict[str, Array] = {}
     for i, eqn in enumerate(jaxpr.eqns):
@@ -45,16 +50,16 @@ def summed_in_turn(
         if i in groups:
             names, needed = groups[i]
             waiting = [v for v in made if v in needed]
-            found = {name: read(outputs[name]) for name in names}, before, [env[v] for v in waiting]
+            found = {name: read(outputs[name]).astype(dtype) for name in names}, before, [env[v] for v in waiting]
             gradients, _, values = lax.optimization_barrier(found)
             env.update(zip(waiting, values, strict=True))
             before = {name: add(name, gradient) for name, gradient in gradients.items()}
             sums |= before
-    sums |= {name: add(name, read(v)) for name, v in outputs.items() if name not in sums}
+    sums |= {name: add(name, read(v).astype(dtype)) for name, v in outputs.items() if name not in sums}
     return sums, jax.tree.unflatten(jax.tree.structure(rest), [read(v) for v in jaxpr.outvars[len(outputs) :]])
 
 
-def _groups(jaxpr: core.Jaxpr, outputs: Mapping[str, Any]) -> dict[int, tuple[list[str], set[Any]]]:
+def _groups(jaxpr: core.Jaxpr, outputs: Mapping[str, Any], itemsize: int) -> dict[int, tuple[list[str], set[Any]]]:
     """Returns the gradients that are summed together, and what the next ones are made of, by the equation behind which."""
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     places = {name: made[v] for name, v in outputs.items() if not replay.is_literal(v) and v in made}
@@ -62,7 +67,7 @@ def _groups(jaxpr: core.Jaxpr, outputs: Mapping[str, Any]) -> dict[int, tuple[li
     group: list[str] = []
     for name, place in sorted(places.items(), key=lambda item: item[1]):
         group.append(name)
-        if sum(outputs[n].aval.size * outputs[n].aval.dtype.itemsize for n in group) >= _ENOUGH:
+        if sum(outputs[n].aval.size * itemsize for n in group) >= _ENOUGH:
             groups[place], group = groups.get(place, []) + group, []
     if group:
         end = max(places.values())

@@ -268,19 +268,17 @@ class DataParallel:
         plan = self.binding.fp8.plan(jax.eval_shape(self._whole, params), first, key, *state)
         if not self.shards:
             weights = plan.quantize(self.packing.unpack(params), history)
-            # Those of one microbatch on one device are only read, in bfloat16 by half the bytes.
-            several = self.mesh is not None or self.binding.num_microbatches > 1
-            summed_grads = several and self.binding.grads_dtype == jnp.float32
+            # Elsewhere a kernel that computes more reads them, and casts them: bfloat16 has half the bytes.
+            sent = self.mesh is not None and self.binding.num_microbatches == 1 and self.binding.grads_dtype == jnp.float32
             return self._differentiated(
-                lambda whole, history, *args: plan.apply(whole, history, weights, *args, *state, summed_grads=summed_grads),
-                history,
+                lambda whole, history, *args: plan.apply(whole, history, weights, *args, *state, uncast=sent), history
             )
         scales = plan.scales(params, history, lambda amax: jax.lax.pmax(amax, fsdp.AXIS))
         parts = plan.cast(params, scales)
 
         def loss(whole: Tree, history: Tree, *args: Tree) -> Array | Loss:
             gathered = {name: self.shards[name].gather(part) for name, part in parts.items()}
-            return plan.apply(whole, history, plan.views(gathered, scales), *args, *state, summed_grads=True)
+            return plan.apply(whole, history, plan.views(gathered, scales), *args, *state, uncast=True)
 
         return self._differentiated(loss, history, in_fp8=parts)
 

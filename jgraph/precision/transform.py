@@ -276,25 +276,23 @@ class Plan:
             taps[i] = Tap(weight, over_loops(scales[start:stop]), over_loops(observed[start:stop]))
         return taps
 
-    def apply(
-        self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree, summed_grads: bool = False
-    ) -> Tree:
+    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree, uncast: bool = False) -> Tree:
         """Returns the function's result, with weights as `views` gives them.
 
         Args:
-            params: as the plan was made for; with `summed_grads`, in the dtypes in which their gradients are wanted.
+            params: as the plan was made for, or in the dtypes in which their gradients are wanted.
             state, weights, args: as those of `FP8Function.apply`.
-            summed_grads: whether products give gradients past the casts between a parameter and them, for sums of those.
+            uncast: whether a product's gradient goes to its parameter without the casts between the two.
         """
         leaves, avals = jax.tree.leaves((params, args)), self.closed.in_avals[: len(self.names)]
-        whole = self._weights(leaves[: len(avals)]) if summed_grads else [None] * len(self.sites)
+        whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(self.sites)
         taps = [None if tap is None else (tap, w) for tap, w in zip(self.taps(state, weights), whole, strict=True)]
 
         def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], given: Any) -> Array:
             if given is None:
                 return site.run(x, w, extra)
-            tap, uncast = given
-            return product(self.config, site, x, w if uncast is None else uncast, tap, summed=uncast is not None)
+            tap, own = given
+            return product(self.config, site, x, w if own is None else own, tap)
 
         leaves[: len(avals)] = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=False)]
         out, _ = find.run_forward(self.block, self.closed.consts, leaves, taps, multiply)

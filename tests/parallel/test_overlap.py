@@ -25,7 +25,7 @@ def test_every_gradient_is_summed_once_and_the_rest_is_returned(monkeypatch, eno
         summed.append(name)
         return 2 * gradient
 
-    sums, largest = jax.jit(lambda *args: overlap.summed_in_turn(backward, args, add))(PARAMS, x)
+    sums, largest = jax.jit(lambda *args: overlap.summed_in_turn(backward, args, add, jnp.float32))(PARAMS, x)
     grads, same = backward(PARAMS, x)
     assert sorted(summed) == sorted(PARAMS)
     assert largest == same
@@ -45,7 +45,9 @@ def test_what_comes_after_a_gradient_waits_for_it_and_for_the_sum_before(monkeyp
         return jnp.sin(gradient)
 
     params = {name: PARAMS[name] for name in "abc"}
-    jaxpr = jax.make_jaxpr(lambda *args: overlap.summed_in_turn(backward, args, add)[0])(params, jnp.ones((2, 4))).jaxpr
+    jaxpr = jax.make_jaxpr(lambda *args: overlap.summed_in_turn(backward, args, add, jnp.float32)[0])(
+        params, jnp.ones((2, 4))
+    ).jaxpr
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
     sums = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sin"]
     assert summed == ["c", "b", "a"]

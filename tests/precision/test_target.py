@@ -86,12 +86,11 @@ def test_a_bf16_wgrad_leaves_two_products_of_three_in_fp8(h200):
     assert explained(step).fp8.products == 2 * PRODUCTS
 
 
-@pytest.mark.parametrize(("name", "microbatches", "added"), [("one", 2, PRODUCTS), ("dp", 1, 0), ("fsdp", 1, 0)])
-def test_wgrads_that_are_summed_come_out_of_products_in_fp8_in_the_dtype_of_the_sums(h200, name, microbatches, added):
+@pytest.mark.parametrize(("name", "microbatches"), [("dp", 1), ("fsdp", 2)])
+def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_dtype_of_the_sums(h200, name, microbatches):
     model, loss = model_and_loss()
     devices = np.array(jax.devices()[:2])
     strategy = {
-        "one": lambda: jgraph.Replicated(None, model.shapes),
         "dp": lambda: jgraph.Replicated(Mesh(devices, ("data",)), model.shapes),
         "fsdp": lambda: jgraph.FullySharded(Mesh(devices, ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16),
     }[name]()
@@ -104,8 +103,7 @@ def test_wgrads_that_are_summed_come_out_of_products_in_fp8_in_the_dtype_of_the_
         batch=TOKENS,
     )
     options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=step.num_devices)
-    if step.mesh is not None:
-        step = step.on(aot.devices(step.num_devices))
+    step = step.on(aot.devices(step.num_devices))
     tokens = jax.tree.map(lambda leaf: placed(step, leaf), TOKENS)
     compiled, _ = aot.compile_for(step.jitted(), step.state, tokens, compiler_options=options)
     module = HloModule.of(compiled.as_text())
@@ -113,7 +111,6 @@ def test_wgrads_that_are_summed_come_out_of_products_in_fp8_in_the_dtype_of_the_
     assert len(found) == 3 * PRODUCTS * microbatches
     wgrads = [i for i in found if i.shapes[0].dtype == "f32"]
     assert len(wgrads) == PRODUCTS * microbatches
-    assert sum('"beta":1' in i.text for i in wgrads) == added
     # Nor is any other array of a weight's shape cast, where FP8 is not made of it.
     shapes = {i.shapes[0].dims for i in wgrads}
     casts = [i for i in module.instructions.values() if i.opcode == "convert" and i.shapes[0].dims in shapes]
