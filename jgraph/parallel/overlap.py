@@ -42,7 +42,7 @@ def summed_in_turn(
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not replay.is_literal(v)}
     env = replay.environment(jaxpr, closed.consts, jax.tree.leaves(args))
     read, groups, sums = replay.reader(env), _groups(jaxpr, outputs, jnp.dtype(dtype).itemsize), {}
-    made: list[Any] = []
+    made: list[Any] = []  # since the sums before, and read later: of the rows that go from layer to layer one array is enough
     before: dict[str, Array] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
@@ -55,6 +55,7 @@ def summed_in_turn(
             env.update(zip(waiting, values, strict=True))
             before = {name: add(name, gradient) for name, gradient in gradients.items()}
             sums |= before
+            made = []
     sums |= {name: add(name, read(v).astype(dtype)) for name, v in outputs.items() if name not in sums}
     return sums, jax.tree.unflatten(jax.tree.structure(rest), [read(v) for v in jaxpr.outvars[len(outputs) :]])
 
