@@ -286,7 +286,11 @@ class Plan:
         """
         leaves, avals = jax.tree.leaves((params, args)), self.closed.in_avals[: len(self.names)]
         whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(self.sites)
-        taps = [None if tap is None else (tap, w) for tap, w in zip(self.taps(state, weights), whole, strict=True)]
+        taps: list[Any] = []
+        for site, tap, w in zip(self.sites, self.taps(state, weights), whole, strict=True):
+            # One that all turns of a loop read is there once for each turn: its gradients are summed turn by turn instead.
+            alone = tap is not None and w is not None and w.size <= leaves[min(site.params)].size
+            taps.append(tap and (tap, w if alone else None))
 
         def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], given: Any) -> Array:
             if given is None:
