@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
-from jgraph.parallel import Replicated, fsdp, train_step
+from jgraph.parallel import Replicated, fsdp, overlap, train_step
 from jgraph.parallel.accumulate import accumulate
 from jgraph.parallel.fsdp import ShardSpec
 from jgraph.parallel.objective import Sums
@@ -23,6 +24,7 @@ from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph.tree import path_name
 from jgraph.xla import aot, check_identity, compile_and_report
+from jgraph.xla.hlo import HloModule, Instruction
 from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
 from tests.test_pipeline_training import Trained, assert_evaluated_as, assert_same, config_of, trained
@@ -411,6 +413,28 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     assert options[threshold] == 7
     assert setup.options("cpu") == {threshold: 7}
     assert TrainSetup.of(config()).chosen_options("gpu") == ()
+
+
+@pytest.mark.target
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.once), "fp8"])
+def test_gradients_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch, precision):
+    monkeypatch.setattr(overlap, "_ENOUGH", 2**20)
+    layers, tokens = 3, 2 * 96
+    options = ("xla_gpu_enable_triton_gemm=false",)  # whose products are fusions
+    compiled, _ = compile_on_target(num_layers=layers, precision=precision, batch_size=8, seq_len=96, xla_options=options)
+    module = HloModule.of(compiled.as_text())
+
+    def in_order(name: str) -> Iterator[Instruction]:
+        for instruction in module.computations[name].instructions.values():
+            if instruction.opcode == "call":
+                yield from in_order(instruction.called[0])
+            else:
+                yield instruction
+
+    program = list(in_order(module.entry))
+    first = next(i for i, instruction in enumerate(program) if instruction.opcode.startswith("reduce-scatter"))
+    behind = [i for i in program[first:] if i.is_product and i.shapes[0].dims[0] == tokens]
+    assert len(behind) >= 4 * (layers - 1)
 
 
 @pytest.mark.once

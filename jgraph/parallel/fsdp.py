@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis
+from jgraph.parallel.overlap import summed_in_turn
 from jgraph.tree import matching
 
 Tree = Any
@@ -172,8 +173,12 @@ def value_and_grads(
         # The barrier keeps the second gathering behind the forward, and apart from the first: equal, they would be merged.
         again = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
         pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
-    grads, after = pull_back(jnp.ones_like(value))
-    return aux, {name: shards[name].scatter(gradient.astype(grads_dtype)) for name, gradient in grads.items()}, after
+
+    def add(name: str, whole: Array) -> Array:
+        return shards[name].scatter(whole)
+
+    grads, after = summed_in_turn(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+    return aux, grads, after
 
 
 def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:

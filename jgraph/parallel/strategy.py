@@ -4,7 +4,7 @@ A strategy is what a user says: a mesh, the shapes of the parameters, rules. `bi
 functions that a step is built from. `Pipelined` is the third strategy (`jgraph.parallel.pipelined`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -283,35 +283,42 @@ class DataParallel:
         plan = self.binding.fp8.plan(jax.eval_shape(self._whole, params), first, key, *state)
         if not self.shards:
             weights = plan.quantize(self.packing.unpack(params), history)
+            # Elsewhere a kernel that computes more reads them, and casts them: bfloat16 has half the bytes.
+            sent = self.mesh is not None and self.binding.num_microbatches == 1 and self.binding.grads_dtype == jnp.float32
             return self._differentiated(
-                lambda whole, history, *args: plan.apply(whole, history, weights, *args, *state), history
+                lambda whole, history, *args: plan.apply(whole, history, weights, *args, *state, uncast=sent), history
             )
         scales = plan.scales(params, history, lambda _, amax: jax.lax.pmax(amax, fsdp.AXIS))
         parts = plan.cast(params, scales)
 
         def loss(whole: Tree, history: Tree, *args: Tree) -> Array | Loss:
             gathered = {name: self.shards[name].gather(part) for name, part in parts.items()}
-            return plan.apply(whole, history, plan.views(gathered, scales), *args, *state)
+            return plan.apply(whole, history, plan.views(gathered, scales), *args, *state, uncast=True)
 
-        return self._differentiated(loss, history)
+        return self._differentiated(loss, history, in_fp8=parts)
 
     def _differentiated(
-        self, loss: Callable[..., Array | Loss], history: Tree
+        self, loss: Callable[..., Array | Loss], history: Tree, in_fp8: Collection[str] = ()
     ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        """Returns the sums and gradients of a microbatch, from `loss(params, history, batch, key)`."""
+        """Returns the sums and gradients of a microbatch, from `loss(params, history, batch, key)`.
+
+        Parameters `in_fp8` are gathered by the loss; from here they only get gradients, in the dtype of the sums.
+        """
+        sums_dtype = self.binding.grads_dtype
 
         def differentiate(params: Tree, history: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree, Tree]:
             def of(arrays: Tree, history: Tree) -> tuple[Array, Sums]:
                 return summed(loss)(self.packing.unpack(arrays), history, batch, key)
 
             if self.shards:
+                dtypes = self._gathered_dtypes(params)
                 return fsdp.value_and_grads(
                     of,
                     params,
                     self.shards,
-                    self._gathered_dtypes(params),
+                    dtypes | {name: jnp.promote_types(dtypes[name], sums_dtype) for name in in_fp8},
                     history,
-                    grads_dtype=self.binding.grads_dtype,
+                    grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
                 )
             (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, history)

@@ -153,8 +153,8 @@ def why_not(site: DelayedProduct) -> str:
 
 
 def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Tap) -> Array:
-    """Computes the product in FP8; w gets a gradient and is not read."""
-    shape, (x_dtype, _, dy_dtype) = Shape.of(site), formats(config)
+    """Computes the product in FP8; w gets a gradient, in its dtype, and is not read."""
+    shape, (x_dtype, _, dy_dtype), w_dtype = Shape.of(site), formats(config), w.dtype
     out = site.eqn.outvars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     @jax.custom_vjp
@@ -175,7 +175,7 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
         dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
         read = ((kept, x_scale), (columns, scale)) if config.wgrad == "fp8" else (kept, dy)
         observed = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
-        dw = weight_gradient(config, shape, read, site.w_aval.dtype) if not late else None
+        dw = weight_gradient(config, shape, read, w_dtype) if not late else None
         # Behind a barrier each is an array of its own, also where one program holds both parts: XLA on a CPU fails without.
         waiting = jax.tree.map(lax.optimization_barrier, read) if late else None
         return shape.dx(dx), dw, Tap(None, None, observed, waiting)  # pyright: ignore[reportArgumentType, reportReturnType]

@@ -239,10 +239,8 @@ class Plan:
             arrays: whole parameters by name, as they are trained or as `cast` gives them.
             scales: of them.
         """
-        missing, dtype = find.MISSING, formats(self.config)[1]
-        given = [arrays[name] if name in scales else missing for name in self.names]
-        given += [missing] * (len(self.closed.jaxpr.invars) - len(given))
-        found = find.run_weights(self.block, [missing] * len(self.closed.consts), given, keep_dtype=True)[1]
+        dtype = formats(self.config)[1]
+        found = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
         views: list[Weight | None] = [None] * len(found)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._in_fp8():
@@ -278,15 +276,36 @@ class Plan:
             taps[i] = Tap(weight, over_loops(scales[start:stop]), over_loops(observed[start:stop]))
         return taps
 
-    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree) -> Tree:
-        """Returns the function's result, with weights as `views` gives them."""
+    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree, uncast: bool = False) -> Tree:
+        """Returns the function's result, with weights as `views` gives them.
 
-        def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap | None) -> Array:
-            return site.run(x, w, extra) if tap is None else product(self.config, site, x, w, tap)
+        Args:
+            params: as the plan was made for, or in the dtypes in which their gradients are wanted.
+            state, weights, args: as those of `FP8Function.apply`.
+            uncast: whether a product's gradient goes to its parameter without the casts between the two.
+        """
+        leaves, avals = jax.tree.leaves((params, args)), self.closed.in_avals[: len(self.names)]
+        whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(self.sites)
+        taps: list[Any] = []
+        for site, tap, w in zip(self.sites, self.taps(state, weights), whole, strict=True):
+            # One that all turns of a loop read is there once for each turn: its gradients are summed turn by turn instead.
+            alone = tap is not None and w is not None and w.size <= leaves[min(site.params)].size
+            taps.append(tap and (tap, w if alone else None))
 
-        leaves = jax.tree.leaves((params, args))
-        out, _ = find.run_forward(self.block, self.closed.consts, leaves, self.taps(state, weights), multiply)
+        def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], given: Any) -> Array:
+            if given is None:
+                return site.run(x, w, extra)
+            tap, own = given
+            return product(self.config, site, x, w if own is None else own, tap)
+
+        leaves[: len(avals)] = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=False)]
+        out, _ = find.run_forward(self.block, self.closed.consts, leaves, taps, multiply)
         return jax.tree.unflatten(self.structure, out)
+
+    def _weights(self, params: Sequence[Any]) -> list[Any]:
+        """Returns every product's weight in the dtype of its parameter, with the lengths of the loops around it in front."""
+        given = [*params, *[find.MISSING] * (len(self.closed.jaxpr.invars) - len(params))]
+        return find.run_weights(self.block, [find.MISSING] * len(self.closed.consts), given, keep_dtype=True)[1]
 
     def _in_fp8(self) -> Iterator[tuple[int, int, int]]:
         """Yields the products in FP8: which, and the range of its entries in a history, one for each turn of a loop."""

@@ -16,6 +16,7 @@ from jgraph.precision.product import XLA_OPTIONS
 from jgraph.schedule import generate
 from jgraph.xla import aot, compiler_options
 from jgraph.xla.explain import FP8Products
+from jgraph.xla.hlo import HloModule
 from jgraph_models.gpt import GPT, GPTConfig, pipeline_model
 
 pytestmark = [pytest.mark.target, pytest.mark.long]
@@ -86,11 +87,35 @@ def test_a_bf16_wgrad_leaves_two_products_of_three_in_fp8(h200):
     assert explained(step).fp8.products == 2 * PRODUCTS
 
 
-def test_a_sharded_step_has_its_products_in_fp8_too(h200):
+@pytest.mark.parametrize(("name", "microbatches"), [("dp", 1), ("fsdp", 2)])
+def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_dtype_of_the_sums(h200, name, microbatches):
     model, loss = model_and_loss()
-    strategy = jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16)
-    step = jgraph.train_step(loss, jgraph.elementwise(optax.adamw(1e-3)), strategy, fp8=FP8Config(), batch=TOKENS)
-    assert explained(step).fp8.products == 3 * PRODUCTS
+    devices = np.array(jax.devices()[:2])
+    strategy = {
+        "dp": lambda: jgraph.Replicated(Mesh(devices, ("data",)), model.shapes),
+        "fsdp": lambda: jgraph.FullySharded(Mesh(devices, ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16),
+    }[name]()
+    step = jgraph.train_step(
+        loss,
+        jgraph.elementwise(optax.adamw(1e-3)),
+        strategy,
+        num_microbatches=microbatches,
+        fp8=FP8Config(),
+        batch=TOKENS,
+    )
+    options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=step.num_devices)
+    step = step.on(aot.devices(step.num_devices))
+    tokens = jax.tree.map(lambda leaf: placed(step, leaf), TOKENS)
+    compiled, _ = aot.compile_for(step.jitted(), step.state, tokens, compiler_options=options)
+    module = HloModule.of(compiled.as_text())
+    found = [i for i in module.instructions.values() if i.target == "__cublas$lt$matmul$f8"]
+    assert len(found) == 3 * PRODUCTS * microbatches
+    wgrads = [i for i in found if i.shapes[0].dtype == "f32"]
+    assert len(wgrads) == PRODUCTS * microbatches
+    # Nor is any other array of a weight's shape cast, where FP8 is not made of it.
+    shapes = {i.shapes[0].dims for i in wgrads}
+    casts = [i for i in module.instructions.values() if i.opcode == "convert" and i.shapes[0].dims in shapes]
+    assert not [i for i in casts if i.shapes[0].dtype == "f32" and module.instructions[i.operands[0]].shapes[0].dtype == "bf16"]
 
 
 def test_a_pipelines_loop_has_its_products_in_fp8(h200):
