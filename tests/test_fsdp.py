@@ -347,10 +347,11 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward):
+@pytest.mark.parametrize(("reshard_after_forward", "sums"), [(False, "scheduled"), (True, "in turn")])
+def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, sums):
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
+        choices |= {"sums": sums}
         return fsdp.value_and_grads(
             lambda whole, _: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, {}, **choices
         )[1]
@@ -416,12 +417,11 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
 
 
 @pytest.mark.target
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.once), "fp8"])
-def test_gradients_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch, precision):
+def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
     monkeypatch.setattr(overlap, "_ENOUGH", 2**20)
     layers, tokens = 3, 2 * 96
     options = ("xla_gpu_enable_triton_gemm=false",)  # whose products are fusions
-    compiled, _ = compile_on_target(num_layers=layers, precision=precision, batch_size=8, seq_len=96, xla_options=options)
+    compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)
     module = HloModule.of(compiled.as_text())
 
     def in_order(name: str) -> Iterator[Instruction]:

@@ -8,7 +8,7 @@ devices of its part. Both happen parameter by parameter; XLA's scheduler moves t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +153,7 @@ def value_and_grads(
     *,
     grads_dtype: Any,
     reshard_after_forward: bool,
+    sums: Literal["in turn", "scheduled"],
 ) -> tuple[Aux, dict[str, Array], Tree]:
     """Returns what a loss gives besides its value, this device's part of the sum of its gradients, and those of `history`.
 
@@ -165,6 +166,7 @@ def value_and_grads(
         history: what else the loss is differentiated by; its gradients are this device's own.
         grads_dtype: in which gradients are summed.
         reshard_after_forward: gather the parameters a second time for the backward, instead of keeping them.
+        sums: whether sums over devices begin `in turn`, each when its gradient is there, or as XLA has `scheduled` them.
     """
 
     whole = gathered(parts, shards, dtypes)
@@ -177,7 +179,11 @@ def value_and_grads(
     def add(name: str, whole: Array) -> Array:
         return shards[name].scatter(whole)
 
-    grads, after = summed_in_turn(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+    if sums == "in turn":
+        grads, after = summed_in_turn(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+    else:
+        grads, after = pull_back(jnp.ones_like(value))
+        grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
     return aux, grads, after
 
 

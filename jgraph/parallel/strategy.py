@@ -320,6 +320,9 @@ class DataParallel:
                     history,
                     grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
+                    # Products in FP8 are too short to hide sums beside wgrads alone. Those in bfloat16 do, and lose 2 to 4% by
+                    # barriers (notes/develop/measurements.md).
+                    sums="in turn" if in_fp8 else "scheduled",
                 )
             (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, history)
             return sums, grads, after

@@ -24,7 +24,7 @@ Tree = Any
 
 _REPEATS = 5
 _SECONDS = 0.05  # of a repeat
-_HANDOVER = 1.5e-4  # seconds of the host for an action and what it sends (notes/develop/measurements.md)
+_HANDOVER = 1.7e-4  # seconds of the host for an action and what it sends (notes/develop/measurements.md)
 
 
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
