@@ -26,6 +26,7 @@ WRITTEN = {
     "config.json",
     "metrics.jsonl",
     "graph.json",
+    "engine.json",
     "profile.json",
     "profile/profile.html",
     "tokenizer.json",

@@ -19,7 +19,7 @@ RESULTS = sorted(runner.RESULTS.glob("*.json"))
 CLOCKS = {
     # Until a program is traced, compiled, built, or has run for the first time.
     "programs/graphed.py": {"time_blocks", "time_pipeline"},
-    "programs/pipeline.py": {"time_schedule"},
+    "programs/pipeline.py": {"as_program", "as_executables"},
     "programs/step.py": {"of"},
     "peers/fsdp.py": {"main"},
     # Ranks must agree on the number of steps and on the slowest's time, so peers under torchrun time by themselves.
