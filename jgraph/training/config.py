@@ -206,7 +206,7 @@ class TrainConfig:
             must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline, {advice}")
             advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
             must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
-            for name, usual in (("fsdp", 1), ("precision", "bf16"), ("profile", "")):
+            for name, usual in (("fsdp", 1), ("profile", "")):
                 is_usual = getattr(self, name) == usual
                 must("pp_engine", self.pp_engine == "program" or is_usual, f"program with `{name}` {getattr(self, name)}")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad

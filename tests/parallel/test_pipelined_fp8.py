@@ -19,10 +19,11 @@ from jgraph.parallel.pipeline import autotune
 from jgraph.schedule import generate
 from tests.pipeline.test_pools import garbage
 
-# D model, F hidden, B rows of a microbatch, M microbatches; five layers: stages are uneven
+# D model, F hidden, B rows of a microbatch, M microbatches; five layers: stages are uneven. Embedding could be in FP8, and is not.
 D, F, B, M, LAYERS = 32, 48, 32, 4, 5
 CURRENT, DELAYED = FP8Config(), FP8Config(recipe="delayed", history=3)
 PIPE, DATA, FSDP = ("pipe", 2), ("data", 2), ("fsdp", 2)
+DISPATCH = {"engine": "dispatch"}
 LONG = pytest.mark.long
 
 
@@ -35,7 +36,7 @@ def new_params(layers=LAYERS, stacked=False):
     # Every layer's numbers are larger than those of the one before, so that one layer's amax in the place of another shows.
     own = [{"up": (1 + i / 2) * normal(D, F), "down": (1 + i) * normal(F, D), "bias": normal(F)} for i in range(layers)]
     blocks = jax.tree.map(lambda *leaves: np.stack(leaves), *own) if stacked else own
-    return {"embed": normal(8, D), "blocks": blocks, "head": normal(D, 4)}
+    return {"embed": normal(16, D), "blocks": blocks, "head": normal(D, 4)}
 
 
 def embed(outer, batch):
@@ -90,7 +91,7 @@ def whole_keyed(params, batch, key, carried):
 
 def batch_of(rows):
     rng = np.random.default_rng(1)
-    return {"x": rng.standard_normal((rows, 8), np.float32), "y": rng.standard_normal((rows, 4), np.float32)}
+    return {"x": rng.standard_normal((rows, 16), np.float32), "y": rng.standard_normal((rows, 4), np.float32)}
 
 
 def given(kind):
@@ -163,6 +164,11 @@ def assert_same(found, wanted):
         ("aligned", [PIPE], DELAYED, {"kind": "stacked"}),
         pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked"}, marks=LONG),
         pytest.param("1f1b", [PIPE], CURRENT, {"kind": "stacked"}, marks=LONG),
+        ("zb-v", [DATA, PIPE], DELAYED, {"chunks": 2, **DISPATCH}),
+        pytest.param("1f1b", [("pipe", 4)], CURRENT, {"remat": "layer", **DISPATCH}, marks=LONG),
+        pytest.param("aligned", [PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), DISPATCH, marks=LONG),
+        pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed", **DISPATCH}, marks=LONG),
+        pytest.param("interleaved-1f1b", [PIPE], DELAYED, {"chunks": 2, "kind": "stacked", **DISPATCH}, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
 )
