@@ -1,9 +1,10 @@
 """The second engine of a pipeline: a stage's forward, dgrad and wgrad as executables, which the host hands to the ranks.
 
-A step begins with a program that all ranks run together: it casts the parameters, in FP8 quantizes the weights, and deals out the
-batch. The schedule follows: each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or padded there, no rank waits for
-another one's tick, and embedding and head are whole on the ranks of the first and the last stage. What was summed then becomes
-arrays over all ranks again, for the update, which is the other engine's. All of it lies in the same buffers at every step.
+A step begins with a program that all ranks run together: it casts the parameters, in FP8 it quantizes the weights, and it deals
+out the batch. The schedule follows: each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or
+padded there, no rank waits for another one's tick, and embedding and head are whole on the ranks of the first and the last
+stage. What was summed then becomes arrays over all ranks again, for the update, which is the other engine's. All of it lies in
+the same buffers at every step.
 """
 
 # P ranks, D replicas of the pipeline, M microbatches
