@@ -171,8 +171,9 @@ class BoundPipeline:
 
     def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
         """Returns what `loss_and_grads` does, from what a call of the other engine left."""
-        loss, grads, layers = gradients.collect(results)
+        loss, grads, layers, history = gradients.collect(results)
         carried = self.pipeline.model.join_carried(layers) if layers else {}
+        carried = WithHistory(carried, history) if jax.tree.leaves(history) else carried
         return Sums(loss, jnp.ones((), jnp.float32), {}, carried), self._packed(grads)
 
     def _packed(self, params: Tree) -> Tree:

@@ -271,8 +271,10 @@ class Plan:
             def over_loops(rows: list[Array], lead=self.sites[i].lead) -> Array | None:
                 return jnp.stack(rows).reshape(*lead, 3) if rows else None
 
-            weight = weights[i]
+            weight, lead = weights[i], self.sites[i].lead
             assert weight is not None, "products in FP8 have weights in FP8"
+            # Where devices share them as one array, no scalar can be.
+            weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
             taps[i] = Tap(weight, over_loops(scales[start:stop]), over_loops(observed[start:stop]))
         return taps
 

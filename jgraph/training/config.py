@@ -285,7 +285,7 @@ class TrainConfig:
     @property
     def _of_program(self) -> dict[str, Any]:
         """What only one program does, by field: its value where nothing of the kind is asked for."""
-        return {"fsdp": 1, "precision": "bf16", "profile": ""}
+        return {"fsdp": 1, "profile": ""}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

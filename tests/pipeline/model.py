@@ -147,7 +147,7 @@ def played(pipe: Pipeline) -> tuple[Any, Tree]:
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     for one in batches:
         results = gradients(stacked, {}, step, one)
-    loss, grads, _ = jax.device_get(jax.jit(gradients.collect, compiler_options=FAST)(results))
+    loss, grads, *_ = jax.device_get(jax.jit(gradients.collect, compiler_options=FAST)(results))
     return loss, pipe.unstack(grads)
 
 

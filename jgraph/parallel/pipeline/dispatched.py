@@ -1,9 +1,10 @@
 """The second engine of a pipeline: a stage's forward, dgrad and wgrad as executables, which the host hands to the ranks.
 
-A step begins with a program that all ranks run together: it casts the parameters and deals out the batch. The schedule follows:
-each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or padded there, no rank waits for
-another one's tick, and embedding and head are whole on the ranks of the first and the last stage. What was summed then becomes
-arrays over all ranks again, for the update, which is the other engine's. All of it lies in the same buffers at every step.
+A step begins with a program that all ranks run together: it casts the parameters, in FP8 it quantizes the weights, and it deals
+out the batch. The schedule follows: each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or
+padded there, no rank waits for another one's tick, and embedding and head are whole on the ranks of the first and the last
+stage. What was summed then becomes arrays over all ranks again, for the update, which is the other engine's. All of it lies in
+the same buffers at every step.
 """
 
 # P ranks, D replicas of the pipeline, M microbatches
@@ -24,10 +25,12 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis, batch_axes
 from jgraph.parallel.accumulate import by_microbatch
+from jgraph.parallel.objective import WithHistory
 from jgraph.parallel.pipeline.ends import End
 from jgraph.parallel.pipeline.program import Pipeline
 from jgraph.parallel.pipeline.replica import Replica
-from jgraph.parallel.pipeline.stages import Chunk, shard, stages_of
+from jgraph.parallel.pipeline.stages import Chunk, Stage, shard, stages_of
+from jgraph.precision.transform import FP8Function, Plan
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
 Tree = Any
@@ -61,7 +64,8 @@ class Dispatched:
         shapes: of the parameters, as `Pipeline.stack` gives them.
         chunks: a rank's layers as executables take them.
         ends: embedding and head.
-        begin: the program before the schedule: (its last results, donated; params; carried; step; batch) -> results.
+        begin: the program before the schedule: (its last results, donated; params; carried; step; batch) -> results, a list
+            with None for those that nobody reads.
         report: what of it is captured.
         replicas: of the pipeline, each with a part of the batch.
         buffers: `begun`, the last results of `begin`.
@@ -96,7 +100,7 @@ class Dispatched:
         self.buffers["begun"] = begun
         outer = jax.tree.leaves(params["outer"])
         for replica in self.replicas:
-            replica.play(jax.tree.leaves(begun), outer)
+            replica.play(begun, outer)
 
         def whole(result: _Result) -> Array:
             mesh = self.pipeline.mesh
@@ -120,12 +124,12 @@ class Dispatched:
 
         return jax.tree.map(of, self._results)
 
-    def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree]]:
-        """Returns mean loss, mean gradients and the layers' carried state from traced results, as `Pipeline.step` does."""
+    def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
+        """Returns mean loss, mean gradients, carried state and histories from traced results, as `Pipeline.step` does."""
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs(self.shapes)
 
-        def local(results: Tree) -> tuple[Array, Tree, list[Tree]]:
+        def local(results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
             layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
             leaves, structure = jax.tree.flatten(self.shapes["outer"])
             found: dict[int, Array] = {}
@@ -135,15 +139,17 @@ class Dispatched:
                     found[i] = found[i] + gradient if i in found else gradient
             outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
-            loss, grads = lax.pmean((results["loss"][0], grads), data)
-            if not results["carried"]:
-                return loss, grads, []
-            total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
-            after = pipeline.carried.finish(total, pipeline.schedule.num_microbatches, data, pipeline.layout)
-            return loss, grads, after
+            loss, count, after, histories = results["loss"][0], pipeline.schedule.num_microbatches, [], {}
+            if pipeline.fp8 is not None:
+                loss, grads = jax.tree.map(lambda total: total / count, (loss, grads))
+                histories = pipeline.fp8.finish(results["histories"], data, pipeline.layout)
+            if results["carried"]:
+                total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
+                after = pipeline.carried.finish(total, count, data, pipeline.layout)
+            return *lax.pmean((loss, grads), data), after, histories
 
         in_specs = jax.tree.map(lambda shape: shape.sharding.spec, self.results)
-        out_specs = (PartitionSpec(), specs, PartitionSpec())
+        out_specs = (PartitionSpec(), specs, PartitionSpec(), PartitionSpec())
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
@@ -162,10 +168,18 @@ class Dispatched:
             shape = (self.chunks[chunk].places, *aval.shape)
             return _Result(shape, 0, lambda replica, rank: replica.state(rank, chunk, n), aval.dtype)
 
-        state, structure = jax.tree.flatten(self.pipeline.carried.layer)
-        carried = [structure.unflatten([of_state(c, n, s) for n, s in enumerate(state)]) for c in range(len(self.chunks))]
+        def of_history(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
+            return _Result(aval.shape, 0, lambda replica, rank: replica.history(rank, chunk, n))
+
+        def of_chunks(of: Callable[..., _Result], shapes: Tree) -> list[Tree]:
+            leaves, structure = jax.tree.flatten(shapes)
+            return [structure.unflatten([of(c, n, s) for n, s in enumerate(leaves)]) for c in range(len(self.chunks))]
+
+        state, fp8 = self.pipeline.carried.layer, self.pipeline.fp8
+        history = jax.eval_shape(partial(fp8.state, self.pipeline.layout.layers_per_stage)) if fp8 else {}
         return {
-            "carried": carried if state else [],
+            "carried": of_chunks(of_state, state) if jax.tree.leaves(state) else [],
+            "histories": of_chunks(of_history, history),
             "ends": [[of_end(number, n) for n in range(len(end.reads))] for number, end in enumerate(self.ends)],
             "layers": [{n: of_layers(c, n, s) for n, s in chunk.shapes().items()} for c, chunk in enumerate(self.chunks)],
             "loss": _Result((1,), None, lambda replica, rank: replica.loss(rank)),
@@ -192,27 +206,34 @@ def dispatched(
         options: XLA's.
 
     Raises:
-        ConfigError: the pipeline has an axis `fsdp`, products in FP8, or devices of other processes.
+        ConfigError: the pipeline has an axis `fsdp`, or devices of other processes.
     """
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk)) for chunk in shapes["layers"])
-    program, step = _begin(pipeline, chunks, unpack, key), jax.ShapeDtypeStruct((), jnp.int32)
-    begun = _placed(pipeline, jax.eval_shape(program, None, params, carried, step, batch))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, begun)
-    jitted = jax.jit(program, donate_argnums=0, keep_unused=True, out_shardings=shardings)
-    lowered = jitted.lower(begun, params, carried, step, batch)
-    begin, report = compile_and_report(lowered, options)
-    check_identity(begin, begun)
+    alone = pipeline.fp8.weights if pipeline.fp8 else ()  # a product in FP8 has a parameter for its weight, not a part of one
+    chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
+    plan = _plan(pipeline, shapes, batch, key) if pipeline.fp8 else None
+    program, step = _begin(pipeline, chunks, unpack, key, plan), jax.ShapeDtypeStruct((), jnp.int32)
+    begun = _placed(pipeline, jax.eval_shape(program, params, carried, step, batch))
     microbatch = jax.tree.map(shard, begun["batch"][0])
     embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
     head = End.of(model.head, shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
     stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
+    read = _read(stages, begun)
+
+    def begin_step(_: Tree, *args: Tree) -> list[Array | None]:
+        return [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(program(*args)))]
+
+    held = [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(begun))]
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, held)
+    jitted = jax.jit(begin_step, donate_argnums=0, keep_unused=True, out_shardings=shardings)
+    begin, report = compile_and_report(jitted.lower(held, params, carried, step, batch), options)
+    check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
     replicas = tuple(Replica.of(pipeline, (embed, head), stages, begun, row.tolist(), options) for row in by_rank)
-    zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), begun), out_shardings=shardings)
+    zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held), out_shardings=shardings)
     return Dispatched(pipeline, shapes, chunks, (embed, head), begin, report, replicas, {"begun": in_turn(zeros())})
 
 
@@ -221,27 +242,54 @@ def _check(pipeline: Pipeline) -> None:
     wrong = ""
     if Axis.FSDP in pipeline.mesh.axis_names:
         wrong = "over a mesh with the axis fsdp"
-    elif pipeline.fp8 is not None:
-        wrong = "with products in FP8"
     elif any(device.process_index != jax.process_index() for device in pipeline.mesh.devices.flat):
         wrong = "over several processes"
     if wrong:
         raise ConfigError(f"`engine` is dispatch: must be program {wrong}", field="engine")
 
 
-def _begin(pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array) -> Callable[..., Tree]:
-    """Returns the program before the schedule; each rank gets its chunks' parameters, the microbatches, the step's key."""
+def _plan(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
+    """Returns the products of a stage, of as many layers as the longest one has and without embedding."""
+    batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=pipeline.schedule.num_microbatches), batch)
+    layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
+    extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
+    function = pipeline.stage(jax.random.key_impl(key), len(layers))
+    assert isinstance(function, FP8Function), "it has products in FP8"
+    keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
+    return function.plan((layers, extra), pipeline.activation(shapes, batch_M), *keys)
+
+
+def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
+    """Returns the numbers of what is read of a step's beginning: of the parameters, not those that are there in FP8."""
+    leaves, structure = jax.tree.flatten(begun)
+    read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
+    extra = {source for stage in stages for own in stage.extra for source in own}
+    return read | extra | {*jax.tree.leaves(structure.unflatten(range(len(leaves)))["batch"])}
+
+
+def _begin(
+    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, plan: Plan | None
+) -> Callable[..., Tree]:
+    """Returns the program before the schedule; each rank gets its chunks' parameters, the microbatches, the step's key.
+
+    In FP8, where `plan` has the products of a stage, a rank gets its chunks' histories and weights too.
+    """
     mesh, impl = pipeline.mesh, jax.random.key_impl(key)
     batch_spec = batch_axes(mesh) or None
 
-    def begin(_: Tree, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
-        def local(layers: Tree, states: list[Tree], batch_M: Tree, data: Array) -> Tree:
+    def begin(params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
+        def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
+            table_CN = pipeline.own(pipeline.layout.layers())
             own = {
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(pipeline.schedule.num_microbatches)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
+            if pipeline.fp8 is not None and plan is not None:
+                parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
+                own["state"] = pipeline.fp8.pick(history, table_CN)
+                own["weights"] = jax.tree.map(jnp.atleast_1d, pipeline.fp8.quantize(plan, parts, own["state"], shards, ()))
             if states:
-                bits = pipeline.carried.pick(states, pipeline.own(pipeline.layout.layers()))
+                bits = pipeline.carried.pick(states, table_CN)
                 own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
             if not pipeline.model.takes_key:
                 return own
@@ -251,13 +299,16 @@ def _begin(pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree],
             return own | {"key": jax.random.key_data(key)}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
-        states = pipeline.model.split_carried(carried) if jax.tree.leaves(carried) else []
-        in_specs = (pipeline.specs(whole)["layers"], PartitionSpec(), PartitionSpec(None, batch_spec), PartitionSpec())
+        state, history = carried if isinstance(carried, WithHistory) else (carried, {})
+        states = pipeline.model.split_carried(state) if jax.tree.leaves(state) else []
+        of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
+        in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
         out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
         out_specs |= {"key": PartitionSpec(batch_spec)} if pipeline.model.takes_key else {}
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
+        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if plan else {}
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(whole["layers"], states, by_microbatch(batch, pipeline.schedule.num_microbatches), data)
+        return run(whole["layers"], states, history, by_microbatch(batch, pipeline.schedule.num_microbatches), data)
 
     return begin
 
@@ -265,10 +316,10 @@ def _begin(pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree],
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
     """Returns the shapes of what the first program makes, with their shardings."""
     of_ranks, of_data = PartitionSpec(Axis.PIPE), PartitionSpec(batch_axes(pipeline.mesh) or None)
-    specs = {"layers": of_ranks, "carried": of_ranks, "batch": of_data, "key": of_data}
 
     def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(pipeline.mesh, specs[name]))
+        spec = of_data if name in ("batch", "key") else of_ranks
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(pipeline.mesh, spec))
 
     return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
 

@@ -115,11 +115,11 @@ class Replica:
             compiling.reports,
         )
 
-    def play(self, begun: Sequence[Array], outer: Sequence[Array]) -> None:
+    def play(self, begun: Sequence[Array | None], outer: Sequence[Array]) -> None:
         """Plays the schedule, and leaves what it summed in the buffers.
 
         Args:
-            begun: over all ranks, the leaves of what a step begins with.
+            begun: over all ranks, the leaves of what a step begins with; None for those that nobody reads.
             outer: over all ranks, the leaves of the parameters of embedding and head.
         """
         buffers, flow, arrays = self.buffers, self.plan.flow, [*begun, *outer]
@@ -129,7 +129,9 @@ class Replica:
             if isinstance(source, Made):
                 registers[register] = buffers["made"][source.end][source.number]
             else:
-                registers[register] = part(arrays[source], self.shards[rank])
+                array = arrays[source]
+                assert array is not None, "what is read is there"
+                registers[register] = part(array, self.shards[rank])
         for name, register in flow.sums.items():
             registers[register] = buffers["sums"][name]
         play(self.plan, registers)
@@ -157,7 +159,7 @@ class Replica:
 
     def layers(self, rank: int, chunk: int, name: str, shape: tuple[int, ...]) -> Array:
         """Returns the sum for one of a chunk's arrays; zeros for what is only padding there."""
-        stage = next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, chunk))
+        stage = self.stages[self._number(rank, chunk)]
         if name in stage.names:
             return self.buffers["sums"][stage.shaped.index, stage.names.index(name)]
         zeros = self.buffers["zeros"]
@@ -171,13 +173,21 @@ class Replica:
         return jax.device_put(parts[0 if self.ends[number].axes[n] is None else rank], self.devices[rank])
 
     def loss(self, rank: int) -> Array:
-        """Returns the mean loss, [1]."""
+        """Returns the sum of the losses that the plan gives, [1]."""
         return jax.device_put(self.buffers["dealt"][1][1], self.devices[rank])
 
     def state(self, rank: int, chunk: int, n: int) -> Array:
         """Returns a leaf of what the layers of a stage carry, reduced over microbatches."""
-        i = next(i for i, stage in enumerate(self.stages) if (stage.rank, stage.chunk) == (rank, chunk))
-        return self.buffers["together"][i][n]
+        return self.buffers["together"][self._number(rank, chunk)][n]
+
+    def history(self, rank: int, chunk: int, n: int) -> Array:
+        """Returns a leaf of a stage's amax histories after the step."""
+        shaped = self.stages[self._number(rank, chunk)].shaped
+        return self.buffers["sums"][shaped.index, shaped.maxima[n]]
+
+    def _number(self, rank: int, chunk: int) -> int:
+        """Returns the number of the stage that is a rank's chunk."""
+        return next(i for i, stage in enumerate(self.stages) if (stage.rank, stage.chunk) == (rank, chunk))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +222,7 @@ def _plan(
     shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
     # All sums lie where they lay, whichever part they come from.
     aliased = [(*one.early, *one.late) for one in shaped] + [tuple(range(len(head.reads)))]
-    share = 1 / pipeline.schedule.num_microbatches
+    share = 1 / pipeline.schedule.num_microbatches if pipeline.fp8 is None else 1.0  # as `StageExecutor.share`
 
     def loss(params: Tree, y: Array, batch: Tree) -> Array:
         return head(params, y, batch).astype(jnp.float32) * share

@@ -1,6 +1,7 @@
 """The stages of a pipeline as functions of what one rank holds, for executables that a rank runs by itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+import glob
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -11,7 +12,10 @@ from jax import Array
 from jgraph.graphed.shaped import Shaped, shape_callable
 from jgraph.packing import Packing
 from jgraph.parallel.pipeline.ends import End
+from jgraph.parallel.pipeline.precision import StagePrecision
 from jgraph.parallel.pipeline.program import Pipeline
+from jgraph.precision.transform import FP8Function
+from jgraph.tree import leaf_names
 
 Tree = Any
 
@@ -29,9 +33,10 @@ class Chunk:
     places: int
 
     @classmethod
-    def of(cls, layers: Sequence[Tree]) -> Self:
-        """Packs layers that are given as shapes."""
-        return cls(Packing.of(list(layers)), len(layers))
+    def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
+        """Packs layers that are given as shapes, all but a layer's parameters of these paths."""
+        names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
+        return cls(Packing.of(list(layers), alone=names), len(layers))
 
     def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
         """Returns the arrays by name. None is a scalar, so that those of all ranks make one array."""
@@ -83,7 +88,7 @@ class Stage:
 
     Attributes:
         rank, chunk: its place.
-        names: of its chunk's arrays that it reads, which are its first parameters.
+        names: of its chunk's arrays, which are its first parameters.
         shaped: forward, dgrad and wgrad; without a device.
         params: sources of its parameters.
         extra: by microbatch, sources of its arguments after x.
@@ -107,7 +112,8 @@ def stages_of(
         chunks: a rank's layers.
         embed: what the first stage begins with.
         x: what passes between stages.
-        begun: what a step begins with: `batch` by microbatch, `layers` by chunk, perhaps `key` and `carried`.
+        begun: what a step begins with: `batch` by microbatch, `layers` by chunk, perhaps `key` and `carried`; in FP8 by chunk
+            the `state` of delayed scaling, and `weights` in the order of the products.
         impl: the kind of the keys.
     """
     layout, (leaves, structure) = pipeline.layout, jax.tree.flatten(begun)
@@ -134,10 +140,17 @@ def stages_of(
             }
             for m in range(pipeline.schedule.num_microbatches)
         ]
+        fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
+        args = (() if s == 0 else x, jax.tree.map(shape, extra[0]))
+        if pipeline.fp8 is not None:
+            fn = _in_fp8(fn, pipeline.fp8, count, leaf_names(shapes))
+            weights = numbers["weights"][c][: len(numbers["weights"][c]) * count // chunks[c].places]
+            if s == 0:  # the products of embedding come first
+                weights = [None] * (len(fn.plan(shapes, *args).sites) - len(weights)) + weights
+            more = (numbers["state"][c], weights)
+            params, shapes = (params, *more), (shapes, *jax.tree.map(shape, more))
         name = (s == 0, count, c)
         if name not in traced:
-            fn = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
-            args = (() if s == 0 else x, jax.tree.map(shape, extra[0]))
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True)
         given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
         stages.append(Stage(rank, c, chunks[c].names(count), replace(traced[name], index=s), *given))
@@ -171,3 +184,9 @@ def _function(
         return pipeline.through(chunk.unpack(params["layers"])[:count], x, key, first, extra["carried"])
 
     return stage
+
+
+def _in_fp8(fn: Callable[..., Tree], precision: StagePrecision, layers: int, names: Sequence[str]) -> FP8Function:
+    """Returns a stage of so many layers with products in FP8, from the names of its parameters: of those of layers alone."""
+    weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in precision.weights}
+    return FP8Function(fn, replace(precision.config, keep=tuple(glob.escape(name) for name in names if name not in weights)))
