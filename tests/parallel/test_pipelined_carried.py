@@ -109,7 +109,7 @@ LONG = pytest.mark.long
         ("aligned", [("pipe", 4)], {}),
         ("zb-v", [PIPE], {"chunks": 2}),
         ("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}),
-        ("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}),
+        pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=pytest.mark.once),
         pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE, FSDP], {"chunks": 2}, marks=LONG),
         pytest.param("zb-h1", [DATA, PIPE, FSDP], {}, marks=LONG),
@@ -136,6 +136,8 @@ def test_a_layer_takes_a_key_and_then_its_state(choices):
     assert_same(trained(step, rows), carried_and_params(loss, rows))
 
 
+@pytest.mark.long
+@pytest.mark.once
 def test_both_engines_draw_the_same_random_numbers_on_every_data_rank():
     model, rows = replace(MODEL, layer=keyed, takes_key=True), batch()
     program, host = (

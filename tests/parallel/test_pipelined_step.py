@@ -66,7 +66,11 @@ def trained(step, batch):
 
 
 # Muon sees the model's own tree, though the layers lie stacked by rank.
-@pytest.mark.parametrize("transform", [elementwise(optax.adam(1e-2)), optax.contrib.muon(1e-2)], ids=["adam", "muon"])
+@pytest.mark.parametrize(
+    "transform",
+    [elementwise(optax.adam(1e-2)), pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.once)],
+    ids=["adam", "muon"],
+)
 @pytest.mark.parametrize(
     ("sizes", "axes", "schedule", "engine"),
     [
