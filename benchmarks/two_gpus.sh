@@ -51,11 +51,11 @@ one)
   wait
   ;;
 several)
-  piece 150 $pipeline --work mlp-launch-bound --schedules aligned --variant $no_branches --actions no $short --name pipeline2 \
+  piece 150 $pipeline --work mlp-launch-bound --schedules aligned --dispatched 1f1b --variant $no_branches --actions no $short --name pipeline2 \
     --peers Schedule1F1B Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleDualPipeV
-  piece 160 $pipeline --work mlp-large --schedules aligned zb-h1 --actions no --name pipeline2 \
+  piece 160 $pipeline --work mlp-large --schedules aligned --dispatched zb-v:2 1f1b --actions no --name pipeline2 \
     --peers ScheduleZBVZeroBubble Schedule1F1B ScheduleDualPipeV
-  piece 230 $pipeline --work gpt-1b3 --schedules aligned --actions no --together 2 --rounds 4 --repeats 1 --name pipeline2 \
+  piece 290 $pipeline --work gpt-1b3 --schedules aligned --dispatched zb-v:2 1f1b --actions no --together 2 --rounds 2 --repeats 1 --name pipeline2 \
     --peers Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleZBVZeroBubble:compile
   ;;
 rest)
@@ -85,7 +85,7 @@ curves)
 fp8_sharded)
   piece 260 $sharded --work gpt-1b3 --together 2
   piece 300 $sharded --work gpt-7b --together 1
-  piece 35 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
+  piece 60 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
   ;;
 esac
 python3 -m benchmarks show "$out"
