@@ -57,6 +57,16 @@ def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_p
     assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
 
 
+@pytest.mark.long
+@pytest.mark.once
+def test_a_pipeline_of_executables_that_the_host_hands_over_trains_in_fp8(tmp_path, capsys):
+    pipeline = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2", "--schedule", "gpipe")
+    assert tiny.train(tmp_path, *RUN, *DELAYED, *pipeline, "--steps", "2", "--pp-engine", "dispatch") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "(dispatched: " in out
+    assert "fp8 (delayed scaling): 8 of 8 products with parameters; emulated in bfloat16" in out
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--fp8.keep", "blocks/0/*"), ("--fp8.blocks", "inner")])
 def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(tmp_path, capsys, flag, value):
     pipeline = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "3")
