@@ -57,14 +57,10 @@ def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_p
     assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
 
 
-@pytest.mark.long
-@pytest.mark.once
-def test_a_pipeline_of_executables_that_the_host_hands_over_trains_in_fp8(tmp_path, capsys):
-    pipeline = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2", "--schedule", "gpipe")
-    assert tiny.train(tmp_path, *RUN, *DELAYED, *pipeline, "--steps", "2", "--pp-engine", "dispatch") == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "(dispatched: " in out
-    assert "fp8 (delayed scaling): 8 of 8 products with parameters; emulated in bfloat16" in out
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_either_engine_of_a_pipeline_takes_a_recipe(recipe):
+    config = TrainConfig(precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch")
+    assert config.pp_engine == "dispatch"
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--fp8.keep", "blocks/0/*"), ("--fp8.blocks", "inner")])
