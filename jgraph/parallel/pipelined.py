@@ -160,21 +160,23 @@ class BoundPipeline:
         state, history = carried if isinstance(carried, WithHistory) else (carried, {})
         layers = pipeline.model.split_carried(state) if jax.tree.leaves(state) else []
         loss, grads, layers, history = pipeline.step(self._unpacked(params), batch_M, key_of_step, layers, history)
-        after = pipeline.model.join_carried(layers) if layers else state
-        after = WithHistory(after, history) if isinstance(carried, WithHistory) else after
-        return Sums(loss, jnp.ones((), jnp.float32), {}, after), self._packed(grads)
+        return Sums(loss, jnp.ones((), jnp.float32), {}, self._joined(carried, layers, history)), self._packed(grads)
 
     def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
         if self.engine == "program":
             return None
         return dispatched(self.pipeline, params, carried, self._unpacked, batch, key, options)
 
-    def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
+    def collected(self, gradients: Dispatched, results: Tree, carried: Tree) -> tuple[Sums, Tree]:
         """Returns what `loss_and_grads` does, from what a call of the other engine left."""
         loss, grads, layers, history = gradients.collect(results)
-        carried = self.pipeline.model.join_carried(layers) if layers else {}
-        carried = WithHistory(carried, history) if jax.tree.leaves(history) else carried
-        return Sums(loss, jnp.ones((), jnp.float32), {}, carried), self._packed(grads)
+        return Sums(loss, jnp.ones((), jnp.float32), {}, self._joined(carried, layers, history)), self._packed(grads)
+
+    def _joined(self, before: Tree, layers: list[Tree], history: Tree) -> Tree:
+        """Returns the carried state after a step, as it was before, from the layers' and the histories."""
+        state = before.model if isinstance(before, WithHistory) else before
+        after = self.pipeline.model.join_carried(layers) if layers else state
+        return WithHistory(after, history) if isinstance(before, WithHistory) else after
 
     def _packed(self, params: Tree) -> Tree:
         return params | {"layers": jax.vmap(self.packing.pack)(params["layers"])}

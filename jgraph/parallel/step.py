@@ -404,7 +404,7 @@ class TrainStep:
         """Compiles the update after gradients that the host's executables make."""
 
         def update(state: TrainState, results: Tree) -> tuple[TrainState, StepMetrics]:
-            sums, grads = self.bound.collected(gradients, results)
+            sums, grads = self.bound.collected(gradients, results, state.carried)
             with scope("optimizer"):
                 return self.update(state, sums, grads)
 
@@ -490,6 +490,11 @@ class CompiledStep:
         return in_turn(self.executable(state, batch))
 
     @property
+    def executables(self) -> Sequence[jax.stages.Compiled]:
+        """What a step runs, in this order."""
+        return [self.executable]
+
+    @property
     def memory(self) -> Memory | None:
         """Bytes of device memory by XLA's own account; None where it does not tell."""
         return Memory.of(self.executable)
@@ -518,6 +523,10 @@ class DispatchedStep(CompiledStep):
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
         return in_turn(self.executable(state, self.gradients(state.params, state.carried, state.step, batch)))
+
+    @property
+    def executables(self) -> Sequence[jax.stages.Compiled]:
+        return [*self.gradients.executables, self.executable]
 
     @property
     def memory(self) -> Memory | None:

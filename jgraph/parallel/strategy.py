@@ -91,8 +91,8 @@ class Bound(Protocol):
         """Compiles the same as many executables, from shapes; None where it is part of one program."""
         ...
 
-    def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
-        """Returns what `loss_and_grads` does, from the traced results of these."""
+    def collected(self, gradients: Dispatched, results: Tree, carried: Tree) -> tuple[Sums, Tree]:
+        """Returns what `loss_and_grads` does, from the traced results of these and the carried state before."""
         ...
 
 
@@ -243,7 +243,7 @@ class DataParallel:
     def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> None:
         return None
 
-    def collected(self, gradients: Dispatched, results: Tree) -> tuple[Sums, Tree]:
+    def collected(self, gradients: Dispatched, results: Tree, carried: Tree) -> tuple[Sums, Tree]:
         raise AssertionError("the step is one program")
 
     @cached_property

@@ -265,7 +265,10 @@ class TrainSetup:
             return ""
         products = binding.fp8.plan(self.model.shapes, *binding.microbatch).products
         on_gpu = jax.default_backend() == "gpu"
-        compiled_products = FP8Products.of(compiled.executable) if on_gpu else None
+        distinct = {id(one): one for one in compiled.executables} if on_gpu else {}
+        each = {name: FP8Products.of(one) for name, one in distinct.items()}
+        found = [each[id(one)] for one in compiled.executables] if on_gpu else []
+        compiled_products = FP8Products(sum(p.products for p in found), sum(p.transposes for p in found)) if found else None
         line = about(products, binding.fp8.config, compiled_products, in_loops=self.pipeline is not None)
         return f"{line}; weights in FP8 stay gathered for the backward" if self.config.reshard_after_forward else line
 

@@ -104,7 +104,7 @@ def given(kind):
     """Returns the pipeline's model, the loss of one device, and the carried state."""
     return {
         "plain": (MODEL, whole, None),
-        "embed16": (replace(MODEL, embed=embed16), whole, None),
+        "embed16": (replace(MODEL, embed=embed16), None, None),
         "stacked": (STACKED, scanned, None),
         "keyed": (KEYED, whole_keyed, jnp.zeros(LAYERS)),
     }[kind]
@@ -168,7 +168,6 @@ def assert_same(found, wanted):
         pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed"}, marks=LONG),
         pytest.param("aligned", [("pipe", 4)], DELAYED, {"kind": "stacked"}, marks=LONG),
         pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked"}, marks=LONG),
-        ("1f1b", [PIPE], DELAYED, {"kind": "embed16", **DISPATCH}),
         pytest.param("gpipe", [DATA, PIPE], DELAYED, {"kind": "stacked", **DISPATCH}, marks=LONG),
         pytest.param("gpipe", [PIPE], CURRENT, {"chunks": 2, "kind": "keyed", **DISPATCH}, marks=LONG),
     ],
@@ -178,7 +177,7 @@ def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, 
     ranks, kind = int(np.prod([size for name, size in axes if name != "pipe"])), choices.get("kind", "plain")
     rows = ranks * M * B
     found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
-    assert_same(found, expected(config, "plain" if kind == "embed16" else kind, ranks * M, rows))
+    assert_same(found, expected(config, kind, ranks * M, rows))
 
 
 @pytest.mark.long
@@ -216,11 +215,9 @@ def test_a_run_goes_on_on_one_device_and_back_bit_for_bit(kind):
     jax.tree.map(np.testing.assert_array_equal, state.carried, after.carried)
 
 
-@pytest.mark.long
-@pytest.mark.once
 def test_a_run_goes_on_with_the_other_engine():
     wanted, after = expected(DELAYED, "plain", M, M * B)
-    host, program = piped("gpipe", **DISPATCH), piped("gpipe")
+    host, program = piped("gpipe", kind="embed16", **DISPATCH), piped("gpipe")
     found, state = trained(host, steps=1)
     where = jax.tree.map(lambda s: s.sharding, program.canonical.shapes())
     more, state = trained(program, steps=1, state=program.canonical.back(jax.device_put(state, where)))

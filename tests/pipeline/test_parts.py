@@ -1,5 +1,7 @@
 """Models in parts: which layer is where, embedding and head that ranks share, and what does not go together."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+import jgraph
 from jgraph.errors import ConfigError, OrderError, ShapeError
 from jgraph.parallel.pipeline import Pipeline, PipelineModel, StageAssignment
+from jgraph.parallel.pipeline.ends import End
 from jgraph.schedule import Order, Schedule, generate, vee
 from tests.pipeline import model
 
@@ -49,6 +53,19 @@ def own_rows(table, ids):
     rows = len(table)
     local = ids - lax.axis_index("pipe") * rows
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
+
+
+def test_a_head_with_the_loss_of_all_ranks_is_differentiated_on_one():
+    rng = np.random.default_rng(0)
+    y, w, labels = rng.standard_normal((1, 4, 3), np.float32), rng.standard_normal((3, 5), np.float32), np.arange(4)[None]
+
+    def head(outer, y, labels, axis="pipe"):
+        return jgraph.cross_entropy(y, outer, labels, axis=axis)
+
+    end = End.of(head, jax.typeof(w), lambda outer: outer, {"": 1}, y, labels)
+    found = jax.jit(jax.value_and_grad(lambda w, y: end([w], y, labels), argnums=(0, 1)))(w, y)
+    wanted = jax.value_and_grad(partial(head, axis=None), argnums=(0, 1))(w, y, labels)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
 
 
 def shared_embed(outer, inputs):

@@ -57,6 +57,12 @@ def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_p
     assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_either_engine_of_a_pipeline_takes_a_recipe(recipe):
+    config = TrainConfig(precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch")
+    assert config.pp_engine == "dispatch"
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--fp8.keep", "blocks/0/*"), ("--fp8.blocks", "inner")])
 def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(tmp_path, capsys, flag, value):
     pipeline = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "3")

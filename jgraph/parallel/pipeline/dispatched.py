@@ -89,6 +89,12 @@ class Dispatched:
         whole = sum(report.command_buffers == 1 and report.captured == report.total for report in known)
         return f"{text}, {whole} of them one command buffer each"
 
+    @property
+    def executables(self) -> list[jax.stages.Compiled]:
+        """What a call runs, in this order, but for what is done to embedding and head."""
+        plans = [replica.plan for replica in self.replicas]
+        return [self.begin, *(one.executable.compiled for plan in plans for one in plan.instructions)]
+
     def __call__(self, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
         """Plays the schedule. Returns what `collect` takes; sums of gradients stay in the buffers that they are in.
 

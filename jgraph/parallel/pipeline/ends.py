@@ -49,8 +49,9 @@ class End:
         """
 
         def alone(*args: Tree) -> Tree:
-            mapped = jax.vmap(fn, in_axes=None, axis_name=Axis.PIPE, axis_size=1)  # pyright: ignore[reportArgumentType]
-            return jax.tree.map(lambda leaf: leaf[0], mapped(*args))
+            # All arguments have the axis: jax 0.12 refuses gradients that have it of arguments that have not.
+            mapped = jax.vmap(fn, axis_name=Axis.PIPE, axis_size=1)
+            return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], args)))
 
         outer = jax.eval_shape(cast, kept)
         names = leaf_names(outer)
