@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that README says of one and of two GPUs, on a machine with two; three commands of less than ten minutes each:
+# Everything that README says of one and of two GPUs, on a machine with two; commands of less than ten minutes each:
 #
-#     bash benchmarks/two_gpus.sh one|several|rest|tests OUT [REVISION]
+#     bash benchmarks/two_gpus.sh one|several|rest|soaks|tests OUT [REVISION]
 #
 # and what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` on two; torchao must be there.
 #
@@ -67,6 +67,11 @@ rest)
   piece 35 fsdp --work launch-bound --variant graph=full --soak 1000
   piece 35 $pipeline --work mlp-launch-bound --schedules aligned --graph full --soak 1000
   tests
+  ;;
+soaks) # every collective in one graph
+  piece 150 fsdp --work launch-bound --variant graph=full --soak 10000
+  piece 150 fsdp --work launch-bound --variant "layout=dp graph=full" --soak 10000
+  piece 200 $pipeline --work mlp-launch-bound --schedules aligned --graph full --soak 10000
   ;;
 tests) tests ;;
 fp8)
