@@ -4,8 +4,11 @@ import json
 
 import pytest
 
+from jgraph.errors import JgraphError
 from jgraph.parallel.pipeline import autotune
 from jgraph.training import engine
+from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import RunDir
 from tests import tiny
 
 pytestmark = [pytest.mark.long, pytest.mark.once]
@@ -42,28 +45,44 @@ def test_a_run_takes_the_faster_engine_and_goes_on_with_it_without_measuring(tmp
     assert len(seconds) == 2
 
 
-def test_what_takes_too_long_is_not_measured_and_what_fails_is_out(tmp_path, seconds, monkeypatch, capsys):
-    monkeypatch.setattr(engine, "_LONGEST", -1.0)
-    assert tiny.train(tmp_path / "slow", *FLAGS) == 0
-    assert kept(tmp_path / "slow")["engine"] == "program"
-    assert "not measured after" in capsys.readouterr().out
+class Lines(list):
+    """A reporter that keeps what it is told."""
 
+    line = list.append
+
+
+def settled(tmp_path, **fields) -> tuple[TrainConfig, dict, str]:
+    """The run with its engine, what is kept, and what was said."""
+    config = TrainConfig(pp=2, num_microbatches=4, pp_engine="auto", run_dir=str(tmp_path), **fields)
+    said = Lines()
+    return *engine.settle_engine(config, None, RunDir(tmp_path), said), "\n".join(said)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_takes_too_long_is_not_measured(tmp_path, seconds, monkeypatch):
+    monkeypatch.setattr(engine, "_LONGEST", -1.0)
+    config, told, said = settled(tmp_path)
+    assert config.pp_engine == told["engine"] == "program"
+    assert "not measured after" in said
+
+
+def test_what_fails_is_out_with_its_error(tmp_path, monkeypatch):
     def fails(config, corpus):
         if config.pp_engine == "program":
-            raise engine.JgraphError("no such luck")
+            raise JgraphError("no such luck")
         return 1.0
 
     monkeypatch.setattr(engine, "_seconds", fails)
-    assert tiny.train(tmp_path / "failed", *FLAGS) == 0
-    assert kept(tmp_path / "failed")["engine"] == "dispatch"
-    assert "no such luck" in capsys.readouterr().out
+    config, _, said = settled(tmp_path)
+    assert config.pp_engine == "dispatch"
+    assert "no such luck" in said
 
 
-def test_where_only_one_program_can_do_it_nothing_is_timed(tmp_path, seconds, capsys):
-    assert tiny.train(tmp_path / "run", *FLAGS, "--fsdp", "2") == 0
-    assert "takes program" in capsys.readouterr().out
+def test_where_only_one_program_can_do_it_nothing_is_timed(tmp_path, seconds):
+    config, told, said = settled(tmp_path, fsdp=2)
+    assert config.pp_engine == "program"
+    assert "takes program" in said
+    assert not told
     assert not seconds
-    assert not (tmp_path / "run" / "engine.json").exists()
 
 
 def test_of_all_schedules_the_best_of_each_engine_is_timed(tmp_path, monkeypatch):

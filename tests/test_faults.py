@@ -188,19 +188,18 @@ def test_skipped_steps_still_count_after_a_resume(tmp_path, poisoned, capsys):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_run_whose_devices_hang_ends_by_itself_and_goes_on_with_the_same_losses(tmp_path, poisoned, num_devices):
-    flags = (*poisoned[:-1], "tests.faulty:Hanging", "--steps", "30", "--checkpoint-every", "5", "--dp", str(num_devices))
+def test_a_run_whose_devices_hang_ends_by_itself_and_goes_on_with_the_same_losses(tmp_path, poisoned):
+    flags = (*poisoned[:-1], "tests.faulty:Hanging", "--steps", "30", "--checkpoint-every", "5", "--dp", "2")
     hangs = poisoned_steps(poisoned[1], 30)[0]
     assert hangs > 5, "the test needs a checkpoint before it"
     assert tiny.train(tmp_path / "whole", *flags) == 0
-    process = tiny.start(tmp_path / "run", *flags, "--hang-seconds", "3", num_devices=num_devices, JGRAPH_TESTS_HANG="1")
+    process = tiny.start(tmp_path / "run", *flags, "--hang-seconds", "6", num_devices=2, JGRAPH_TESTS_HANG="1")
     code, _, err = tiny.finish(process, seconds=120)
     line = next(line for line in err.splitlines() if line.startswith("jgraph.train: error: "))
     assert code == 75
     assert f"step {hangs}" in line
     groups = ("{{0,1}}", "mesh['data'=2] {'data'}")  # of XLA of before and after jax 0.12
-    assert any(f"collectives: 1 all-reduce over {group};" in line for group in groups) == (num_devices == 2)
+    assert any(f"collectives: 1 all-reduce over {group};" in line for group in groups)
     assert f"the last whole checkpoint is {tmp_path / 'run' / 'checkpoints' / str(hangs // 5 * 5)}" in line
     assert "--hang-seconds" in line
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(hangs))

@@ -162,8 +162,7 @@ def assert_same(found, wanted):
         ("zb-h1", [PIPE], DELAYED, {}),
         pytest.param("aligned", [PIPE, FSDP], CURRENT, {"chunks": 2}, marks=LONG),
         pytest.param("zb-v", [PIPE], DELAYED, {"chunks": 2, "remat": "layer"}, marks=LONG),
-        pytest.param("interleaved-1f1b", [PIPE], replace(DELAYED, format="e4m3"), {"chunks": 2}, marks=LONG),
-        pytest.param("gpipe", [DATA, PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), {}, marks=LONG),
+        pytest.param("interleaved-1f1b", [PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), {"chunks": 2}, marks=LONG),
         pytest.param("aligned", [DATA, PIPE, FSDP], DELAYED, {}, marks=LONG),
         pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed"}, marks=LONG),
         pytest.param("aligned", [("pipe", 4)], DELAYED, {"kind": "stacked"}, marks=LONG),
@@ -200,8 +199,8 @@ def test_a_skipped_step_leaves_the_histories_as_they_were():
 
 @pytest.mark.long
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["plain", "stacked"])
-def test_a_run_goes_on_on_one_device_and_back_bit_for_bit(kind):
+def test_a_run_goes_on_on_one_device_and_back_bit_for_bit():
+    kind = "stacked"
     pipeline, alone = piped("aligned", kind=kind), one_device(kind=kind)
     wanted, after = trained(alone, kind, steps=3)
     state = trained(pipeline, kind, steps=1)[1]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError
+from jgraph.parallel.pipeline import autotune
 from jgraph.precision.config import FP8Config
 from jgraph.training.config import TrainConfig
 from tests import tiny
@@ -50,7 +51,8 @@ def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_path, capsys):
+def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
     sizes = ("--num-microbatches", "2", "--model.num-layers", "3")
     assert tiny.train(tmp_path, *RUN, *DELAYED, *sizes, "--steps", "2", "--pp", "2", "--schedule", "auto") == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -73,9 +75,7 @@ def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(t
 
 @pytest.mark.long
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--fsdp", "--seed"), ("--pp", "--seed"), ("--dp", "--pp")]
-)
+@pytest.mark.parametrize(("before", "after"), [("--fsdp", "--dp"), ("--dp", "--fsdp"), ("--pp", "--seed")])
 def test_a_run_goes_on_over_other_devices_with_its_histories(tmp_path, before, after):
     devices = {"--fsdp": "2", "--dp": "2", "--pp": "2", "--seed": "0"}
     steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2", "--model.num-layers", "2")
