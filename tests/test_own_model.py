@@ -31,6 +31,7 @@ def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_ne
 
 
 @pytest.mark.long
+@pytest.mark.once
 @pytest.mark.parametrize("schedule", ["aligned", "auto"])
 def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path, schedule):
     settings = ("--num-microbatches", "4", "--model.width", "8")

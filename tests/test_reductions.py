@@ -52,12 +52,16 @@ once = pytest.mark.once
     [
         ({"dp": 2}, {("all-reduce", FLOAT): 1}),
         pytest.param({"dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
-        ({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}),  # a loop
+        pytest.param({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}, marks=once),  # a loop
         pytest.param({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}, marks=once),
         ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
         pytest.param({"fsdp": 4}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1}, marks=once),
         ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
-        ({"fsdp": 2, "dp": 2} | LOW_SUMS, {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1}),
+        pytest.param(
+            {"fsdp": 2, "dp": 2} | LOW_SUMS,
+            {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1},
+            marks=once,
+        ),
         pytest.param({"pp": 2, "num_microbatches": 2}, {}, marks=once),
         pytest.param({"pp": 2, "dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
         # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.

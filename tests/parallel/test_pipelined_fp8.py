@@ -214,6 +214,8 @@ def test_a_run_goes_on_on_one_device_and_back_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, state.carried, after.carried)
 
 
+@pytest.mark.long
+@pytest.mark.once
 def test_a_run_goes_on_with_the_other_engine():
     wanted, after = expected(DELAYED, "plain", M, M * B)
     host, program = piped("gpipe", kind="embed16", **DISPATCH), piped("gpipe")
