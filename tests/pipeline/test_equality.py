@@ -44,7 +44,7 @@ def grid() -> list[tuple[str, int, int, int, str]]:
 
 
 # Of each name one size, with the most microbatches of it.
-SIZES = {row[:3]: row[3] for row in grid() if row[1] == (4 if row[2] == 2 else 2)}
+SIZES = {row[:3]: row[3] for row in grid() if row[1] == (4 if row[2] == 2 else 2) and row[0] != "gpipe"}
 DISPATCHED = [(*sizes, M) for sizes, M in SIZES.items()]
 
 
