@@ -227,8 +227,7 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[...,
         y, rest = shaped.y.unflatten(ins[: len(shaped.y)]), ins[len(shaped.y) :]
         loss, (gradients, dy) = jax.value_and_grad(loss_fn, argnums=(0, 1))(read, y, rest)
         for (_, register, how), gradient in zip(task.grads, gradients, strict=True):
-            wide = gradient.astype(jnp.float32)
-            env[register] = env[register] + wide if how == "add" else wide
+            env[register] = _summed(env, register, how, gradient)
         outs = [loss, *jax.tree.leaves(dy)]
     elif task.kind == "forward":
         outs = shaped.forward(shaped.fill("forward", read), ins)
@@ -237,6 +236,12 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any], loss_fn: Callable[...,
     for register, value in zip(task.outs, outs, strict=True):
         if register is not None:
             env[register] = value
+
+
+def _summed(env: Mapping[int, Any], register: int, how: How, gradient: Array, merge: Any = jnp.add) -> Array:
+    """Returns what becomes of a gradient: as it is, or float32, perhaps merged with what the register has."""
+    wide = gradient if how == "new" else gradient.astype(jnp.float32)
+    return merge(env[register], wide) if how == "add" else wide
 
 
 def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
@@ -252,10 +257,8 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
         dx, early, stash = shaped.dgrad(shaped.fill("dgrad", read[:count]), residuals, rest)
         read = read[count:]
         for place, gradient in early.items():
-            register, how = registers[place]
-            wide = gradient if how == "new" else gradient.astype(jnp.float32)
             merge = jnp.maximum if place in shaped.maxima else jnp.add
-            gradients[place] = merge(env[register], wide) if how == "add" else wide
+            gradients[place] = _summed(env, *registers[place], gradient, merge)
     if task.kind != "dgrad" and shaped.late:
         sums = None
         if registers[shaped.late[0]][1] != "new":

@@ -28,7 +28,7 @@ _UNIT = 1e-7  # of seconds in an int32: up to 214
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure_graph` found.
+    """Holds what `measure_graph` found.
 
     Attributes:
         graph: the choice that is taken.

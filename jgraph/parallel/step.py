@@ -34,6 +34,7 @@ from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.xla.explain import Memory
+from jgraph.xla.options import known
 
 Tree = Any
 
@@ -388,7 +389,7 @@ class TrainStep:
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
         """Returns the XLA options that products in FP8 need on a platform, as far as the installed XLA has them."""
-        return () if self.binding.fp8 is None else product.xla_options(platform)
+        return () if self.binding.fp8 is None else known(product.XLA_OPTIONS, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Returns the step, lowered for a whole batch of these arrays or shapes."""
@@ -491,7 +492,7 @@ class CompiledStep:
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
-        """What a step runs, in this order."""
+        """Returns what a step runs, in this order."""
         return [self.executable]
 
     @property

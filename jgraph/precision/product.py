@@ -19,7 +19,6 @@ from jgraph.kernels import amax, cast_transpose
 from jgraph.precision.config import FP8Config
 from jgraph.precision.scaling import scale_for, seen
 from jgraph.scopes import scope
-from jgraph.xla.options import installed_options
 
 # M rows of x, K contracted, N columns of w
 
@@ -27,12 +26,6 @@ from jgraph.xla.options import installed_options
 XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
 _MULTIPLE = 16  # of every size of cuBLASLt's FP8 products
-
-
-def xla_options(platform: str) -> tuple[str, ...]:
-    """Returns the XLA options that products in FP8 need on a platform, as far as the installed XLA has them."""
-    known = installed_options() or {} if platform in ("gpu", "cuda") else {}
-    return tuple(option for option in XLA_OPTIONS if option.partition("=")[0] in known)
 
 
 def formats(config: FP8Config) -> tuple[Any, Any, Any]:

@@ -1,7 +1,6 @@
 """`pp_engine` auto of a run: what plays its schedule, and which schedule, by measurement; kept with the run."""
 
 import dataclasses
-import statistics
 import time
 from typing import Any
 
@@ -10,6 +9,8 @@ import numpy as np
 
 from jgraph.data import Corpus
 from jgraph.errors import JgraphError
+from jgraph.parallel.pipeline.autotune import seconds_of
+from jgraph.parallel.step import StepMetrics, TrainState
 from jgraph.schedule import Candidate
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter
@@ -18,8 +19,6 @@ from jgraph.training.rundir import RunDir
 from jgraph.training.setup import TrainSetup, candidates
 
 _LONGEST = 60.0  # seconds after which nothing more is measured
-_TURNS = 3
-_SECONDS = 0.3  # of a turn, or one step
 _MOST_ROWS = 8
 
 
@@ -103,13 +102,10 @@ def _seconds(config: TrainConfig, corpus: Corpus) -> float:
     setup = TrainSetup.of(config)
     init, step = setup.compile_init(), setup.compile_step()
     tokens = np.resize(corpus.train[: config.batch_size * (config.seq_len + 1)], (config.batch_size, config.seq_len + 1))
-    state, batch, times, count = init(), setup.step.place(tokens.astype(np.int32)), [], 1
-    for turn in range(_TURNS + 2):
-        began, metrics = time.perf_counter(), None
-        for _ in range(count):
-            state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
-        times.append((time.perf_counter() - began) / count)
-        if turn == 1:  # the first one loads and records
-            count = max(1, int(_SECONDS / times[-1]))
-    return statistics.median(times[2:])
+    batch, state = setup.step.place(tokens.astype(np.int32)), [init()]
+
+    def run() -> tuple[TrainState, StepMetrics]:
+        state[0], metrics = step(state[0], batch)
+        return state[0], metrics
+
+    return seconds_of(run)

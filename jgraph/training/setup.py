@@ -49,7 +49,7 @@ from jgraph.training.optimizer import adamw
 from jgraph.tree import leaf_names
 from jgraph.xla import compiler_options
 from jgraph.xla.explain import FP8Products
-from jgraph.xla.options import OptionValue, installed_options
+from jgraph.xla.options import OptionValue, known
 
 Tree = Any
 
@@ -222,11 +222,7 @@ class TrainSetup:
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
         """Returns what was chosen on GPUs for sharded parameters and for FP8, as far as the installed XLA has it."""
-        if platform not in ("gpu", "cuda"):
-            return ()
-        known, chosen = installed_options() or {}, fsdp.XLA_OPTIONS * (self.config.fsdp > 1)
-        own = self.step.chosen_options(platform)
-        return (*(option for option in chosen if option.partition("=")[0] in known), *own)
+        return (*known(fsdp.XLA_OPTIONS * (self.config.fsdp > 1), platform), *self.step.chosen_options(platform))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:

@@ -170,6 +170,12 @@ def installed_options() -> Mapping[str, Option] | None:
     return types.MappingProxyType({option.name: option for option in options})
 
 
+def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
+    """Returns those of some `name=value` that the installed XLA has, for a GPU; none for another platform."""
+    installed = installed_options() or {} if platform in ("gpu", "cuda") else {}
+    return tuple(option for option in options if option.partition("=")[0] in installed)
+
+
 # --- The descriptor. Field numbers are those of google/protobuf/descriptor.proto, which are fixed for good. ---
 
 _Fields: TypeAlias = list[tuple[int, bytes | int]]

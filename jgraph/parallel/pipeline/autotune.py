@@ -15,10 +15,11 @@ from jgraph.errors import ConfigError
 from jgraph.mesh import batch_axes
 from jgraph.parallel.pipeline.ends import End
 from jgraph.parallel.pipeline.program import Pipeline
-from jgraph.precision.product import xla_options
+from jgraph.precision.product import XLA_OPTIONS
 from jgraph.precision.transform import FP8Function
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Engine, Schedule, best, generate, read
 from jgraph.xla import compiler_options
+from jgraph.xla.options import known
 
 Tree = Any
 
@@ -74,7 +75,8 @@ def choose(
     ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
     layers_per_rank = -(-layers // ranks)
     seconds = {part: share(value) * layers_per_rank for part, value in measure(pipeline, params, inputs).items()}
-    head = share(measure_head(pipeline, params, inputs))
+    # In one program it takes the same with every schedule.
+    head = share(measure_head(pipeline, params, inputs)) if "dispatch" in engines else 0.0
     slots = pipeline.slot_bytes(params, inputs, layers=layers_per_rank)
 
     def in_program(schedule: Schedule, makespan: float) -> float:
@@ -84,7 +86,7 @@ def choose(
     def by_host(schedule: Schedule, makespan: float) -> float:
         return max(makespan, _HANDOVER * sum(len(order) for order in schedule))
 
-    known = {
+    players = {
         # Transfers are at the end of every tick, so a tick takes as long as its longest action.
         "program": Engine("program", "lockstep", of_step=in_program),
         "dispatch": Engine("dispatch", "dataflow", head=head, of_step=by_host),
@@ -96,7 +98,7 @@ def choose(
         sizes={pool: size for pool, size in slots.items() if pool in POOLS},
         memory_limit=memory_limit,
         chunks=[chunks for chunks in (1, 2) if ranks * chunks <= layers],
-        engines=[known[engine] for engine in engines],
+        engines=[players[engine] for engine in engines],
     )
 
 
@@ -117,7 +119,7 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
     if isinstance(function, FP8Function):
         stage = (*stage[:2], function.quantize(*stage[:2], x))
     platform = jax.default_backend()
-    options = compiler_options("auto", xla_options(platform), platform=platform) if pipeline.fp8 else None
+    options = compiler_options("auto", known(XLA_OPTIONS, platform), platform=platform) if pipeline.fp8 else None
     forward, dgrad = (jax.jit(part, compiler_options=options) for part in (split.forward, split.dgrad))
     wgrad = jax.jit(split.accumulate, donate_argnums=0, compiler_options=options)
     y, residuals, _ = forward(stage, x)
@@ -130,7 +132,7 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
         return total[0]
 
     parts = {"forward": lambda: forward(stage, x), "dgrad": lambda: dgrad(stage, residuals, y), "wgrad": add}
-    return {part: _seconds(run) for part, run in parts.items()}
+    return {part: seconds_of(run) for part, run in parts.items()}
 
 
 def measure_head(pipeline: Pipeline, params: Tree, inputs: Tree) -> float:
@@ -145,10 +147,11 @@ def measure_head(pipeline: Pipeline, params: Tree, inputs: Tree) -> float:
 
     given = jax.tree.map(lambda s: jnp.full(s.shape, 0.02, s.dtype), (head.shapes, x))
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    return _seconds(lambda: run(*given))
+    return seconds_of(lambda: run(*given))
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Returns the median time of a call that gives arrays, over repeats of many calls; the first two calls do not count."""
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())

@@ -26,7 +26,7 @@ from jgraph.errors import ConfigError
 from jgraph.mesh import Axis, batch_axes
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.objective import WithHistory
-from jgraph.parallel.pipeline.ends import End
+from jgraph.parallel.pipeline.ends import End, part_shape
 from jgraph.parallel.pipeline.program import Pipeline
 from jgraph.parallel.pipeline.replica import Replica
 from jgraph.parallel.pipeline.stages import Chunk, Stage, shard, stages_of
@@ -41,16 +41,12 @@ class _Result:
     """An array of what a step leaves.
 
     Attributes:
-        shape: of a rank's part.
-        axis: along which the ranks share it; None where all have the same.
-        part: (replica, rank) -> the array on its device.
-        dtype: of it.
+        aval: its shape over all devices, with its sharding.
+        part: (replica, rank) -> what of it is on the device.
     """
 
-    shape: tuple[int, ...]
-    axis: int | None
+    aval: jax.ShapeDtypeStruct
     part: Callable[[Replica, int], Array]
-    dtype: Any = jnp.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +87,7 @@ class Dispatched:
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """What a call runs, in this order, but for what is done to embedding and head."""
+        """Returns what a call runs, in this order, but for what is done to embedding and head."""
         plans = [replica.plan for replica in self.replicas]
         return [self.begin, *(one.executable.compiled for plan in plans for one in plan.instructions)]
 
@@ -109,26 +105,15 @@ class Dispatched:
             replica.play(begun, outer)
 
         def whole(result: _Result) -> Array:
-            mesh = self.pipeline.mesh
-            shape, spec = _over_all(mesh, result.shape, result.axis)
-            pairs = [(replica, rank) for replica in self.replicas for rank in range(len(replica.devices))]
-            parts = {replica.shards[rank]: result.part(replica, rank) for replica, rank in pairs}
-            return jax.make_array_from_single_device_arrays(
-                shape, NamedSharding(mesh, spec), [parts[place] for place in range(mesh.size)]
-            )
+            parts = [result.part(replica, rank) for replica, rank in self._homes]
+            return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, parts)
 
         return jax.tree.map(whole, self._results)
 
     @property
     def results(self) -> Tree:
         """Shapes of what a call returns."""
-        mesh = self.pipeline.mesh
-
-        def of(result: _Result) -> jax.ShapeDtypeStruct:
-            shape, spec = _over_all(mesh, result.shape, result.axis)
-            return jax.ShapeDtypeStruct(shape, result.dtype, sharding=NamedSharding(mesh, spec))
-
-        return jax.tree.map(of, self._results)
+        return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
         """Returns mean loss, mean gradients, carried state and histories from traced results, as `Pipeline.step` does."""
@@ -141,7 +126,7 @@ class Dispatched:
             found: dict[int, Array] = {}
             for end, own in zip(self.ends, results["ends"], strict=True):
                 for i, axis, gradient in zip(end.reads, end.axes, own, strict=True):
-                    gradient = gradient.reshape(_part(leaves[i].shape, axis, pipeline.mesh.shape[Axis.PIPE]))
+                    gradient = gradient.reshape(part_shape(leaves[i].shape, axis, pipeline.mesh.shape[Axis.PIPE]))
                     found[i] = found[i] + gradient if i in found else gradient
             outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
@@ -159,23 +144,32 @@ class Dispatched:
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
+    def _homes(self) -> list[tuple[Replica, int]]:
+        """Which replica's rank each device is, in their order."""
+        places = {replica.shards[rank]: (replica, rank) for replica in self.replicas for rank in range(len(replica.devices))}
+        return [places[place] for place in sorted(places)]
+
+    @cached_property
     def _results(self) -> Tree:
-        ranks = self.pipeline.mesh.shape[Axis.PIPE]
+        mesh = self.pipeline.mesh
+
+        def result(shape: tuple[int, ...], axis: int | None, part: Callable[[Replica, int], Array], dtype: Any) -> _Result:
+            return _Result(_over_all(mesh, shape, axis, dtype), part)
 
         def of_end(number: int, n: int) -> _Result:
             end = self.ends[number]
-            shape = _part(end.shapes[n].shape, end.axes[n], ranks) or (1,)
-            return _Result(shape, end.axes[n], lambda replica, rank: replica.end(rank, number, n))
+            shape = part_shape(end.shapes[n].shape, end.axes[n], mesh.shape[Axis.PIPE]) or (1,)
+            return result(shape, end.axes[n], lambda replica, rank: replica.end(rank, number, n), jnp.float32)
 
         def of_layers(chunk: int, name: str, shape: tuple[int, ...]) -> _Result:
-            return _Result(shape, 0, lambda replica, rank: replica.layers(rank, chunk, name, shape))
+            return result(shape, 0, lambda replica, rank: replica.layers(rank, chunk, name, shape), jnp.float32)
 
         def of_state(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
             shape = (self.chunks[chunk].places, *aval.shape)
-            return _Result(shape, 0, lambda replica, rank: replica.state(rank, chunk, n), aval.dtype)
+            return result(shape, 0, lambda replica, rank: replica.state(rank, chunk, n), aval.dtype)
 
         def of_history(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
-            return _Result(aval.shape, 0, lambda replica, rank: replica.history(rank, chunk, n))
+            return result(aval.shape, 0, lambda replica, rank: replica.history(rank, chunk, n), jnp.float32)
 
         def of_chunks(of: Callable[..., _Result], shapes: Tree) -> list[Tree]:
             leaves, structure = jax.tree.flatten(shapes)
@@ -188,7 +182,7 @@ class Dispatched:
             "histories": of_chunks(of_history, history),
             "ends": [[of_end(number, n) for n in range(len(end.reads))] for number, end in enumerate(self.ends)],
             "layers": [{n: of_layers(c, n, s) for n, s in chunk.shapes().items()} for c, chunk in enumerate(self.chunks)],
-            "loss": _Result((1,), None, lambda replica, rank: replica.loss(rank)),
+            "loss": result((1,), None, lambda replica, rank: replica.loss(rank), jnp.float32),
         }
 
 
@@ -330,16 +324,15 @@ def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
     return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
 
 
-def _part(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's part of an array that the ranks share along an axis."""
-    return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))
+def _over_all(mesh: Mesh, shape: Sequence[int], axis: int | None, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the array over all devices whose parts have this shape.
 
-
-def _over_all(mesh: Mesh, shape: Sequence[int], axis: int | None) -> tuple[tuple[int, ...], PartitionSpec]:
-    """Returns shape and spec of the array over all devices whose parts have this shape; replicas are along its first axis."""
+    Replicas are along its first axis, ranks along `axis`; None: all ranks have the same.
+    """
     along: list[tuple[str, ...]] = [() for _ in shape]
     along[0] += batch_axes(mesh)
     if axis is not None:
         along[axis] += (Axis.PIPE.value,)
     lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(shape, along, strict=True))
-    return tuple(lengths), PartitionSpec(*(names or None for names in along))
+    where = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
+    return jax.ShapeDtypeStruct(tuple(lengths), dtype, sharding=where)

@@ -69,13 +69,13 @@ class End:
 
     @cached_property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of the arrays that it reads, whole."""
+        """Returns the shapes of the arrays that it reads, whole."""
         leaves = jax.tree.leaves(self.outer)
         return [leaves[i] for i in self.reads]
 
     @cached_property
     def made(self) -> tuple[int, ...]:
-        """Which of the arrays that it reads must be made; the others are read where they are kept."""
+        """Returns which of the arrays that it reads must be made; the others are read where they are kept."""
         kept = jax.tree.leaves(self.kept)
         pairs = enumerate(zip(self.reads, self.axes, strict=True))
         return tuple(n for n, (i, axis) in pairs if axis is not None or kept[i].dtype != self.shapes[n].dtype)
@@ -85,8 +85,8 @@ class End:
         kept, found = jax.tree.leaves(self.kept), []
         for n in self.made:
             leaf, axis = kept[self.reads[n]], self.axes[n]
-            shape = tuple(length // ranks if i == axis else length for i, length in enumerate(leaf.shape))
-            found.append([jax.ShapeDtypeStruct(shape, leaf.dtype)] * (1 if axis is None else ranks))
+            part = jax.ShapeDtypeStruct(part_shape(leaf.shape, axis, ranks), leaf.dtype)
+            found.append([part] * (1 if axis is None else ranks))
         return found
 
     def make(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
@@ -101,3 +101,8 @@ class End:
         """Returns each gradient's parts for the ranks; one part for all where they do not share it. None is a scalar."""
         pairs = zip(gradients, self.axes, strict=True)
         return [[jnp.atleast_1d(g)] if axis is None else jnp.split(g, ranks, axis) for g, axis in pairs]
+
+
+def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
+    """Returns the shape of a rank's part of an array that the ranks share along an axis."""
+    return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))

@@ -297,7 +297,7 @@ class Pipeline:
             weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
             stages = list(zip(stages, histories, weights, strict=True))
         split = split_backward(function, has_aux=True)
-        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
+        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, self.share, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
         summed = jax.tree_util.tree_map_with_path(
@@ -379,6 +379,11 @@ class Pipeline:
         if self.compute_dtype is None:
             return tree
         return jax.tree.map(lambda p: p.astype(self.compute_dtype) if p.ndim > 1 else p, tree)
+
+    @property
+    def share(self) -> float:
+        """Returns what a microbatch's loss counts: in FP8 all of it, as histories have amax of gradients of one microbatch."""
+        return 1.0 if self.fp8 else 1 / self.schedule.num_microbatches
 
     @property
     def _layer(self) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import jax
@@ -73,7 +74,6 @@ class Replica:
         reports = {id(one.executable): (one.executable.io.name, one.executable.report) for one in plan.instructions}
         compiling = _Compiling(dict(options), list(reports.values()))
         sums = {name: plan.flow.avals[register] for name, register in plan.flow.sums.items()}
-        homes = [devices[stages[min(i, len(stages) - 1)].rank] for i, _ in sums]
         losses = [plan.flow.avals[register] for register in plan.flow.losses.values()]
         make, deal, made = [], [], []
         for number, (end, name) in enumerate(zip(ends, ("embedding", "head"), strict=True)):
@@ -98,7 +98,7 @@ class Replica:
 
             given = [list(stage.shaped.aux.avals)] * pipeline.schedule.num_microbatches
             together.append(compiling(f"carried_{i}", reduce, (given,), devices[stage.rank]))
-        zeros = {name: jnp.zeros(s.shape, s.dtype, device=home) for (name, s), home in zip(sums.items(), homes, strict=True)}
+        zeros = {(i, n): jnp.zeros(s.shape, s.dtype, device=devices[_rank_of(i, stages)]) for (i, n), s in sums.items()}
         order = list(pipeline.mesh.devices.flat)
         return cls(
             tuple(devices),
@@ -159,7 +159,7 @@ class Replica:
 
     def layers(self, rank: int, chunk: int, name: str, shape: tuple[int, ...]) -> Array:
         """Returns the sum for one of a chunk's arrays; zeros for what is only padding there."""
-        stage = self.stages[self._number(rank, chunk)]
+        stage = self.stages[self._numbers[rank, chunk]]
         if name in stage.names:
             return self.buffers["sums"][stage.shaped.index, stage.names.index(name)]
         zeros = self.buffers["zeros"]
@@ -178,16 +178,17 @@ class Replica:
 
     def state(self, rank: int, chunk: int, n: int) -> Array:
         """Returns a leaf of what the layers of a stage carry, reduced over microbatches."""
-        return self.buffers["together"][self._number(rank, chunk)][n]
+        return self.buffers["together"][self._numbers[rank, chunk]][n]
 
     def history(self, rank: int, chunk: int, n: int) -> Array:
         """Returns a leaf of a stage's amax histories after the step."""
-        shaped = self.stages[self._number(rank, chunk)].shaped
+        shaped = self.stages[self._numbers[rank, chunk]].shaped
         return self.buffers["sums"][shaped.index, shaped.maxima[n]]
 
-    def _number(self, rank: int, chunk: int) -> int:
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], int]:
         """Returns the number of the stage that is a rank's chunk."""
-        return next(i for i, stage in enumerate(self.stages) if (stage.rank, stage.chunk) == (rank, chunk))
+        return {(stage.rank, stage.chunk): i for i, stage in enumerate(self.stages)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,10 +223,9 @@ def _plan(
     shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
     # All sums lie where they lay, whichever part they come from.
     aliased = [(*one.early, *one.late) for one in shaped] + [tuple(range(len(head.reads)))]
-    share = 1 / pipeline.schedule.num_microbatches if pipeline.fp8 is None else 1.0  # as `StageExecutor.share`
 
     def loss(params: Tree, y: Array, batch: Tree) -> Array:
-        return head(params, y, batch).astype(jnp.float32) * share
+        return head(params, y, batch).astype(jnp.float32) * pipeline.share
 
     return make_plan(
         shaped,
@@ -272,12 +272,17 @@ def _sources(
                 assert kind == "loss", f"a stage has no {kind}"
                 i, (m, place) = len(stages), where
                 source = jax.tree.leaves(numbers["batch"][m])[place]
-        rank = stages[min(i, len(stages) - 1)].rank
+        rank = _rank_of(i, stages)
         if isinstance(source, Number):
             registers[register] = jnp.asarray(source.value, jnp.int32, device=devices[rank])
         else:
             filled.append((register, source, rank))
     return registers, filled
+
+
+def _rank_of(i: int, stages: Sequence[Stage]) -> int:
+    """Returns the rank of a callable: of a stage, or of the loss, which is one more and where the last stage is."""
+    return stages[min(i, len(stages) - 1)].rank
 
 
 def _sums_of(end: End, number: int, stages: Sequence[Stage]) -> list[tuple[int, int]]:

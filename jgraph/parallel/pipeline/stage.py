@@ -52,6 +52,7 @@ class StageExecutor:
         head_outer: Tree,
         stages: Sequence[Tree],
         inputs: Tree,
+        share: float,
         key: Array | None,
         impl: Any,
     ):
@@ -62,10 +63,11 @@ class StageExecutor:
             stages: for each chunk, what the stage function takes as its parameters: a pair of the layers' and others. In FP8,
                 that pair, the state and the weights.
             inputs: of the microbatches, leaves [M, ...].
+            share: what a microbatch's loss is multiplied with.
             key: key data of a random key of the kind `impl`, or None.
         """
         self._model, self._split, self._inputs, self.carried = model, split, inputs, carried
-        self._key, self._impl = key, impl
+        self._share, self._key, self._impl = share, key, impl
         self._outer, self._head_outer, self._stages = outer, head_outer, stages
         x = jax.eval_shape(model.embed, outer, self._of(0))
         effects = jax.make_jaxpr(model.head)(head_outer, x, self._of(0)).effects
@@ -84,11 +86,6 @@ class StageExecutor:
     def in_fp8(self) -> bool:
         """Whether stages come with histories and weights."""
         return len(self._stages[0]) == 3
-
-    @property
-    def share(self) -> float:
-        """Of a microbatch in what `head` gives: in FP8 all of it, as histories have amax of gradients of one microbatch."""
-        return 1.0 if self.in_fp8 else 1 / len(jax.tree.leaves(self._inputs)[0])
 
     @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
@@ -180,11 +177,11 @@ class StageExecutor:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda outer, y: self._model.head(outer, y, self._of(m)), self._head_outer, y)
         # The mean is taken here, of one number, and not at the end, of all gradients.
-        d_outer, dy = pull_back(jnp.where(here, self.share, 0).astype(loss.dtype))
+        d_outer, dy = pull_back(jnp.where(here, self._share, 0).astype(loss.dtype))
         if not self._shares_head:
             # Cotangents of zero are not enough: of what lies elsewhere as y, the derivative may be infinite.
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
-        return jnp.where(here, loss * self.share, 0), d_outer, dy
+        return jnp.where(here, loss * self._share, 0), d_outer, dy
 
     def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1 or isinstance(chunk, int):

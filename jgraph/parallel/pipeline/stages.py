@@ -84,7 +84,7 @@ Source = int | Made | Number
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Where a stage is, what its executables compute, and what they are given.
+    """Says where a stage is, what its executables compute, and what they are given.
 
     Attributes:
         rank, chunk: its place.
