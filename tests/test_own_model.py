@@ -17,8 +17,15 @@ def run(run_dir, module, *flags):
     return main([*FLAGS, "--run-dir", str(run_dir), *model, *flags])
 
 
-@pytest.mark.parametrize("strategy", [(), ("--dp", "2"), ("--fsdp", "2", "--num-microbatches", "2")], ids=["one", "dp", "fsdp"])
-@pytest.mark.parametrize("module", ["Normed", "Linen"])
+STRATEGIES = [
+    pytest.param((), id="one", marks=pytest.mark.once),
+    pytest.param(("--dp", "2"), id="dp", marks=pytest.mark.once),
+    pytest.param(("--fsdp", "2", "--num-microbatches", "2"), id="fsdp"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("module", ["Normed", pytest.param("Linen", marks=pytest.mark.once)])
 def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_never_stopped(tmp_path, module, strategy):
     settings = ("--model.width", "8", "--model.rate", "0.1", "--checkpoint-every", "10", "--checkpoint-keep", "3", *strategy)
     assert run(tmp_path, module, *settings) == 0

@@ -54,7 +54,9 @@ once = pytest.mark.once
         pytest.param({"dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
         pytest.param({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}, marks=once),  # a loop
         pytest.param({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}, marks=once),
-        ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
+        pytest.param(
+            {"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}, marks=once
+        ),
         pytest.param({"fsdp": 4}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1}, marks=once),
         ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
         pytest.param(
@@ -65,9 +67,10 @@ once = pytest.mark.once
         pytest.param({"pp": 2, "num_microbatches": 2}, {}, marks=once),
         pytest.param({"pp": 2, "dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
         # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.
-        (
+        pytest.param(
             {"pp": 2, "fsdp": 2, "dp": 2, "num_microbatches": 2},
             {("all-gather", LOW): 1, ("all-gather", FLOAT): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1},
+            marks=once,
         ),
     ],
     ids=lambda value: " ".join(f"{name}={field}" for name, field in value.items() if isinstance(name, str)),

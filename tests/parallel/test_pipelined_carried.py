@@ -107,8 +107,8 @@ LONG = pytest.mark.long
     ("schedule", "axes", "choices"),
     [
         ("aligned", [("pipe", 4)], {}),
-        ("zb-v", [PIPE], {"chunks": 2}),
-        ("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}),
+        pytest.param("zb-v", [PIPE], {"chunks": 2}, marks=pytest.mark.once),
+        pytest.param("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}, marks=pytest.mark.once),
         pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=pytest.mark.once),
         pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE, FSDP], {"chunks": 2}, marks=LONG),

@@ -215,7 +215,9 @@ def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_p
     "flags",
     [
         pytest.param((), id="one device"),
-        pytest.param(("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), id="pipeline"),
+        pytest.param(
+            ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), id="pipeline", marks=pytest.mark.once
+        ),
         pytest.param(("--fsdp", "2", "--num-microbatches", "2"), id="sharded", marks=pytest.mark.once),
     ],
 )
