@@ -275,6 +275,11 @@ class TrainConfig:
         return (self.pp, self.chunks, self.schedule, self.remat, self.pp_engine) != (1, 1, "aligned", "nothing", "program")
 
     @property
+    def is_delayed(self) -> bool:
+        """Whether arrays in FP8 are scaled by the amax of the steps before."""
+        return self.precision == "fp8" and self.fp8.recipe == "delayed"
+
+    @property
     def pp_engines(self) -> tuple[str, ...]:
         """What may play the schedule."""
         if self.pp_engine != "auto":

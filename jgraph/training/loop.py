@@ -177,6 +177,8 @@ class Loop:
         for index, metrics in fetched:
             if problem := _non_finite(metrics, self.group_names):
                 self._tell_non_finite(index, problem)
+            if index == 0 and self.config.is_delayed:
+                continue  # no amax is known yet, so all scales are 1: small gradients are rounded to zero
             for name in sorted(_zeros(metrics, self.group_names) & self.trained_groups - self.told_zero):
                 self.told_zero.add(name)
                 self.reporter.warn(
