@@ -17,7 +17,7 @@ import tyro
 
 from benchmarks.harness import count_gpus
 from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Several, Traced, Work
+from benchmarks.runner import Benchmark, Several, Soaked, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import training, training_step
@@ -38,7 +38,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Several, Traced):
+class Options(Several, Soaked, Traced):
     """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")

@@ -68,7 +68,7 @@ class Soaked(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several(Soaked):
+class Several(Options):
     """Adds the flags of benchmarks of training on several GPUs."""
 
     ranks: int = 0

@@ -125,31 +125,19 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_a_schedule_is_timed_and_compared_with_its_actions(run, tmp_path, capsys):
-    assert run("--schedules", "aligned", "--peers") == 0
-    work = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]
-    (row,) = work["rows"]
-    assert row["runtime"] == "aligned"
-    assert row["ms"] == pytest.approx(sum(row["categories"].values()))
-    assert {"actions", "bubble", "not told"} == set(row["categories"])
-    assert row["temp_bytes"] > 0
-    assert "\n| jgraph aligned | " in capsys.readouterr().out
-
-
-def test_a_schedule_that_cannot_be_had_is_a_row_that_says_why(run, tmp_path):
-    assert run("--schedules", "1f1b", "--peers", "--xla-option", "xla_gpu_no_such_option=1") == 0
-    (row,) = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
-    assert "xla_gpu_no_such_option" in row["failed"]
-
-
-def test_a_soak_leaves_how_many_steps_ran_and_what_memory_grew(run, tmp_path, capsys):
-    assert run("--schedules", "aligned", "--soak", "3") == 0
-    assert "| 3 of 3 |" in capsys.readouterr().out
-    works = json.loads((tmp_path / "soaks.json").read_text())["works"]
-    (row,) = works["pipeline mlp-launch-bound, aligned, graph auto"]["rows"]
-    assert (row["steps"], row["done"], row["same_loss"]) == (3, 3, True)
-    assert row["slowest_ms"] >= row["ms"] > 0
-    assert row["host_bytes"] > 0
+def test_schedules_of_both_engines_and_precisions_are_compared_with_their_actions(run, tmp_path, capsys):
+    dispatched = "1f1b engine=dispatch fp8=delayed"
+    assert run("--schedules", "aligned", dispatched, "1f1b xla_gpu_no_such_option=1", "--peers") == 0
+    program, in_fp8, refused = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
+    assert [row["runtime"] for row in (program, in_fp8)] == ["aligned", "dispatched"]
+    for row in (program, in_fp8):
+        assert row["ms"] == pytest.approx(sum(row["categories"].values()))
+        assert {"actions", "bubble", "ends", "permutes", "not told"} == set(row["categories"])
+    assert program["temp_bytes"] > 0
+    assert in_fp8["loss"] != program["loss"]
+    assert in_fp8["loss"] == pytest.approx(program["loss"], rel=0.01)
+    assert "xla_gpu_no_such_option" in refused["failed"]
+    assert f"\n| jgraph {dispatched} | " in capsys.readouterr().out
 
 
 @pytest.mark.parity
