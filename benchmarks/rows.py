@@ -58,9 +58,14 @@ def fastest(rows: list[Row], system: str) -> Row | None:
 def parameters(row: Row) -> str:
     """Tells whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
     words = set(row.get("variant", "").replace(":", " ").split())
-    if "layout=dp" in words:
+    if words & {"layout=dp", "graph"}:
         return "whole"
     return "gathered again" if words & {"reshard=yes", "reshard"} else "kept"
+
+
+def is_peer(row: Row, kind: str) -> bool:
+    """Tells whether a row is compared with those of such parameters; PyTorch's whole ones, with the kept ones too."""
+    return parameters(row) == kind or (row["system"] == "torch" and (parameters(row), kind) == ("whole", "kept"))
 
 
 def spread(row: Row) -> str:

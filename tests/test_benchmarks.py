@@ -181,25 +181,23 @@ def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tm
 
 
 @pytest.mark.parity
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
-def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
-    assert run_fsdp("--peers", "eager:reshard", "--variant", "reshard=yes", "--one-gpu", "no") == 0
-    kept, ours, peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
-    assert "failed" not in peer
-    assert len(rows.ratios(peer, ours)) == 2
-    assert not set(peer["rounds"]) & set(kept["rounds"])  # parameters are kept there, gathered again here
-    assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
-
-
-@pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_a_step_in_fp8_is_timed_beside_fully_shard_that_gathers_float8(run_fsdp, tmp_path):
-    assert run_fsdp("--first", "fp8=delayed", "--peers", "eager:float8", "--one-gpu", "no", "--rounds", "1") == 0
+def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_like(run_fsdp, tmp_path):
+    peers = ["eager:float8", "eager:whole:graph", "eager:reshard"]
+    flags = ["--first", "fp8=delayed", "--variant", "reshard=yes", "--one-gpu", "no"]
+    assert run_fsdp("--peers", *peers, *flags) == 0
     timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
-    assert [row["variant"] for row in timed] == ["fp8=delayed", "", "eager:float8"]
-    losses = [row["loss"] for row in timed]
-    assert losses[0] != losses[1]
-    assert losses == pytest.approx([np.log(96)] * 3, rel=0.05)
+    assert not any("failed" in row for row in timed)
+    names = ["fp8=delayed", "", *peers[:2], "reshard=yes", peers[2]]
+    by_name = dict(zip(names, timed, strict=True))
+    assert [row["variant"] for row in timed] == names
+    assert len(rows.ratios(by_name["eager:whole:graph"], by_name["fp8=delayed"])) == 2
+    assert len(rows.ratios(by_name["eager:reshard"], by_name["reshard=yes"])) == 2
+    assert not set(by_name["eager:reshard"]["rounds"]) & set(by_name[""]["rounds"])  # gathered again there, kept here
+    losses = {name: row["loss"] for name, row in by_name.items()}
+    assert list(losses.values()) == pytest.approx([np.log(96)] * 6, rel=0.05)
+    assert losses["fp8=delayed"] != losses[""]
+    assert losses["eager:whole:graph"] == pytest.approx(losses["eager:reshard"], rel=1e-5)
 
 
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
@@ -243,6 +241,14 @@ def test_parameters_kept_and_gathered_again_are_compared_each_with_its_like(cell
     times = {("torch", "compile:reshard"): 110.0, ("jgraph", ""): 50.0, ("jgraph", "reshard=yes xla_a=1"): 100.0}
     (_, kept, again), _ = cells_of(times)
     assert (kept["torch / this"], again["torch / this"]) == ("", "1.100")
+
+
+def test_a_graph_of_replicas_is_a_peer_of_whole_parameters_and_of_those_kept(cells_of):
+    times = {("torch", "compile:graph"): 60.0, ("torch", "compile"): 90.0, ("jgraph", ""): 50.0, ("jgraph", "layout=dp"): 40.0}
+    (*_, kept, whole), _ = cells_of(times)
+    assert (kept["torch / this"], whole["torch / this"]) == ("1.200", "1.500")
+    again = {("torch", "compile:graph"): 60.0, ("jgraph", "reshard=yes"): 50.0}
+    assert cells_of(again)[0][1]["torch / this"] == ""
 
 
 @pytest.fixture
