@@ -26,6 +26,8 @@ from benchmarks.works import Size, size_from, sizes_of, torchs
 WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3", "gpt-7b"]
 KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
+WORDS = {"engine": ("program", "dispatch"), "fp8": ("current", "delayed"), "graph": ("auto", "off", "full")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Several):
@@ -35,7 +37,8 @@ class Options(Several):
     """What is trained; 4 MLP layers a rank."""
     schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b", "zb-v:2 engine=dispatch", "1f1b engine=dispatch")
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon, then words for how it is played: engine=dispatch (the
-    host dispatches executables), fp8=current|delayed, XLA's NAME=VALUE; none where the flag stands alone."""
+    host dispatches executables), fp8=current|delayed, graph=auto|off|full, XLA's NAME=VALUE; none where the flag stands
+    alone."""
     peers: tuple[str, ...] = (*KINDS, *(f"{kind}:compile" for kind in KINDS))
     """Schedules of torch.distributed.pipelining, `:compile` for torch.compile; none where the flag stands alone."""
     remat: Literal["nothing", "layer"] = "nothing"
@@ -55,21 +58,21 @@ def works(options: Options) -> Iterator[Work]:
 
 def jgraphs(text: str, size: Size, ranks: int, options: Options) -> Entrant:
     schedule, _, variant = text.partition(" ")
-    how, xla = {"engine": "program", "fp8": ""}, list(options.xla_option)
+    how, xla = {"engine": "program", "fp8": "", "graph": options.graph}, list(options.xla_option)
     for word in variant.split():
         match word.split("=", 1):
-            case ["engine", "program" | "dispatch" as value] | ["fp8", "current" | "delayed" as value]:
-                how[word.partition("=")[0]] = value
+            case ["engine" | "fp8" | "graph" as name, value] if value in WORDS[name]:
+                how[name] = value
             case [name, _] if name not in how:
                 xla.append(word)
             case _:
-                raise SystemExit(f"--schedules has {word}: must be engine=program|dispatch, fp8=current|delayed or XLA's")
+                allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in WORDS.items())
+                raise SystemExit(f"--schedules has {word}: must be {allowed} or XLA's")
     asked = {
         "schedule": schedule,
         **how,
         "ranks": ranks,
         "size": asdict(size),
-        "graph": options.graph,
         "xla_options": xla,
         "remat": options.remat,
         "clock": asdict(options.clock),
