@@ -51,7 +51,7 @@ class Options(Several, Soaked, Traced):
     """The variant of ours that is in every comparison; as it comes if it is left out."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed and layout=dp
-    (every GPU has all parameters) beside XLA's; may be repeated."""
+    (every GPU has all parameters) or pp (every GPU has some layers) beside XLA's; may be repeated."""
     one_gpu: Literal["yes", "no"] = "yes"
     """Whether to time on one GPU too what fits there."""
 
@@ -113,10 +113,12 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, precision="fp8", fp8=FP8Config(recipe=recipe))
             case ["layout", "dp"]:
                 config = replace(config, dp=config.fsdp, fsdp=1)
+            case ["layout", "pp"]:
+                config = replace(config, pp=config.fsdp, fsdp=1, num_microbatches=config.batch_size, schedule="aligned")
             case [name, _] if name not in ("graph", "reshard", "fp8", "layout"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
-                allowed = "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, layout=dp or XLA's"
+                allowed = "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, layout=dp|pp or XLA's"
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config
 

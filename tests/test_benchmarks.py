@@ -172,12 +172,22 @@ def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert "\n| jgraph | " in capsys.readouterr().out
 
 
-def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tmp_path, capsys):
-    assert run_fsdp("--soak", "3", "--variant", "reshard=yes") == 0
-    assert "reshard=yes" in capsys.readouterr().out
+def test_a_soak_leaves_what_grew_and_compares_its_losses_with_those_of_graph_auto(run_fsdp, tmp_path, capsys):
+    assert run_fsdp("--soak", "3", "--variant", "layout=pp graph=full") == 0
+    told = capsys.readouterr().out
+    assert "| 3 of 3 |" in told
+    assert "losses bit by bit those of graph auto" in told
     works = json.loads((tmp_path / "soaks.json").read_text())["works"]
-    (row,) = works["fsdp gpt-1b3, reshard=yes, graph auto"]["rows"]
-    assert (row["variant"], row["done"], row["skipped"]) == ("reshard=yes", 3, 0)
+    (row,) = works["fsdp gpt-1b3, layout=pp graph=full, graph full"]["rows"]
+    assert (row["variant"], row["done"], row["skipped"], row["first_differs"]) == ("layout=pp graph=full", 3, 0, None)
+    assert row["slowest_ms"] >= row["ms"] > 0
+    assert row["host_bytes"] > 0
+
+
+def test_losses_are_apart_by_the_largest_difference_from_the_first_step_that_has_one():
+    assert runner.apart([3.0, 2.0], [3.0, 2.0]) == {"differs": 0.0, "first_differs": None}
+    assert runner.apart([3.0, 2.0, 1.0], [3.0, 2.5, 1.25]) == {"differs": 0.5, "first_differs": 1}
+    assert np.isnan(runner.apart([3.0, float("nan"), 1.0], [3.0, 2.0, 2.0])["differs"])
 
 
 @pytest.mark.parity
