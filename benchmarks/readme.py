@@ -3,7 +3,7 @@
 import importlib
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import runner
@@ -93,9 +93,12 @@ def speed() -> str:
     return "\n".join(parts[:-1])
 
 
-def one_gpu(works: Iterable[tuple[str, Row]]) -> list[str]:
+def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
     shown = (("jgraph", ""), ("jgraph", "graph=off"), *(("torch", how) for how in ("compile + CUDA graph", "compile", "eager")))
     heads = ["preset", "jgraph", "jgraph, graphs off", "torch.compile + CUDA graph", "torch.compile", "torch eager"]
+    tuned = ("torch", "compile max-autotune + CUDA graph")
+    if any((row["system"], row["variant"]) == tuned for _, result in works for row in result["rows"]):
+        shown, heads = (*shown, tuned), [*heads, "torch max-autotune + CUDA graph"]
     lines = []
     for preset, result in works:
         rows, config = result["rows"], result["config"]
