@@ -3,13 +3,15 @@
 import copy
 import importlib.util
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 
 import numpy as np
 import pytest
 
-from benchmarks import cli, fsdp, rows, runner
+import jgraph.training.engine
+from benchmarks import cli, engines, fsdp, rows, runner
+from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
 
@@ -208,6 +210,18 @@ def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_lik
     assert list(losses.values()) == pytest.approx([np.log(96)] * 6, rel=0.05)
     assert losses["fp8=delayed"] != losses[""]
     assert losses["eager:whole:graph"] == pytest.approx(losses["eager:reshard"], rel=1e-5)
+
+
+def test_what_an_engine_is_chosen_from_is_told_with_the_choice(monkeypatch):
+    seconds = {"program": 2.0, "dispatch": 1.0}
+    monkeypatch.setattr(jgraph.training.engine, "_seconds", lambda config, corpus: seconds[config.pp_engine])
+    config = engines.config_of("gpt-1b3-fp8", engines.Flags(sizes="tiny"))
+    told = choice(replace(config, schedule="1f1b"))
+    assert told["chosen"] == "1f1b:1 engine=dispatch"
+    lines = [line.split() for line in told["table"]]
+    assert [line[:2] for line in lines] == [["program", "1f1b"], ["dispatch", "1f1b"]]
+    drawn = engines.section("gpt-1b3-fp8", {"config": asdict(config), "ranks": 2, "rows": [told]}).notes
+    assert "measured 1000.00" in drawn
 
 
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
