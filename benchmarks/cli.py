@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lambda: show(("row", "A ms", "B ms", "B/A", "B is"), compared(a, b))
 
     def show_(folder: tyro.conf.Positional[Path]) -> Command:
-        """Show every row of a folder's results: its time, PyTorch's fastest and ours over it by rounds, what failed."""
-        return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed"), shown(folder))
+        """Show every row of a folder's results: its time, PyTorch's fastest and ours over it by rounds, what failed or won."""
+        return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed, chosen"), shown(folder))
 
     def readme(*, check: bool = False) -> Command:
         """Write README's tables of speed, and all others, from benchmarks/results; or only check whether they have drifted."""
@@ -105,6 +105,6 @@ def shown(folder: Path) -> Iterator[list[str]]:
             peer, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
             for row in result["rows"]:
                 told = [f"{row['ms']:.3f}" if "ms" in row else "", ratio(peer, row), ratio(row, ours)]
-                yield [f"{file.stem} {work}", named(row)[:60], *told, row.get("failed", "")[:100]]
+                yield [f"{file.stem} {work}", named(row)[:60], *told, row.get("failed", row.get("chosen", ""))[:100]]
         if file.stem == "soaks":
             yield from ([cells[0], *cells[2:6], cells[7]] for cells in soaks(read(file)))

@@ -16,8 +16,8 @@ import jax
 import tyro
 
 from benchmarks.harness import count_gpus
-from benchmarks.rows import PARAMETERS, Row, fastest, named, parameters, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Several, Traced, Work
+from benchmarks.rows import PARAMETERS, Row, fastest, is_peer, named, parameters, ratio, spread, step_flops
+from benchmarks.runner import Benchmark, Several, Soaked, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import training, training_step
@@ -30,27 +30,28 @@ SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2} 
 ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
 
 NOTES = (
-    "torch's is the fastest that keeps parameters, or gathers them again, as the row does. FLOPs of a step: 6 x tokens x "
-    "(weights of matrix products + layers x width x sequence): no embedding, nothing computed again. Peak GB: of the GPU that "
-    "had most; (init) if the state took more to make than a step. Compile s of torch is its first step. Launches, updates: of "
-    "all GPUs in a step."
+    "torch's is the fastest that keeps parameters, gathers them again, or has them whole, as the row does; whole ones count as "
+    "kept too. FLOPs of a step: 6 x tokens x (weights of matrix products + layers x width x sequence): no embedding, nothing "
+    "computed again. Peak GB: of the GPU that had most; (init) if the state took more to make than a step. Compile s of torch "
+    "is its first step. Launches, updates: of all GPUs in a step."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Several, Traced):
+class Options(Several, Soaked, Traced):
     """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets that are trained."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
     """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward, `:float8`
-    for torchao's of the blocks, gathered as bytes; none where the flag stands alone."""
+    for torchao's of the blocks, gathered as bytes; `:graph` for replicas whose whole step with its all-reduce is one CUDA
+    graph, `:whole:graph` with the model compiled in one; none where the flag stands alone."""
     first: str = ""
     """The variant of ours that is in every comparison; as it comes if it is left out."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed and layout=dp
-    (every GPU has all parameters) beside XLA's; may be repeated."""
+    (every GPU has all parameters) or pp (every GPU has some layers) beside XLA's; may be repeated."""
     one_gpu: Literal["yes", "no"] = "yes"
     """Whether to time on one GPU too what fits there."""
 
@@ -79,7 +80,11 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
     return Entrant(
         {"system": "torch", "variant": peer, "ranks": config.fsdp},
         "benchmarks.peers.fsdp",
-        {"config": asdict(config), "compile": how == "compile", **{word: word in words for word in ("reshard", "float8")}},
+        {
+            "config": asdict(config),
+            "compile": how == "compile",
+            **{word: word in words for word in ("reshard", "float8", "graph", "whole")},
+        },
         ranks=config.fsdp,
         gpus=0 if options.sizes == "tiny" else config.fsdp,
     )
@@ -108,17 +113,19 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, precision="fp8", fp8=FP8Config(recipe=recipe))
             case ["layout", "dp"]:
                 config = replace(config, dp=config.fsdp, fsdp=1)
+            case ["layout", "pp"]:
+                config = replace(config, pp=config.fsdp, fsdp=1, num_microbatches=config.batch_size, schedule="aligned")
             case [name, _] if name not in ("graph", "reshard", "fp8", "layout"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
-                allowed = "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, layout=dp or XLA's"
+                allowed = "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, layout=dp|pp or XLA's"
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config
 
 
 def section(work: str, result: Row) -> Section:
     config, rows, ranks = (result[key] for key in ("config", "rows", "ranks"))
-    peers = {how: fastest([row for row in rows if parameters(row) == how], "torch") for how in PARAMETERS}
+    peers = {how: fastest([row for row in rows if is_peer(row, how)], "torch") for how in PARAMETERS}
     alone, share = fastest(rows, "one GPU"), config["batch_size"] // ranks
     flops = step_flops(config) / ranks  # a GPU's, the same with one
 

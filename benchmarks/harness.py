@@ -99,6 +99,8 @@ def soak(
 ) -> Iterator[dict[str, Any]]:
     """Runs steps, each waited for; tells the bytes in use before them, and ten times on the way that and how long steps took.
 
+    Ten steps are run before, since the first ones record graphs.
+
     A step that hangs ends the process, and where it was is written to stderr. Of jax, only what `devices` can tell is used.
     """
 
@@ -106,6 +108,9 @@ def soak(
         stats = [device.memory_stats() for device in devices]
         return {"device_bytes": sum(s["bytes_in_use"] for s in stats) if all(stats) else None, "host_bytes": resident_bytes()}
 
+    for _ in range(10):
+        run()
+        wait()
     times = []
     yield {"done": 0, **{f"first_{place}": size for place, size in memory().items()}}
     for step in range(1, steps + 1):
@@ -116,4 +121,6 @@ def soak(
         times.append((time.perf_counter() - start) * 1e3)
         faulthandler.cancel_dump_traceback_later()
         if step * 10 // steps > (step - 1) * 10 // steps:
-            yield {"done": step, "ms": statistics.median(times), "slowest_ms": max(times), **memory(), **facts()}
+            median = statistics.median(times)
+            told = {"ms": median, "slowest_ms": max(times), "late": sum(time > 2 * median for time in times)}
+            yield {"done": step, **told, **memory(), **facts()}

@@ -2,9 +2,12 @@
 
     python -m benchmarks run pipeline --work mlp-large mlp-launch-bound gpt-1b3
 
+    python -m benchmarks run pipeline --work gpt-1b3 --schedules "zb-v:2 engine=dispatch fp8=delayed" aligned --together 2
+
 Both sides time loss and gradients of a step, each step waited for; back to back once, at the end. Forward, dgrad and wgrad are
-timed alone on one GPU. Played by `jgraph.schedule.simulate` they give the time of a step that has nothing but its actions and
-its bubble: in lockstep for the aligned runtime, by data flow for the general one.
+timed alone on one GPU, embedding and head where they are computed, a transfer between two. Played by `jgraph.schedule.simulate`
+they give the time of a step that has nothing but its actions, ends, transfers and bubble: in lockstep for the aligned runtime,
+by data flow for the general one and for dispatched executables.
 """
 
 from collections.abc import Iterator
@@ -12,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import jax
-import tyro
 
 from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, ratio, spread
@@ -24,6 +26,8 @@ from benchmarks.works import Size, size_from, sizes_of, torchs
 WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3", "gpt-7b"]
 KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
+WORDS = {"engine": ("program", "dispatch"), "fp8": ("current", "delayed"), "graph": ("auto", "off", "full")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Several):
@@ -31,14 +35,12 @@ class Options(Several):
 
     work: tuple[WorkName, ...] = ("mlp-large", "mlp-launch-bound", "gpt-1b3")
     """What is trained; 4 MLP layers a rank."""
-    schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b")
-    """Schedules of `jgraph.schedule`, with chunks per rank after a colon; none where the flag stands alone."""
-    dispatched: tuple[str, ...] = ()
-    """Schedules, as before, that the host dispatches instead of one program."""
+    schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b", "zb-v:2 engine=dispatch", "1f1b engine=dispatch")
+    """Schedules of `jgraph.schedule`, with chunks per rank after a colon, then words for how it is played: engine=dispatch (the
+    host dispatches executables), fp8=current|delayed, graph=auto|off|full, XLA's NAME=VALUE; none where the flag stands
+    alone."""
     peers: tuple[str, ...] = (*KINDS, *(f"{kind}:compile" for kind in KINDS))
     """Schedules of torch.distributed.pipelining, `:compile` for torch.compile; none where the flag stands alone."""
-    variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE[ NAME=VALUE ...] for one row more of the first schedule, engine=dispatch or XLA's; may be repeated."""
     remat: Literal["nothing", "layer"] = "nothing"
     """What of a layer is made again in its backward."""
     actions: Literal["yes", "no"] = "yes"
@@ -49,27 +51,34 @@ def works(options: Options) -> Iterator[Work]:
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         size = sizes_of(options.sizes, ranks)[work]
-        named = [(text, "") for text in options.schedules] + [(text, "engine=dispatch") for text in options.dispatched]
-        named += [(text, variant) for text in options.schedules[:1] for variant in options.variant]
-        ours = [jgraphs(schedule, variant, size, ranks, options) for schedule, variant in named]
+        ours = [jgraphs(schedule, size, ranks, options) for schedule in options.schedules]
         entrants = [*ours, *(torchs(peer, size, ranks, options) for peer in options.peers)]
         yield Work(work, {"ranks": ranks, "size": asdict(size)}, [entrants])
 
 
-def jgraphs(schedule: str, variant: str, size: Size, ranks: int, options: Options) -> Entrant:
-    words = variant.split()
+def jgraphs(text: str, size: Size, ranks: int, options: Options) -> Entrant:
+    schedule, _, variant = text.partition(" ")
+    how, xla = {"engine": "program", "fp8": "", "graph": options.graph}, list(options.xla_option)
+    for word in variant.split():
+        match word.split("=", 1):
+            case ["engine" | "fp8" | "graph" as name, value] if value in WORDS[name]:
+                how[name] = value
+            case [name, _] if name not in how:
+                xla.append(word)
+            case _:
+                allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in WORDS.items())
+                raise SystemExit(f"--schedules has {word}: must be {allowed} or XLA's")
     asked = {
         "schedule": schedule,
-        "engine": "dispatch" if "engine=dispatch" in words else "program",
+        **how,
         "ranks": ranks,
         "size": asdict(size),
-        "graph": options.graph,
-        "xla_options": [*options.xla_option, *(word for word in words if word != "engine=dispatch")],
+        "xla_options": xla,
         "remat": options.remat,
         "clock": asdict(options.clock),
-        "actions": options.actions == "yes" and not options.soak and "engine=dispatch" not in words,
+        "actions": options.actions == "yes",
     }
-    named = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": asked["xla_options"]}
+    named = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": xla}
     return Entrant(named, "benchmarks.programs.pipeline", asked)
 
 
@@ -79,7 +88,8 @@ def label(row: Row) -> str:
 
 def overhead(row: Row) -> str:
     known = row.get("categories", {})
-    return f"{row['ms'] / (known['actions'] + known['bubble']):.3f}" if known else ""
+    floor = sum(ms for name, ms in known.items() if name not in ("waiting for neighbours", "not told"))
+    return f"{row['ms'] / floor:.3f}" if known else ""
 
 
 def section(work: str, result: Row) -> Section:
@@ -93,7 +103,8 @@ def section(work: str, result: Row) -> Section:
         notes += [f"Alone, {whose}, ms: {times}{told.get('failed', '')}."]
     if any("categories" in row for row in result["rows"]):
         notes += [
-            "Each is as often as a step has it times its time alone, so what overlaps with actions makes `not told` negative."
+            "Each is as often as a step has it times its time alone, so what overlaps with actions makes `not told` negative; "
+            "where the host dispatches, what it adds by data flow. The floor is their sum, but for waiting and not told."
         ]
     return Section(
         f"{work}, {size.layers} layers, {size.microbatches} microbatches, {ranks} ranks",
@@ -104,7 +115,7 @@ def section(work: str, result: Row) -> Section:
             "torch / jgraph": lambda row: ratio(peer, row),
             "back to back": number("stream_ms"),
             "host ms": number("host_ms"),
-            "ms / actions": overhead,
+            "ms / floor": overhead,
             "TFLOP/s a GPU": lambda row: f"{size.flops / ranks / row['ms'] / 1e9:.0f}",
             **{name: COLUMNS[name] for name in ("peak GB", "temporaries GB", "compile s", "launches, updates")},
             "loss": number("loss", ".6g"),

@@ -3,7 +3,7 @@
 import importlib
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import runner
@@ -14,6 +14,7 @@ from benchmarks.tables import HEADS, alike, how, markdown, short, told_ratio, tr
 
 README = Path(__file__).parents[1] / "README.md"
 SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks of several GPUs, in README's order
+IN_FP8 = ("fp8", "fsdp", "pipeline")  # benchmarks that have FP8 in results named so
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -54,7 +55,7 @@ def speed() -> str:
     several = [name for kind in SEVERAL for name in data if name.rstrip("0123456789") == kind]
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
-    fp8 = [name for name in data if benchmark_of(name, ("fp8", "fsdp")) in ("fp8", "fsdp") and "fp8" in name]
+    fp8 = [name for name in data if "fp8" in name and benchmark_of(name, IN_FP8) in IN_FP8]
     tables = [
         (
             f"One {distinct([result for _, result in works], 'device')}",
@@ -77,8 +78,8 @@ def speed() -> str:
         (
             "Products in FP8",
             fp8,
-            "Milliseconds a training step, median; of each kind the fastest:",
-            in_fp8(item for name in fp8 for item in data[name].items()),
+            "Milliseconds a training step, of pipelines its loss and gradients, median; of each kind the fastest:",
+            in_fp8(("pipeline, " * ("pipeline" in name) + work, one) for name in fp8 for work, one in data[name].items()),
         ),
     ]
     parts: list[str] = []
@@ -93,9 +94,12 @@ def speed() -> str:
     return "\n".join(parts[:-1])
 
 
-def one_gpu(works: Iterable[tuple[str, Row]]) -> list[str]:
+def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
     shown = (("jgraph", ""), ("jgraph", "graph=off"), *(("torch", how) for how in ("compile + CUDA graph", "compile", "eager")))
     heads = ["preset", "jgraph", "jgraph, graphs off", "torch.compile + CUDA graph", "torch.compile", "torch eager"]
+    tuned = ("torch", "compile max-autotune + CUDA graph")
+    if any((row["system"], row["variant"]) == tuned for _, result in works for row in result["rows"]):
+        shown, heads = (*shown, tuned), [*heads, "torch max-autotune + CUDA graph"]
     lines = []
     for preset, result in works:
         rows, config = result["rows"], result["config"]

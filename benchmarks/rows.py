@@ -15,18 +15,20 @@ Row = dict[str, Any]
 FIELDS = {
     "system, schedule, variant, join, graph, runtime, microbatches, chunks": "its name: jgraph, torch, jax or one GPU, and how",
     "precision": "in which the blocks of a run multiply matrices",
+    "chosen, table": "of a pipeline: schedule and engine, and what they were chosen from",
     "failed": "why it has no time, in one line",
     "ranks, device, xla_options, capture": "what it ran on, with which options, and how much of it is a CUDA graph",
     "compiled": "how many programs, and how many of them jax's compilation cache had",
     "ms, power_watts, sm_clock_mhz": "of a step, and what the card did meanwhile",
     "host_ms, host_us": "until the step, or a replay, is handed over to an idle device",
-    "stream_ms, slowest_ms": "of a step: handed over back to back; the slowest of a soak",
+    "stream_ms, slowest_ms, late": "of a step: back to back; the slowest of a soak, and how many took twice the median",
     "categories": "milliseconds of the step by what they were for",
     "alone": "milliseconds of a stage's forward, dgrad and wgrad by themselves",
     "loss, losses, heldout, skipped, same_loss": "after the first step or each; steps not finite; always the same or not",
     "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "until it could be timed",
     "launches, updates, replays, actions": "how many CUDA graphs, replays or actions there are in a step",
     "steps, done": "that were asked of a soak and that it did; those that were logged",
+    "differs, first_differs": "largest difference of a soak's losses from those with graph auto; the first step that has one",
     "peak_bytes, init_peak_bytes, step_bytes": "of the device that had most; when the state was made; of the program alone",
     "argument_bytes, temp_bytes, output_bytes, alias_bytes": "of the compiled step",
     "moved_bytes": "that the kernels of a step must read and write",
@@ -58,9 +60,14 @@ def fastest(rows: list[Row], system: str) -> Row | None:
 def parameters(row: Row) -> str:
     """Tells whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
     words = set(row.get("variant", "").replace(":", " ").split())
-    if "layout=dp" in words:
+    if words & {"layout=dp", "graph"}:
         return "whole"
     return "gathered again" if words & {"reshard=yes", "reshard"} else "kept"
+
+
+def is_peer(row: Row, kind: str) -> bool:
+    """Tells whether a row is compared with those of such parameters; PyTorch's whole ones, with the kept ones too."""
+    return parameters(row) == kind or (row["system"] == "torch" and (parameters(row), kind) == ("whole", "kept"))
 
 
 def spread(row: Row) -> str:

@@ -6,6 +6,7 @@ own: ours are in `programs/`, PyTorch's in `peers/`, and `peers/protocol.py` say
 
 import ast
 import json
+import math
 import platform
 import re
 import subprocess
@@ -68,7 +69,7 @@ class Soaked(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several(Soaked):
+class Several(Options):
     """Adds the flags of benchmarks of training on several GPUs."""
 
     ranks: int = 0
@@ -143,10 +144,24 @@ class Benchmark:
             results.begin(name, graph=graph, **work.about)
             asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
             row = ask(ours, timeout=options.timeout, soak=asked) | {"steps": options.soak}
+            losses = row.pop("losses", [])
             results.put(name, [row])
+            if losses and graph != "auto":
+                plain = replace(ours, request=ours.request | {"config": ours.request["config"] | {"graph": "auto"}})
+                other = ask(plain, timeout=options.timeout, soak=asked)
+                why = {"failed": f"with graph auto: {other['failed']}"} if "failed" in other else {}
+                row |= why or apart(losses, other["losses"])
+                results.put(name, [row])
             status |= "failed" in row
         print(results)
         return status
+
+
+def apart(losses: Sequence[float], others: Sequence[float]) -> Row:
+    """Returns the largest difference of losses on the same batches, and the first step that has one or is not a number."""
+    found = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    first = next((step for step, difference in enumerate(found) if difference != 0), None)
+    return {"differs": max(found, key=lambda difference: (math.isnan(difference), difference)), "first_differs": first}
 
 
 def run(work: Work, options: Options, results: "Results") -> None:
@@ -228,6 +243,13 @@ def soaks(works: Row) -> Iterator[list[str]]:
             first, last = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
             grown += ["not told" if first is None or last is None else f"{last:,}, {last - first:+,}"]
         facts = [f"{key.replace('_', ' ')} {row[key]}" for key in ("same_loss", "loss", "skipped") if key in row]
+        if "late" in row:
+            facts += [f"{row['late']} steps of twice the median"]
+        if "differs" in row:
+            first = row["first_differs"]
+            facts += ["losses bit by bit those of graph auto"]
+            if first is not None:
+                facts[-1] = f"losses up to {row['differs']:.2g} from those of graph auto, from step {first} on"
         cells = [name, row.get("device", ""), f"{row.get('done', 0)} of {row['steps']}"]
         cells += [number("ms")(row), number("slowest_ms")(row), *grown]
         yield [*cells, row.get("failed") or ", ".join(["no hang", *facts]), result["environment"]["date"][:10]]

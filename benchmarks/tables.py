@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.rows import PARAMETERS, WITHIN, Row, fastest, parameters, ratio, ratios, verdict
+from benchmarks.rows import PARAMETERS, WITHIN, Row, fastest, is_peer, parameters, ratio, ratios, verdict
 from jgraph.device import peak_flops
 
 Cell = Callable[[Row], str]
@@ -102,10 +102,9 @@ def comparison(works: Row) -> list[str]:
 
 def alike(rows: list[Row]) -> dict[str, list[Row]]:
     """Returns ours and PyTorch's by what becomes of parameters: like is compared with like."""
-    groups = {
-        kind: [row for row in rows if row["system"] in ("jgraph", "torch") and parameters(row) == kind] for kind in PARAMETERS
-    }
-    return {kind: own for kind, own in groups.items() if own}
+    groups = {kind: [row for row in rows if row["system"] in ("jgraph", "torch") and is_peer(row, kind)] for kind in PARAMETERS}
+    has = {parameters(row) for row in rows if row["system"] == "jgraph" or parameters(row) != "whole"}
+    return {kind: own for kind, own in groups.items() if kind in has}
 
 
 def versus(title: str, result: Row, runs: list[list[Row]]) -> list[str]:

@@ -252,5 +252,7 @@ def last_error(stderr: str) -> str:
     """Returns the last line that names an exception, torchrun's own aside; the last line at all if there is none."""
     lines = [re.sub(r"^\[\w+\]:\s*", "", line).strip() for line in stderr.splitlines()]
     lines = [line for line in lines if line]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line) and "ChildFailed" not in line]
+    errors = [
+        line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Timeout)\b", line) and "ChildFailed" not in line
+    ]
     return (errors or lines or ["no output"])[-1][:200]

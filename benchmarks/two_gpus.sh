@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Everything that README says of one and of two GPUs, on a machine with two; commands of less than ten minutes each:
+# Everything that README says of one and of two GPUs, on a machine with two; a command for each part, none of more than ten
+# minutes, here in the order of their importance:
 #
-#     bash benchmarks/two_gpus.sh one|several|rest|soaks|tests OUT [REVISION]
+#     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3|engines OUT [REVISION]
+#     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
 #
 # and what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` on two; torchao must be there.
 #
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
-# running. What one GPU is enough for runs on both at once, another work on each.
+# running; what it had measured is stored. What one GPU is enough for runs on both at once, another work on each.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/models${PYTHONPATH:+:$PYTHONPATH} # where nothing is installed
@@ -37,41 +39,52 @@ train() { # NAME FLAGS...
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the card to reach its power limit
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
+gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and PyTorch's no more fit: each builds for a minute
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
 case $part in
+collectives)
+  piece 400 $fsdp --work launch-bound $short --timeout 150 --peers compile:graph compile:whole:graph compile \
+    --variant graph=off --variant graph=full --variant layout=dp --variant "layout=dp graph=off" --variant "layout=dp graph=full"
+  ;;
+pipelines)
+  piece 270 $pipeline --work mlp-launch-bound --schedules aligned "aligned graph=full" "aligned $no_branches" "1f1b engine=dispatch" \
+    --name pipeline2 $short --rounds 3 --peers Schedule1F1B:compile Schedule1F1B ScheduleZBVZeroBubble:compile
+  piece 270 $pipeline --work mlp-large --schedules aligned "zb-v:2 engine=dispatch" "1f1b engine=dispatch" --name pipeline2 --rounds 3 \
+    --peers ScheduleZBVZeroBubble:compile Schedule1F1B:compile ScheduleZBVZeroBubble
+  ;;
+pipelines_gpt)
+  piece 540 $gpt --schedules "zb-v:2 engine=dispatch" aligned --name pipeline2 \
+    --peers Schedule1F1B:compile ScheduleZBVZeroBubble:compile
+  ;;
+pipelines_fp8)
+  piece 540 $gpt --schedules "zb-v:2 engine=dispatch fp8=delayed" "zb-v:2 engine=dispatch" "aligned fp8=delayed" \
+    --name pipeline_fp8 --peers Schedule1F1B:compile
+  ;;
+soaks) # every collective in one graph, and the same batches with `auto`
+  piece 130 fsdp --work launch-bound --variant graph=full --soak 10000
+  piece 130 fsdp --work launch-bound --variant "layout=dp graph=full" --soak 10000
+  piece 250 fsdp --work launch-bound --variant "layout=pp graph=full" --soak 10000
+  ;;
 one)
-  on 1 360 single_gpu --presets gpt-1b3 --together 2 --name single_gpu_1b3 &
-  on 0 110 single_gpu --presets launch-bound $short
-  on 0 130 single_gpu --presets gpt-124m
+  on 1 500 single_gpu --presets gpt-124m --timeout 240 &
+  on 0 500 single_gpu --presets launch-bound $short --timeout 240
+  wait
+  ;;
+one_1b3)
+  on 1 570 single_gpu --presets gpt-1b3 --together 2 --rounds 3 --timeout 240 --name single_gpu_1b3 --variants jgraph \
+    "torch compile" "torch compile + CUDA graph" "jgraph graph=off" "torch eager" "torch compile max-autotune + CUDA graph" &
   on 0 220 callables --parts blocks $short --name callables1
   on 0 40 callables --parts blocks --soak 1000
   wait
   ;;
-several)
-  piece 150 $pipeline --work mlp-launch-bound --schedules aligned --dispatched 1f1b --variant $no_branches --actions no $short --name pipeline2 \
-    --peers Schedule1F1B Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleDualPipeV
-  piece 160 $pipeline --work mlp-large --schedules aligned --dispatched zb-v:2 1f1b --actions no --name pipeline2 \
-    --peers ScheduleZBVZeroBubble Schedule1F1B ScheduleDualPipeV
-  piece 290 $pipeline --work gpt-1b3 --schedules aligned --dispatched zb-v:2 1f1b --actions no --together 2 --rounds 2 --repeats 1 --name pipeline2 \
-    --peers Schedule1F1B:compile ScheduleZBVZeroBubble ScheduleZBVZeroBubble:compile
-  ;;
-rest)
+engines) piece 400 engines --timeout 180 ;;
+fsdp)
   piece 190 $fsdp --work gpt-1b3 --together 2 --peers compile compile:reshard --variant reshard=yes
-  piece 160 $fsdp --work launch-bound $short --peers compile eager --variant graph=off --variant graph=full \
-    --variant layout=dp --variant "layout=dp graph=off" --variant "layout=dp graph=full"
   piece 75 $callables --pipelines launch-bound $short
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
-  piece 35 fsdp --work launch-bound --variant graph=full --soak 1000
-  piece 35 $pipeline --work mlp-launch-bound --schedules aligned --graph full --soak 1000
-  tests
-  ;;
-soaks) # every collective in one graph
-  piece 150 fsdp --work launch-bound --variant graph=full --soak 10000
-  piece 150 fsdp --work launch-bound --variant "layout=dp graph=full" --soak 10000
-  piece 200 $pipeline --work mlp-launch-bound --schedules aligned --graph full --soak 10000
   ;;
 tests) tests ;;
 fp8)
@@ -90,7 +103,7 @@ curves)
 fp8_sharded)
   piece 260 $sharded --work gpt-1b3 --together 2
   piece 300 $sharded --work gpt-7b --together 1
-  piece 60 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
+  piece 90 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
   ;;
 esac
 python3 -m benchmarks show "$out"

@@ -57,16 +57,16 @@ def size_from(fields: dict[str, Any]) -> Size:
     return GPTSize(gpt_of(fields["model"]), **rest)
 
 
-TINY = GPTConfig(num_layers=8, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+TINY = GPTConfig(num_layers=4, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
 def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
-    """Returns works of pipelines by name; an MLP has 4 layers a rank."""
+    """Returns works of pipelines by name; an MLP has 4 layers a rank, 2 if it is tiny."""
     if sizes == "tiny":
-        gpt = GPTSize(TINY, batch=1, length=16, microbatches=8)
+        gpt = GPTSize(replace(TINY, num_layers=2 * ranks), batch=1, length=16, microbatches=2 * ranks)
         return {
-            "mlp-large": MLPSize(64, 128, 32, layers=4 * ranks, microbatches=8),
-            "mlp-launch-bound": MLPSize(32, 64, 16, layers=4 * ranks, microbatches=8),
+            "mlp-large": MLPSize(64, 128, 32, layers=2 * ranks, microbatches=2 * ranks),
+            "mlp-launch-bound": MLPSize(32, 64, 16, layers=2 * ranks, microbatches=2 * ranks),
             "gpt-1b3": gpt,
             "gpt-7b": gpt,
         }

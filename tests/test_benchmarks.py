@@ -3,13 +3,15 @@
 import copy
 import importlib.util
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 
 import numpy as np
 import pytest
 
-from benchmarks import cli, fsdp, rows, runner
+import jgraph.training.engine
+from benchmarks import cli, engines, fsdp, rows, runner
+from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
 
@@ -125,31 +127,19 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_a_schedule_is_timed_and_compared_with_its_actions(run, tmp_path, capsys):
-    assert run("--schedules", "aligned", "--peers") == 0
-    work = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]
-    (row,) = work["rows"]
-    assert row["runtime"] == "aligned"
-    assert row["ms"] == pytest.approx(sum(row["categories"].values()))
-    assert {"actions", "bubble", "not told"} == set(row["categories"])
-    assert row["temp_bytes"] > 0
-    assert "\n| jgraph aligned | " in capsys.readouterr().out
-
-
-def test_a_schedule_that_cannot_be_had_is_a_row_that_says_why(run, tmp_path):
-    assert run("--schedules", "1f1b", "--peers", "--xla-option", "xla_gpu_no_such_option=1") == 0
-    (row,) = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
-    assert "xla_gpu_no_such_option" in row["failed"]
-
-
-def test_a_soak_leaves_how_many_steps_ran_and_what_memory_grew(run, tmp_path, capsys):
-    assert run("--schedules", "aligned", "--soak", "3") == 0
-    assert "| 3 of 3 |" in capsys.readouterr().out
-    works = json.loads((tmp_path / "soaks.json").read_text())["works"]
-    (row,) = works["pipeline mlp-launch-bound, aligned, graph auto"]["rows"]
-    assert (row["steps"], row["done"], row["same_loss"]) == (3, 3, True)
-    assert row["slowest_ms"] >= row["ms"] > 0
-    assert row["host_bytes"] > 0
+def test_schedules_of_both_engines_and_precisions_are_compared_with_their_actions(run, tmp_path, capsys):
+    dispatched = "1f1b engine=dispatch fp8=delayed"
+    assert run("--schedules", "aligned", dispatched, "1f1b xla_gpu_no_such_option=1", "--peers") == 0
+    program, in_fp8, refused = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
+    assert [row["runtime"] for row in (program, in_fp8)] == ["aligned", "dispatched"]
+    for row in (program, in_fp8):
+        assert row["ms"] == pytest.approx(sum(row["categories"].values()))
+        assert {"actions", "bubble", "ends", "permutes", "not told"} == set(row["categories"])
+    assert program["temp_bytes"] > 0
+    assert in_fp8["loss"] != program["loss"]
+    assert in_fp8["loss"] == pytest.approx(program["loss"], rel=0.01)
+    assert "xla_gpu_no_such_option" in refused["failed"]
+    assert f"\n| jgraph {dispatched} | " in capsys.readouterr().out
 
 
 @pytest.mark.parity
@@ -184,34 +174,54 @@ def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
     assert "\n| jgraph | " in capsys.readouterr().out
 
 
-def test_a_soak_of_a_sharded_step_leaves_whether_steps_were_skipped(run_fsdp, tmp_path, capsys):
-    assert run_fsdp("--soak", "3", "--variant", "reshard=yes") == 0
-    assert "reshard=yes" in capsys.readouterr().out
+def test_a_soak_leaves_what_grew_and_compares_its_losses_with_those_of_graph_auto(run_fsdp, tmp_path, capsys):
+    assert run_fsdp("--soak", "3", "--variant", "layout=pp graph=full") == 0
+    told = capsys.readouterr().out
+    assert "| 3 of 3 |" in told
+    assert "losses bit by bit those of graph auto" in told
     works = json.loads((tmp_path / "soaks.json").read_text())["works"]
-    (row,) = works["fsdp gpt-1b3, reshard=yes, graph auto"]["rows"]
-    assert (row["variant"], row["done"], row["skipped"]) == ("reshard=yes", 3, 0)
+    (row,) = works["fsdp gpt-1b3, layout=pp graph=full, graph full"]["rows"]
+    assert (row["variant"], row["done"], row["skipped"], row["first_differs"]) == ("layout=pp graph=full", 3, 0, None)
+    assert row["slowest_ms"] >= row["ms"] > 0
+    assert row["host_bytes"] > 0
 
 
-@pytest.mark.parity
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
-def test_fully_shard_is_timed_on_the_same_model(run_fsdp, tmp_path):
-    assert run_fsdp("--peers", "eager:reshard", "--variant", "reshard=yes", "--one-gpu", "no") == 0
-    kept, ours, peer = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
-    assert "failed" not in peer
-    assert len(rows.ratios(peer, ours)) == 2
-    assert not set(peer["rounds"]) & set(kept["rounds"])  # parameters are kept there, gathered again here
-    assert peer["loss"] == pytest.approx(np.log(96), rel=0.05)
+def test_losses_are_apart_by_the_largest_difference_from_the_first_step_that_has_one():
+    assert runner.apart([3.0, 2.0], [3.0, 2.0]) == {"differs": 0.0, "first_differs": None}
+    assert runner.apart([3.0, 2.0, 1.0], [3.0, 2.5, 1.25]) == {"differs": 0.5, "first_differs": 1}
+    assert np.isnan(runner.apart([3.0, float("nan"), 1.0], [3.0, 2.0, 2.0])["differs"])
 
 
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_a_step_in_fp8_is_timed_beside_fully_shard_that_gathers_float8(run_fsdp, tmp_path):
-    assert run_fsdp("--first", "fp8=delayed", "--peers", "eager:float8", "--one-gpu", "no", "--rounds", "1") == 0
+def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_like(run_fsdp, tmp_path):
+    peers = ["eager:float8", "eager:whole:graph", "eager:reshard"]
+    flags = ["--first", "fp8=delayed", "--variant", "reshard=yes", "--one-gpu", "no"]
+    assert run_fsdp("--peers", *peers, *flags) == 0
     timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
-    assert [row["variant"] for row in timed] == ["fp8=delayed", "", "eager:float8"]
-    losses = [row["loss"] for row in timed]
-    assert losses[0] != losses[1]
-    assert losses == pytest.approx([np.log(96)] * 3, rel=0.05)
+    assert not any("failed" in row for row in timed)
+    names = ["fp8=delayed", "", *peers[:2], "reshard=yes", peers[2]]
+    by_name = dict(zip(names, timed, strict=True))
+    assert [row["variant"] for row in timed] == names
+    assert len(rows.ratios(by_name["eager:whole:graph"], by_name["fp8=delayed"])) == 2
+    assert len(rows.ratios(by_name["eager:reshard"], by_name["reshard=yes"])) == 2
+    assert not set(by_name["eager:reshard"]["rounds"]) & set(by_name[""]["rounds"])  # gathered again there, kept here
+    losses = {name: row["loss"] for name, row in by_name.items()}
+    assert list(losses.values()) == pytest.approx([np.log(96)] * 6, rel=0.05)
+    assert losses["fp8=delayed"] != losses[""]
+    assert losses["eager:whole:graph"] == pytest.approx(losses["eager:reshard"], rel=1e-5)
+
+
+def test_what_an_engine_is_chosen_from_is_told_with_the_choice(monkeypatch):
+    seconds = {"program": 2.0, "dispatch": 1.0}
+    monkeypatch.setattr(jgraph.training.engine, "_seconds", lambda config, corpus: seconds[config.pp_engine])
+    config = engines.config_of("gpt-1b3-fp8", engines.Flags(sizes="tiny"))
+    told = choice(replace(config, schedule="1f1b"))
+    assert told["chosen"] == "1f1b:1 engine=dispatch"
+    lines = [line.split() for line in told["table"]]
+    assert [line[:2] for line in lines] == [["program", "1f1b"], ["dispatch", "1f1b"]]
+    drawn = engines.section("gpt-1b3-fp8", {"config": asdict(config), "ranks": 2, "rows": [told]}).notes
+    assert "measured 1000.00" in drawn
 
 
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
@@ -255,6 +265,14 @@ def test_parameters_kept_and_gathered_again_are_compared_each_with_its_like(cell
     times = {("torch", "compile:reshard"): 110.0, ("jgraph", ""): 50.0, ("jgraph", "reshard=yes xla_a=1"): 100.0}
     (_, kept, again), _ = cells_of(times)
     assert (kept["torch / this"], again["torch / this"]) == ("", "1.100")
+
+
+def test_a_graph_of_replicas_is_a_peer_of_whole_parameters_and_of_those_kept(cells_of):
+    times = {("torch", "compile:graph"): 60.0, ("torch", "compile"): 90.0, ("jgraph", ""): 50.0, ("jgraph", "layout=dp"): 40.0}
+    (*_, kept, whole), _ = cells_of(times)
+    assert (kept["torch / this"], whole["torch / this"]) == ("1.200", "1.500")
+    again = {("torch", "compile:graph"): 60.0, ("jgraph", "reshard=yes"): 50.0}
+    assert cells_of(again)[0][1]["torch / this"] == ""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Peer: a training step of GPT under `torch.distributed.fsdp.fully_shard`, on one process a GPU. Rank 0 prints the row.
+"""Peer: a training step of GPT under `torch.distributed.fsdp.fully_shard`, one process a GPU. Rank 0 prints the row.
 
     python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.peers.fsdp '{"config": {...}, "compile": true, ...}'
 
@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def main() -> None:
     here = Ranks.join()
     here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
     config = TrainConfig.from_dict(asked["config"])
-    how = {name: asked[name] for name in ("compile", "reshard", "float8")}
+    how = {name: asked[name] for name in ("compile", "reshard", "float8", "graph", "whole")}
     step = training_step(config, here.rank, here.ranks, here.device, **how)
     if here.on_gpu:  # the whole model was here before it was sharded
         torch.cuda.empty_cache()
@@ -42,9 +43,13 @@ def main() -> None:
     loss = step()
     dist.all_reduce(loss)
     here.tell(compile_s=time.perf_counter() - start, loss=loss.item() / here.ranks)
-    here.timed(step, 2)
-    here.take_turns(step, each=False)
+    graph = captured(step) if asked["graph"] and here.on_gpu else None
+    run = graph.replay if graph else step
+    here.timed(run, 2)
+    here.take_turns(run, each=False)
     here.tell(peak_bytes=here.peak_bytes())
+    if graph:
+        graph.reset()  # while it is there, what it has captured of NCCL cannot be ended
     dist.all_reduce(loss := step())
     if not loss.isfinite():
         raise FloatingPointError("the loss is not finite any more")
@@ -52,11 +57,27 @@ def main() -> None:
 
 
 def training_step(
-    config: TrainConfig, rank: int, ranks: int, device: torch.device, *, compile: bool, reshard: bool, float8: bool
+    config: TrainConfig,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    *,
+    compile: bool,
+    reshard: bool,
+    float8: bool,
+    graph: bool,
+    whole: bool,
 ) -> Callable[[], Tensor]:
     """Returns a step on one batch (forward, backward, clipping, update) that gives back the loss of this rank's rows."""
-    model = sharded(config.model, device, ranks, compile=compile, reshard=reshard, float8=float8)
-    optimizer = adamw(model, config.optimizer)
+    assert graph or not whole, "what gathers blocks stays outside of what is compiled"
+    assert not (graph and (float8 or reshard)), "replicas gather nothing"
+    model = made(config.model, device, compile=compile and not whole, float8=float8)
+    if not graph:
+        shard(model, config.model, device, ranks, reshard=reshard)
+    optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
+    if graph:
+        clip = flat_clip(model, config.optimizer.clip_norm, ranks)
     shape = config.batch_size, config.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
     tokens_BS = torch.tensor(rows_BS, device=device)
@@ -67,11 +88,19 @@ def training_step(
 
     loss_fn = torch.compile(cross_entropy) if compile else cross_entropy
 
+    def forward() -> Tensor:
+        return loss_fn(model(inputs_BT), labels_N)
+
+    if whole:
+        with torch.no_grad():
+            model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
+        forward = partial(torch.compile(model.loss) if compile else model.loss, tokens_BS)
+
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_fn(model(inputs_BT), labels_N)
+        loss = forward()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        clip()
         optimizer.step()
         if float8:
             precompute_scales(model)
@@ -86,31 +115,72 @@ def precompute_scales(model: GPT) -> None:
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def sharded(config: GPTConfig, device: torch.device, ranks: int, *, compile: bool, reshard: bool, float8: bool) -> GPT:
-    """Makes the model, each block gathered and reduced alone, embedding, head and last norm together.
+def made(config: GPTConfig, device: torch.device, *, compile: bool, float8: bool) -> GPT:
+    """Makes the whole model on every rank, the same weights.
 
     Args:
-        compile: each block; its hooks, which gather and reduce, stay outside.
-        reshard: blocks are gathered again in the backward.
+        compile: each block; what gathers and reduces stays outside.
         float8: of the blocks' projections; a CPU, to try this out, emulates it.
     """
-    torch.manual_seed(0)  # all ranks make the same weights, whole, and keep their part
+    torch.manual_seed(0)
     with device:
         model = GPT(config)
     if float8:
         to_float8(model, "tensorwise", enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    for block in model.blocks:
+        if compile:
+            block.forward = torch.compile(block.forward)
+    return model
+
+
+def shard(model: GPT, config: GPTConfig, device: torch.device, ranks: int, *, reshard: bool) -> None:
+    """Leaves each rank its part, each block gathered and reduced alone, embedding, head and last norm together.
+
+    Args:
+        reshard: blocks are gathered again in the backward.
+    """
     # Without cast_forward_inputs=False the rotary table would lose its float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     mesh = init_device_mesh(device.type, (ranks,))
     for block in model.blocks:
-        if compile:
-            block.forward = torch.compile(block.forward)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # What the root has is needed again as soon as the forward is done.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return model
+
+
+def flat_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:
+    """Returns what makes the ranks' gradients their mean, clipped: parts of a flat array, for few kernels."""
+    parameters = list(model.parameters())
+    flat = torch.empty(sum(p.numel() for p in parameters), device=parameters[0].device)
+    parts = [part.view_as(p) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)]
+
+    def clip() -> None:
+        torch.cat([p.grad.flatten() for p in parameters if p.grad is not None], out=flat)
+        dist.all_reduce(flat)
+        flat.mul_((norm / torch.linalg.vector_norm(flat)).clamp(max=1 / ranks))
+        for p, part in zip(parameters, parts, strict=True):
+            p.grad = part
+
+    return clip
+
+
+def captured(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """Captures a step, whose inputs stay where they are, with its all-reduce."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog is another thread and asks for events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    torch.cuda.empty_cache()
+    return graph
 
 
 if __name__ == "__main__":

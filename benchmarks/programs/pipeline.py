@@ -1,4 +1,4 @@
-"""A process that times a schedule as one program, and its actions alone.
+"""A process that times a schedule, as one program or dispatched by the host, and its actions, ends and transfers alone.
 
 Every answer is a JSON line and holds more of the row, so that what was measured before a crash is kept.
 """
@@ -6,7 +6,7 @@ Every answer is a JSON line and holds more of the row, so that what was measured
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,20 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.harness import soak
 from benchmarks.peers.protocol import Clock, answer, request, take_turns
-from benchmarks.programs.models import model_of
+from benchmarks.programs.models import Model, model_of
 from benchmarks.programs.step import compiled_bytes, devices_of, launched, stepping
 from benchmarks.rows import Row
 from benchmarks.works import schedule_of, size_from
+from jgraph import FP8Config
+from jgraph.dispatch import in_turn
+from jgraph.parallel import Pipelined
+from jgraph.parallel.objective import WithHistory
 from jgraph.parallel.pipeline import Pipeline
 from jgraph.parallel.pipeline.dispatched import dispatched
+from jgraph.parallel.step import in_fp8
+from jgraph.parallel.strategy import Binding
+from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Costs, Schedule, simulate
+from jgraph.schedule.action import KINDS
+from jgraph.schedule.tables import tabulate
 from jgraph.training.metrics import peak_memory_bytes
 from jgraph.xla import compile_and_report, compiler_options
+from jgraph.xla.options import known
 
-# Calls in a timed program. Alone, a small action takes less time than the host needs to hand it over.
-CALLS = 4
+# Calls in a timed program, and layers in one of actions: a small one takes less time than the host needs to hand it over.
+CALLS, CALLED_LAYERS = 4, 16
 
 
 def time_schedule(asked: Row) -> None:
@@ -35,79 +45,124 @@ def time_schedule(asked: Row) -> None:
     devices, platform = devices_of(ranks), jax.default_backend()
     model, schedule = model_of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))
-    choices = {"compute_dtype": model.compute_dtype, "remat": asked["remat"]}
-    pipe = Pipeline.of(model.parts, schedule, mesh, num_layers=len(model.layers), **choices)
+    pipe = pipeline_of(model, schedule, mesh, remat=asked["remat"], recipe=asked["fp8"])
     stacked = pipe.stack(model.ends, model.layers)
     params = jax.device_put(stacked, pipe.shardings(stacked))
-    inputs = jax.device_put(model.inputs, NamedSharding(mesh, PartitionSpec()))
+    inputs, history = jax.device_put(
+        (model.inputs, pipe.fp8.state(len(model.layers)) if pipe.fp8 else {}), NamedSharding(mesh, PartitionSpec())
+    )
     del stacked
     model.layers.clear()  # they would count as the first device's memory
-    answer(device=f"{ranks} x {devices[0].device_kind}", runtime=pipe.runtime)
+    runtime = "dispatched" if asked["engine"] == "dispatch" else pipe.runtime
+    answer(device=f"{ranks} x {devices[0].device_kind}", runtime=runtime)
 
-    options = compiler_options(asked["graph"], asked["xla_options"], platform=platform, num_devices=ranks)
+    chosen = known(XLA_OPTIONS, platform) if pipe.fp8 else ()
+    options = compiler_options(asked["graph"], (*chosen, *asked["xla_options"]), platform=platform, num_devices=ranks)
     if platform == "gpu":  # or command buffers are left aside while launches are counted
         options["xla_enable_command_buffers_during_profiling"] = True
-    call = as_executables if asked["engine"] == "dispatch" else as_program
-    run, wait, latest = stepping(call(pipe, params, inputs, options))
+    call = as_executables if runtime == "dispatched" else as_program
+    run, wait, latest = stepping(call(pipe, params, inputs, history, options))
     run()
     wait()
+    # Where microbatches' losses are not weighted, a dispatched schedule leaves their sum.
+    count = size.microbatches if pipe.fp8 and runtime == "dispatched" else 1
+    loss = float(latest[0][0].addressable_data(0).ravel()[0]) / count
     # The last device: the first one held the whole model, before it was spread.
-    first, turns = float(latest[0][0]), []
-    answer(loss=first, peak_bytes=peak_memory_bytes(devices[-1]))
+    answer(loss=loss, peak_bytes=peak_memory_bytes(devices[-1]))
+    turns = []
 
     def measure(clock: Clock) -> Row:
         turns.append(clock.one_by_one(run, wait))
         return turns[-1]
 
-    take_turns(measure, partial(soak, run, wait, devices, lambda: {"same_loss": float(latest[0][0]) == first}))
+    take_turns(measure)
     stream = clock.in_flight(run, wait, platform)
     answer(stream_ms=stream["ms"], host_ms=clock.handover_seconds(run, wait) * 1e3)
     answer(**launched(run, wait))
     if asked["actions"] and turns:
         latest.clear()
         alone = time_actions(pipe, params, inputs, clock, options)
-        ms = statistics.median(turn["ms"] for turn in turns)
-        answer(alone=alone, categories=made_of(ms, alone, schedule, pipe.runtime))
+        alone |= time_ends(pipe, params, inputs, clock, options, together=runtime != "dispatched")
+        alone["permute_ms"] = time_permute(pipe, params, inputs, clock, options)
+        answer(alone=alone, categories=made_of(statistics.median(turn["ms"] for turn in turns), alone, schedule, runtime))
 
 
-def as_program(pipe: Pipeline, params: Any, inputs: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
-    """Returns the schedule as one program, with loss and gradients as its results."""
-    start = time.perf_counter()
-    lowered = jax.jit(pipe.loss_and_grads).lower(params, inputs)
+def pipeline_of(model: Model, schedule: Schedule, mesh: Mesh, *, remat: Any, recipe: Any) -> Pipeline:
+    """Returns the pipeline of a training step; with the products of its layers in FP8, if there is a recipe."""
+    shapes = jax.eval_shape(model.parts.join, model.ends, model.layers)
+    strategy = Pipelined(mesh, shapes, schedule, compute_dtype=model.compute_dtype, remat=remat)
+    binding = Binding(num_microbatches=schedule.num_microbatches)
+    if recipe:
+        binding = in_fp8(binding, FP8Config(recipe=recipe), model.parts, strategy, jax.eval_shape(whole, model.inputs))
+    return strategy.pipeline(model.parts, binding)
+
+
+def whole(inputs: Any) -> Any:
+    """Returns a batch, from its microbatches."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), inputs)
+
+
+def as_program(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
+    """Returns the schedule as one program, with loss and gradients as its results; histories go from step to step."""
+    start, held = time.perf_counter(), [history]
+
+    def step(params: Any, inputs: Any, history: Any) -> Any:
+        loss, grads, _, after = pipe.step(params, inputs, None, (), history)
+        return loss, grads, after
+
+    lowered = jax.jit(step, donate_argnums=2).lower(params, inputs, history)
     traced = time.perf_counter()
     compiled, report = compile_and_report(lowered, options)
     seconds = {"trace_s": traced - start, "compile_s": time.perf_counter() - traced}
     answer(**seconds, capture=str(report) if report else None, **compiled_bytes(compiled))
-    return lambda: compiled(params, inputs)
+
+    def call() -> tuple[jax.Array, Any]:
+        loss, grads, held[0] = compiled(params, inputs, held[0])
+        return loss, grads
+
+    return call
 
 
-def as_executables(pipe: Pipeline, params: Any, inputs: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
+def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
     """Returns the schedule as executables that the host hands over; the gradients are the sums in their buffers."""
-    start = time.perf_counter()
-    batch = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), inputs)
+    start, batch = time.perf_counter(), whole(inputs)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (params, batch))
-    gradients = dispatched(pipe, shapes[0], {}, lambda params: params, shapes[1], jax.random.key(0), options)
+    held = [WithHistory({}, history) if jax.tree.leaves(history) else {}]
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (params, held[0], batch)
+    )
+    gradients = dispatched(pipe, *shapes[:2], lambda params: params, shapes[2], jax.random.key(0), options)
+    fp8 = pipe.fp8
+    if fp8 is not None and isinstance(held[0], WithHistory):
+        of = gradients.results["histories"]
+        specs = jax.tree.map(lambda shape: shape.sharding.spec, of)
+
+        def after(histories: Any) -> Any:
+            return fp8.finish(histories, (), pipe.layout)
+
+        mapped = jax.shard_map(after, mesh=pipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+        finish = jax.jit(mapped).lower(of).compile(compiler_options=options)
     answer(compile_s=time.perf_counter() - start, capture=str(gradients))
 
     def call() -> tuple[jax.Array, Any]:
-        results = gradients(params, {}, step, batch)
-        return results["loss"].addressable_shards[0].data[0], results
+        results = gradients(params, held[0], step, batch)
+        if isinstance(held[0], WithHistory):
+            held[0] = WithHistory({}, in_turn(finish(results["histories"])))
+        return results["loss"], results
 
     return call
 
 
 def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> Row:
     """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the one before, as in a pipeline."""
-    split, keys = pipe.split(None), iter(jax.random.split(jax.random.key(1), 1000))
-    ([layer], extra), x = pipe.layer_shapes(params, inputs)
-
-    def like(aval: Any, scale: float = 1.0) -> jax.Array:
-        return scale * jax.random.normal(next(keys), aval.shape, aval.dtype)
+    layers = pipe.layout.layers_per_stage
+    function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
+    shapes, x = pipe.layer_shapes(params, inputs)
+    [layer], extra = shapes[0] if pipe.fp8 else shapes
 
     def forward(stage: Any, x: jax.Array) -> Any:
         made = []
-        for _ in range(CALLS):
+        for _ in range(calls):
             x, residuals, _ = split.forward(stage, x)
             made.append(residuals)
         return made, x
@@ -129,12 +184,13 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
         return jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
 
     def milliseconds(call: Callable[[], Any]) -> float:
-        run, wait, _ = stepping(call)
-        return clock.in_flight(run, wait, jax.default_backend())["ms"] / CALLS
+        return alone_ms(call, clock) / calls
 
-    # Zeros would draw less power, and so be faster, than numbers of a model.
-    stage = ([jax.tree.map(partial(like, scale=0.02), layer) for _ in range(pipe.layout.layers_per_stage)], extra)
-    x, dy = like(x), like(x)
+    stage = own = ([like(layer, 0.02, key) for key in range(layers)], extra)
+    x, dy = like(x), like(x, key=1)
+    if pipe.fp8 is not None and isinstance(function, FP8Function):
+        state = pipe.fp8.state(layers)
+        stage = own, state, function.quantize(own, state, x)
     call_forward = compiled(forward, stage, x)
     residuals, _ = call_forward(stage, x)
     call_dgrad = compiled(dgrad, stage, residuals, dy)
@@ -142,7 +198,8 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     alone = {"forward_ms": milliseconds(lambda: call_forward(stage, x))}
     alone["dgrad_ms"] = milliseconds(lambda: call_dgrad(stage, residuals, dy))
     kept = [held.after_dgrad() for held in residuals]
-    grads = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), stage)]
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), own)
+    grads = [(sums, None, None) if pipe.fp8 else sums]
     call_wgrad = compiled(wgrad, grads[0], stage, kept, stashes, donate=(0,))
 
     def add() -> Any:
@@ -152,15 +209,112 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     return alone | {"wgrad_ms": milliseconds(add)}
 
 
+def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any, *, together: bool) -> Row:
+    """Times head and embedding of a microbatch with their gradients: by all ranks together, or each on one GPU."""
+    model, x = pipe.model, pipe.activation(params, inputs)
+    mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
+    specs = pipe.specs(params)["outer"]
+    outer, inputs, x = jax.device_put(
+        (params["outer"], jax.tree.map(lambda leaf: leaf[:CALLS], inputs), like(x)),
+        (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), *[NamedSharding(mesh, PartitionSpec())] * 2),
+    )
+
+    def head(outer: Any, inputs: Any, x: jax.Array) -> Any:
+        read, here = pipe.cast(outer), jax.lax.axis_index("pipe") == mesh.shape["pipe"] - 1
+
+        def one(total: Any, microbatch: Any) -> Any:
+            y = jnp.where(here, x, jnp.zeros((), x.dtype))
+            loss, pull_back = jax.vjp(lambda outer, y: model.head(outer, y, microbatch), read, y)
+            of_outer, dy = pull_back(here.astype(loss.dtype))
+            return added(total, of_outer), (loss, dy)
+
+        return jax.lax.scan(one, zeros(outer), inputs)
+
+    def embed(outer: Any, inputs: Any, dx: jax.Array) -> Any:
+        def one(total: Any, microbatch: Any) -> Any:
+            x, pull_back = jax.vjp(lambda outer: model.embed(outer, microbatch), outer)
+            return added(total, pull_back(dx)[0]), x
+
+        return jax.lax.scan(one, zeros(outer), inputs)
+
+    def added(total: Any, gradients: Any) -> Any:
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, gradients)
+
+    def zeros(outer: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), outer)
+
+    count, in_specs = len(jax.tree.leaves(inputs)[0]), (specs, PartitionSpec(), PartitionSpec())
+    functions = {"head_ms": head} | ({"embed_ms": embed} if jax.tree.leaves(outer) else {})
+    calls = {name: on_ranks(function, mesh, in_specs, options, outer, inputs, x) for name, function in functions.items()}
+    return {name: alone_ms(call, clock) / count for name, call in calls.items()}
+
+
+def time_permute(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> float:
+    """Returns the milliseconds in which every rank passes an activation on, or a gradient back."""
+    ranks = pipe.mesh.shape["pipe"]
+    x = jax.device_put(like(pipe.activation(params, inputs)), NamedSharding(pipe.mesh, PartitionSpec()))
+
+    def permute(x: jax.Array) -> jax.Array:
+        for i in range(CALLS):
+            x = jax.lax.ppermute(x, "pipe", [(r, (r + (-1) ** i) % ranks) for r in range(ranks)])
+        return x
+
+    return alone_ms(on_ranks(permute, pipe.mesh, (PartitionSpec(),), options, x), clock) / CALLS
+
+
+def on_ranks(function: Callable[..., Any], mesh: Mesh, in_specs: Any, options: Any, *args: Any) -> Callable[[], Any]:
+    """Compiles a function of one rank, whose results may differ by rank."""
+
+    def local(*args: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], function(*args))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec("pipe"), check_vma=False)
+    compiled = jax.jit(mapped).lower(*args).compile(compiler_options=options)
+    return lambda: compiled(*args)
+
+
+def alone_ms(call: Callable[[], Any], clock: Clock) -> float:
+    run, wait, _ = stepping(call)
+    return clock.in_flight(run, wait, jax.default_backend())["ms"]
+
+
+def like(shapes: Any, scale: float = 1.0, key: int = 0) -> Any:
+    """Makes arrays of these shapes. Zeros would draw less power, and so be faster, than numbers of a model."""
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(key), len(leaves))
+    made = [scale * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    return structure.unflatten(made)
+
+
 def made_of(ms: float, alone: Row, schedule: Schedule, runtime: str) -> Row:
-    """Returns a step's time by category: its actions as often as it has them, the bubble they leave, and what is not told."""
+    """Returns a step's time by category: actions, ends and transfers as often as it has them, the bubble, what is not told."""
     costs = Costs(alone["forward_ms"], alone["dgrad_ms"], alone["wgrad_ms"])
     played = simulate(schedule, costs, execution="lockstep" if runtime == "aligned" else "dataflow")
     found = {"actions": float(played.busy.mean()), "bubble": played.makespan - float(played.busy.mean())}
+    if runtime == "dispatched":  # only the ranks of the first and the last stage have ends, and transfers are beside actions
+        forward, dgrad, *_ = costs.table(schedule.num_stages)
+        forward[-1] += alone["head_ms"]
+        dgrad[0] += alone.get("embed_ms", 0.0)
+        costs = replace(costs, forward=forward.tolist(), dgrad=dgrad.tolist())
+        with_ends, with_both = (simulate(schedule, costs, latency=ms).makespan for ms in (0.0, alone["permute_ms"]))
+        found |= {"ends": with_ends - played.makespan, "permutes": with_both - with_ends}
+    else:
+        found["ends"] = schedule.num_microbatches * (alone["head_ms"] + alone.get("embed_ms", 0.0))
+        found["permutes"] = permutes(schedule, runtime) * alone["permute_ms"]
     if runtime == "general":
         ticks = simulate(schedule, costs, execution="neighbours").makespan
         found["waiting for neighbours"] = max(ticks - played.makespan, 0.0)
     return found | {"not told": ms - sum(found.values())}
+
+
+def permutes(schedule: Schedule, runtime: str) -> int:
+    """Counts the permutes of a step: one a tick from each side, in the aligned runtime only where something was made."""
+    tables = tabulate(schedule, writing="makers" if runtime == "aligned" else "all")
+    used = {pair for pair in tables.arrivals if pair[0] != "same"}
+    if runtime == "general":
+        return len(tables.table.kind) * len({source for source, _ in used})
+    makes = {"activation": KINDS.index("forward"), "gradient": KINDS.index("dgrad")}
+    return sum(int((tables.table.kind == makes[pool]).any(axis=1).sum()) for _, pool in used)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.harness import soak
 from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
+from jgraph.parallel.step import CompiledStep
 from jgraph.profile.attribution import by_category, choose_step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import read
@@ -30,11 +30,15 @@ TRACED = 3  # steps of the trace that categories are read from
 
 @dataclass
 class Step:
-    """Holds a compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done."""
+    """Holds a compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done.
+
+    `batch_of` makes a batch of a seed.
+    """
 
     devices: list[Any]
-    compiled: Any
+    compiled: CompiledStep
     state: Any
+    batch_of: Callable[[int], Any]
     batch: Any
     metrics: Any = None
 
@@ -48,16 +52,19 @@ class Step:
         start = time.perf_counter()
         with cache.watch() as compiles:
             run = setup.compile_step()
-        compiled, report = run.executable, run.capture
         tell(
             compile_s=time.perf_counter() - start,
-            capture=str(report) if report else None,
+            capture=str(run.capture) if run.capture else None,
             compiled=str(compiles),
-            **compiled_bytes(compiled),
+            **compiled_bytes(run.executable),
         )
-        shape = config.batch_size, config.seq_len + 1
-        rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
-        step = cls(devices, compiled, setup.init(), jax.device_put(setup.step.place(rows_BS)))
+
+        def batch(seed: int) -> Any:
+            shape = config.batch_size, config.seq_len + 1
+            rows_BS = np.random.default_rng(seed).integers(0, config.model.vocab_size, shape).astype(np.int32)
+            return jax.device_put(setup.step.place(rows_BS))
+
+        step = cls(devices, run, setup.init(), batch, batch(0))
         jax.block_until_ready(step.state)
         # The state is made in a program that may take more than the step does, and a device's peak cannot be set back.
         tell(init_peak_bytes=step.peak_bytes())
@@ -74,6 +81,21 @@ class Step:
 
     def result(self) -> Row:
         return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped)}
+
+    def soak(self, **asked: Any) -> Iterator[Row]:
+        """Runs steps on a new batch each, as `benchmarks.harness.soak`; at the end their losses."""
+        losses: list[float] = []
+
+        def run() -> None:
+            self.batch = self.batch_of(len(losses))
+            self.run()
+
+        def wait() -> None:
+            self.wait()
+            losses.append(float(self.metrics.loss))
+
+        yield from soak(run, wait, self.devices, self.result, **asked)
+        yield {"losses": losses}
 
 
 def devices_of(ranks: int) -> list[Any]:
@@ -118,7 +140,7 @@ def time_step(asked: Row) -> None:
 
     take_turns(
         lambda clock: clock.in_flight(step.run, step.wait, step.devices[0].platform),
-        partial(soak, step.run, step.wait, step.devices, step.result),
+        step.soak,
     )
     answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
     if asked["categories"]:
@@ -137,7 +159,7 @@ def categories(config: TrainConfig) -> Row:
                 step.run()
                 in_turn(step.metrics)
             step.wait()
-        chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text() or ""), TRACED)
+        chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text()), TRACED)
     ranks = [by_category(rank, one) for rank, one in chosen.items()]
     names = dict.fromkeys(name for rank in ranks for name in rank["categories"])
     found = {name: sum(rank["categories"].get(name, {"ms": 0.0})["ms"] for rank in ranks) for name in names}
