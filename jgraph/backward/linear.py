@@ -130,6 +130,10 @@ class OwnProducts:
         """Returns the products that take the place of `sites`, for parameters of these names."""
         raise NotImplementedError
 
+    def traced(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a part of the split (forward, dgrad or wgrad), a function of arrays, as it is to be compiled."""
+        return part
+
 
 def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
     """Computes the product. Its gradients are dx for x and (x, dy) for the tap; the weight gets none here."""

@@ -147,11 +147,12 @@ class Split:
         self._stage: Callable[..., Tree] = stage_fn.fn if isinstance(stage_fn, OwnProducts) else stage_fn
         self._has_aux, self._options = has_aux, options
         self._plans: dict[Any, Plan] = {}
+        traced = self._own_products.traced if self._own_products else lambda part: part
         # Jitted, so that outside of a jit too what is not needed is not computed.
-        self._forward = jax.jit(self._run_forward)
-        self._dgrad = jax.jit(_run_dgrad)
-        self._wgrad = jax.jit(_run_wgrad)
-        self._accumulate = jax.jit(_run_accumulate)
+        self._forward = jax.jit(traced(self._run_forward))
+        self._dgrad = jax.jit(traced(_run_dgrad))
+        self._wgrad = jax.jit(traced(_run_wgrad))
+        self._accumulate = jax.jit(traced(_run_accumulate))
 
     def __repr__(self) -> str:
         options = self._options

@@ -8,11 +8,12 @@ of other products. If nothing else needs the operand, it is never written.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend import core
 from jax.typing import DTypeLike
@@ -33,19 +34,23 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
     """Returns a function of arrays that computes what it quantizes in the kernels that quantize it, where it can.
 
     To be put around a function and its differentiation, and to be jitted. Results differ by the rounding of what was bfloat16
-    and is float32 now. Loops and `jax.checkpoint` inside it stay as they are.
+    and is float32 now. Loops inside it stay as they are, and of `jax.checkpoint` what is made again.
 
     Args:
         fn: quantizes by `kernels.cast_transpose`.
         implementation: of the kernels; `auto` leaves everything as it is where XLA would be taken.
     """
 
+    @wraps(fn)
     def run(*args: Any) -> Any:
         if implementation == "auto" and not has_kernel():
             return fn(*args)
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        leaves = jax.tree.leaves(args)
+        if any(map(_is_open, closed.jaxpr.eqns)):
+            closed = jax.make_jaxpr(lambda *leaves, whole=closed: _opened(whole.jaxpr, whole.consts, leaves))(*leaves)
         fusions, alive = _fusions(closed.jaxpr, implementation)
-        env = replay.environment(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        env = replay.environment(closed.jaxpr, closed.consts, leaves)
         read = replay.reader(env)
         for i, eqn in enumerate(closed.jaxpr.eqns):
             if i not in alive:
@@ -58,6 +63,23 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
         return jax.tree.unflatten(jax.tree.structure(out), [read(v) for v in closed.jaxpr.outvars])
 
     return run
+
+
+def _is_open(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation is a `jax.checkpoint` that is compiled as its body, with no barrier before it."""
+    return eqn.primitive.name in replay.CHECKPOINTS and not (eqn.params["differentiated"] and np.any(eqn.params["prevent_cse"]))
+
+
+def _opened(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Runs a jaxpr, and such equations in it as their bodies."""
+    env = replay.environment(jaxpr, consts, args)
+    read = replay.reader(env)
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        opened = _is_open(eqn)
+        out = _opened(replay.body(eqn), replay.body_consts(eqn), values) if opened else replay.apply(eqn, values)
+        replay.write(env, eqn.outvars, out)
+    return [read(v) for v in jaxpr.outvars]
 
 
 @dataclass(frozen=True)
@@ -78,33 +100,37 @@ class _Fusion:
         """Returns what the equation does."""
         wanted = _asked(eqn)
         assert wanted is not None, "only such calls are fused"
-        dtype, want = wanted
-        scale = jnp.float32(1) if want == "amax" else read(eqn.invars[1])
+        dtype, want, results = wanted
+        scale = jnp.float32(1) if want == "amax" and len(eqn.invars) == 1 else read(eqn.invars[1])
         inputs = tuple(read(v).reshape(of) for v, of in self.inputs)
         with scope("quantize"):
-            found = cast_transpose(
-                Computed(self.fn, inputs), scale, dtype or jnp.float8_e4m3fn, want=want, implementation=implementation
-            )
-        return jax.tree.leaves(found)
+            found = cast_transpose(Computed(self.fn, inputs), scale, dtype, want=want, implementation=implementation)
+        return [getattr(found, name) for name in results]
 
 
-def _asked(eqn: core.JaxprEqn) -> tuple[DTypeLike | None, Want] | None:
-    """Returns the dtype and the `want` of a call of `cast_transpose` (both, or rows) or `amax`.
+def _asked(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]] | None:
+    """Returns the dtype and the `want` of a call of `cast_transpose` or `amax`, and which parts of the result it gives.
 
-    None for others, and where rows and columns have one shape and only one of them is there.
+    Those that nobody reads may have been left out of the trace. None for other equations, and where rows and columns have one
+    shape and only one of them is there.
     """
     name = eqn.params.get("name") if eqn.primitive.name in replay.JITS else ""
     cast_transpose, amax = CALLS
-    if name == amax:
-        return None, "amax"
+    if name == amax and len(eqn.outvars) == 1:
+        return jnp.float8_e4m3fn, "amax", ("amax",)
     if name != cast_transpose or len(eqn.invars) != 2:  # those of a plain array, into no slot
         return None
     operands: list[Any] = eqn.invars
-    results: list[Any] = eqn.outvars
-    x, first = operands[0].aval, results[0].aval
-    if len(results) == 3:
-        return first.dtype, "both"
-    return (first.dtype, "rows") if first.shape == x.shape != x.shape[::-1] else None
+    *arrays, last = ((v.aval.shape, v.aval.dtype) for v in eqn.outvars)  # pyright: ignore[reportAttributeAccessIssue]
+    scalars = ("amax",) if last == ((), jnp.float32) else ()
+    arrays += [] if scalars else [last]
+    shape = operands[0].aval.shape
+    shapes = {"rows": shape, "columns": shape[::-1]}
+    found = [name for name in shapes if any(of == shapes[name] for of, _ in arrays)]
+    if len(arrays) != len(found) or len({dtype for _, dtype in arrays}) > 1:
+        return None
+    want: Want = "amax" if not found else "both" if len(found) == 2 else "rows" if found == ["rows"] else "columns"
+    return (arrays[0][1] if arrays else jnp.float8_e4m3fn), want, (*found, *scalars)
 
 
 def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion], set[int]]:

@@ -25,6 +25,8 @@ from jgraph.scopes import scope
 # Else XLA may give a product to Triton, or put those of two microbatches side by side: both multiply in bfloat16 then.
 XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
+_KEPT = "fp8"  # what the split backward keeps of a forward, by name
+
 _MULTIPLE = 16  # of every size of cuBLASLt's FP8 products
 
 
@@ -158,7 +160,7 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
         rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config)
         y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
         # The name keeps it from being made again from x, of which there may be more bytes, by the split backward.
-        kept = checkpoint_name(columns, "fp8") if config.wgrad == "fp8" else x
+        kept = checkpoint_name(columns, _KEPT) if config.wgrad == "fp8" else x
         return shape.y(y), (kept, scale, largest, tap._replace(late=None))
 
     def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
@@ -194,12 +196,13 @@ def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config
     """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
     with scope("quantize"):
         if scales is None:
-            known = amax(x_MK)
+            known = checkpoint_name(amax(x_MK), _KEPT)
             scale = scale_for(known, dtype)
         else:
             known, scale = None, scales[which]
         found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
-        largest = found.amax if known is None else known
+        # Named, it is kept itself: not a number inside the call that finds it, which then would be another function.
+        largest = checkpoint_name(found.amax, _KEPT) if known is None else known
         return found.rows, found.columns, seen(scale, largest), largest
 
 

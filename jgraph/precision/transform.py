@@ -21,6 +21,7 @@ from jgraph.backward.linear import Bound, DelayedProduct, OwnProducts
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
+from jgraph.precision.fuse import fused
 from jgraph.precision.late import LateProduct
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
 from jgraph.precision.scaling import History, observe, scale_for, seen
@@ -159,6 +160,10 @@ class FP8Function(OwnProducts):
         ]
         params, state, weights = map(jax.tree.leaves, given)
         return Bound(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
+
+    def traced(self, part: Callable[..., Tree]) -> Callable[..., Tree]:
+        """Returns a part of a split that computes what it quantizes in the kernels that quantize it."""
+        return fused(part)
 
 
 @dataclass(frozen=True, eq=False)
