@@ -18,6 +18,7 @@ RESULTS = sorted(runner.RESULTS.glob("*.json"))
 # Who reads the clock beside harness.py and peers/protocol.py.
 CLOCKS = {
     # Until a program is traced, compiled, built, or has run for the first time.
+    "programs/engine.py": {"choice"},
     "programs/graphed.py": {"time_blocks", "time_pipeline"},
     "programs/pipeline.py": {"as_program", "as_executables"},
     "programs/step.py": {"of"},
@@ -308,9 +309,11 @@ def test_results_of_fp8_come_into_the_readme_with_pages_of_their_own(tmp_path, m
         work["environment"] |= {"revision": "x"}
         (tmp_path / f"{name}.json").write_text(json.dumps({"works": {"gpt": work}}))
         assert readme.drawn(tmp_path / f"{name}.md").startswith(title)
+    (tmp_path / "pipeline_fp8.json").write_text((tmp_path / "fp8.json").read_text())
     told = readme.speed().partition("Products in FP8")[2]
     assert "[fp8](benchmarks/results/fp8.md), [fsdp_fp8](benchmarks/results/fsdp_fp8.md)" in " ".join(told.split())
     assert told.count("| gpt, 2x8 tokens | X | 1.00 |") == 2
+    assert told.count("| pipeline, gpt, 2x8 tokens | X | 1.00 |") == 1
 
 
 def test_benchmarks_import_no_tests():

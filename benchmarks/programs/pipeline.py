@@ -127,27 +127,27 @@ def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, optio
     """Returns the schedule as executables that the host hands over; the gradients are the sums in their buffers."""
     start, batch = time.perf_counter(), whole(inputs)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
-    held = [WithHistory({}, history) if jax.tree.leaves(history) else {}]
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (params, held[0], batch)
-    )
-    gradients = dispatched(pipe, *shapes[:2], lambda params: params, shapes[2], jax.random.key(0), options)
-    fp8 = pipe.fp8
-    if fp8 is not None and isinstance(held[0], WithHistory):
-        of = gradients.results["histories"]
-        specs = jax.tree.map(lambda shape: shape.sharding.spec, of)
+    held: list[Any] = [WithHistory({}, history) if jax.tree.leaves(history) else {}]
 
-        def after(histories: Any) -> Any:
-            return fp8.finish(histories, (), pipe.layout)
+    def shapes(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
-        mapped = jax.shard_map(after, mesh=pipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
-        finish = jax.jit(mapped).lower(of).compile(compiler_options=options)
+    key = jax.random.key(0)
+    gradients = dispatched(pipe, shapes(params), shapes(held[0]), lambda params: params, shapes(batch), key, options)
+    histories = gradients.results["histories"]
+
+    def finish(histories: Any) -> Any:
+        return pipe.fp8.finish(histories, (), pipe.layout) if pipe.fp8 else {}
+
+    specs = jax.tree.map(lambda shape: shape.sharding.spec, histories)
+    mapped = jax.shard_map(finish, mesh=pipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+    after = jax.jit(mapped).lower(histories).compile(compiler_options=options) if jax.tree.leaves(history) else None
     answer(compile_s=time.perf_counter() - start, capture=str(gradients))
 
     def call() -> tuple[jax.Array, Any]:
         results = gradients(params, held[0], step, batch)
-        if isinstance(held[0], WithHistory):
-            held[0] = WithHistory({}, in_turn(finish(results["histories"])))
+        if after:
+            held[0] = WithHistory({}, in_turn(after(results["histories"])))
         return results["loss"], results
 
     return call
