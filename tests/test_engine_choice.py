@@ -1,6 +1,7 @@
 """`--pp-engine auto` of a run: it times the best of both engines, tells of it, and a run keeps to its choice."""
 
 import json
+import threading
 
 import pytest
 
@@ -22,11 +23,11 @@ def seconds(monkeypatch):
     """What is timed, and how long a step with it takes: less by the host."""
     found = []
 
-    def seconds(config, corpus):
+    def prepared(config, corpus):
         found.append(config)
-        return {"program": 2.0, "dispatch": 1.0}[config.pp_engine]
+        return lambda: {"program": 2.0, "dispatch": 1.0}[config.pp_engine]
 
-    monkeypatch.setattr(engine, "_seconds", seconds)
+    monkeypatch.setattr(engine, "_prepared", prepared)
     return found
 
 
@@ -36,7 +37,7 @@ def kept(run_dir) -> dict:
 
 def test_a_run_takes_the_faster_engine_and_goes_on_with_it_without_measuring(tmp_path, seconds, capsys):
     assert tiny.train(tmp_path / "run", *FLAGS) == 0
-    assert [config.pp_engine for config in seconds] == ["program", "dispatch"]
+    assert {config.pp_engine for config in seconds} == {"program", "dispatch"}
     assert (kept(tmp_path / "run")["engine"], kept(tmp_path / "run")["schedule"]) == ("dispatch", "aligned")
     assert "dispatched: the host hands over" in capsys.readouterr().out
     (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "aside")
@@ -58,20 +59,28 @@ def settled(tmp_path, **fields) -> tuple[TrainConfig, dict, str]:
     return *engine.settle_engine(config, None, RunDir(tmp_path), said), "\n".join(said)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_takes_too_long_is_not_measured(tmp_path, seconds, monkeypatch):
-    monkeypatch.setattr(engine, "_LONGEST", -1.0)
+def test_what_takes_too_long_to_compile_is_not_measured(tmp_path, monkeypatch):
+    measured = threading.Event()
+
+    def prepared(config, corpus):
+        if config.pp_engine == "program":
+            assert measured.wait(60)
+        return lambda: measured.set() or 1.0
+
+    monkeypatch.setattr(engine, "_LONGEST", 0.0)
+    monkeypatch.setattr(engine, "_prepared", prepared)
     config, told, said = settled(tmp_path)
-    assert config.pp_engine == told["engine"] == "program"
-    assert "not measured after" in said
+    assert config.pp_engine == told["engine"] == "dispatch"
+    assert "not compiled after" in said
 
 
 def test_what_fails_is_out_with_its_error(tmp_path, monkeypatch):
     def fails(config, corpus):
         if config.pp_engine == "program":
             raise JgraphError("no such luck")
-        return 1.0
+        return lambda: 1.0
 
-    monkeypatch.setattr(engine, "_seconds", fails)
+    monkeypatch.setattr(engine, "_prepared", fails)
     config, _, said = settled(tmp_path)
     assert config.pp_engine == "dispatch"
     assert "no such luck" in said

@@ -2,6 +2,8 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jgraph.training.graph import kept, place
 from jgraph.training.rundir import RunDir
 from jgraph.training.setup import TrainSetup, candidates
 
-_LONGEST = 60.0  # seconds after which nothing more is measured
+_LONGEST = 60.0  # seconds after which what is not compiled is not waited for
 _MOST_ROWS = 8
 
 
@@ -27,8 +29,8 @@ def settle_engine(
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Returns the run with an engine, a schedule and its chunks, and tells of them.
 
-    All schedules are simulated with measured times of a layer, under the memory limit. The best one of each engine is compiled
-    and timed on a state of its own, which is freed; the second one only if that is within a minute.
+    All schedules are simulated with measured times of a layer, under the memory limit. The best one of each engine is compiled,
+    both at once, and timed on a state of its own, which is freed; if one takes more than a minute to compile, the other alone.
 
     Returns:
         The configuration; what to write to `run_dir.engine`, nothing where it was not measured now.
@@ -51,12 +53,18 @@ def settle_engine(
     firsts = [next(row for row in rows if row.engine == name) for name in dict.fromkeys(row.engine for row in rows)]
     seconds: dict[str, float] = {}
     verdicts: dict[str, str] = {}
-    for row in firsts:
-        if seconds and time.perf_counter() - began > _LONGEST:
-            verdicts[row.engine] = f"not measured after {_LONGEST:g} s"
+    threads = ThreadPoolExecutor(len(firsts))
+    timers = [threads.submit(_prepared, _with(config, row.engine, row.name, row.chunks), corpus) for row in firsts]
+    threads.shutdown(wait=False)
+    # Not timed while another one compiles, unless that takes too long.
+    if not wait(timers, timeout=max(0.0, began + _LONGEST - time.perf_counter())).done:
+        wait(timers, return_when=FIRST_COMPLETED)
+    for row, timer in sorted(zip(firsts, timers, strict=True), key=lambda pair: not pair[1].done()):
+        if seconds and not timer.done():
+            verdicts[row.engine] = f"not compiled after {_LONGEST:g} s"
             continue
         try:
-            seconds[row.engine] = _seconds(_with(config, row.engine, row.name, row.chunks), corpus)
+            seconds[row.engine] = timer.result()()
         except (JgraphError, jax.errors.JaxRuntimeError) as e:
             verdicts[row.engine] = (str(e).splitlines() or [type(e).__name__])[0]
             if len(firsts) == len(verdicts):
@@ -97,15 +105,19 @@ def _row(row: Candidate, seconds: dict[str, float], verdicts: dict[str, str], is
     }
 
 
-def _seconds(config: TrainConfig, corpus: Corpus) -> float:
-    """Returns the median time of a training step."""
+def _prepared(config: TrainConfig, corpus: Corpus) -> Callable[[], float]:
+    """Compiles a run's step and what makes its state. Returns a function that gives the median time of a training step."""
     setup = TrainSetup.of(config)
     init, step = setup.compile_init(), setup.compile_step()
-    tokens = np.resize(corpus.train[: config.batch_size * (config.seq_len + 1)], (config.batch_size, config.seq_len + 1))
-    batch, state = setup.step.place(tokens.astype(np.int32)), [init()]
 
-    def run() -> tuple[TrainState, StepMetrics]:
-        state[0], metrics = step(state[0], batch)
-        return state[0], metrics
+    def timed() -> float:
+        tokens = np.resize(corpus.train[: config.batch_size * (config.seq_len + 1)], (config.batch_size, config.seq_len + 1))
+        batch, state = setup.step.place(tokens.astype(np.int32)), [init()]
 
-    return seconds_of(run)
+        def run() -> tuple[TrainState, StepMetrics]:
+            state[0], metrics = step(state[0], batch)
+            return state[0], metrics
+
+        return seconds_of(run)
+
+    return timed

@@ -4,11 +4,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jgraph.errors import ConfigError
@@ -25,6 +27,7 @@ Tree = Any
 
 _REPEATS = 5
 _SECONDS = 0.05  # of a repeat
+_CALLS = 16  # in a timed program: the host would take longer to hand over a small part than a device takes for it
 _HANDOVER = 1.7e-4  # seconds of the host for an action and what it sends (notes/develop/measurements.md)
 
 
@@ -106,24 +109,30 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
     """Seconds of a layer's forward, dgrad and wgrad for one microbatch, medians on the first local device."""
     stage, x = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(stage)) + 1))
-
-    def like(aval: Any) -> jax.Array:
-        if not jnp.issubdtype(aval.dtype, jnp.floating):
-            return jnp.zeros(aval.shape, aval.dtype)
-        # Zeros would draw less power, and so be faster, than numbers of a model.
-        return 0.02 * jax.random.normal(next(keys), aval.shape, aval.dtype)
-
-    stage, x = jax.tree.map(like, (stage, x))
+    stage, x = _filled((stage, x))
     params = stage[0] if pipeline.fp8 else stage
     if isinstance(function, FP8Function):
-        stage = (*stage[:2], function.quantize(*stage[:2], x))
+        stage = (*stage[:2], jax.jit(function.quantize)(*stage[:2], x))
     platform = jax.default_backend()
     options = compiler_options("auto", known(XLA_OPTIONS, platform), platform=platform) if pipeline.fp8 else None
-    forward, dgrad = (jax.jit(part, compiler_options=options) for part in (split.forward, split.dgrad))
-    wgrad = jax.jit(split.accumulate, donate_argnums=0, compiler_options=options)
-    y, residuals, _ = forward(stage, x)
-    _, _, stash = dgrad(stage, residuals, y)
+    jit = partial(jax.jit, compiler_options=options)
+
+    @jit
+    def forward(stage: Tree, x: Array) -> Any:
+        first = x, _zeros(split.forward, stage, x)[1]
+        return _repeated(lambda made, stage: split.forward(stage, made[0])[:2], first, stage)
+
+    @jit
+    def dgrad(stage: Tree, residuals: Any, dy: Array) -> Any:
+        first = dy, *_zeros(split.dgrad, stage, residuals, dy)[1:]
+        return _repeated(lambda made, stage, residuals: split.dgrad(stage, residuals, made[0]), first, stage, residuals)
+
+    @partial(jit, donate_argnums=0)
+    def wgrad(sums: Tree, stage: Tree, residuals: Any, stash: Any) -> Tree:
+        return _repeated(split.accumulate, sums, stage, residuals, stash)
+
+    y, residuals = forward(stage, x)
+    *_, stash = dgrad(stage, residuals, y)
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     total = [(sums, None, None) if pipeline.fp8 else sums]
 
@@ -132,7 +141,33 @@ def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, floa
         return total[0]
 
     parts = {"forward": lambda: forward(stage, x), "dgrad": lambda: dgrad(stage, residuals, y), "wgrad": add}
-    return {part: seconds_of(run) for part, run in parts.items()}
+    return {part: seconds_of(run) / _CALLS for part, run in parts.items()}
+
+
+def _repeated(part: Callable[..., Any], made: Any, *given: Any) -> Any:
+    """Calls `part(made, *given)` again and again with its own result; nothing of it is taken out of the loop."""
+
+    def again(_: Any, made: Any) -> Any:
+        made, held = jax.lax.optimization_barrier((made, given))
+        return part(made, *held)
+
+    return jax.lax.fori_loop(0, _CALLS, again, made)
+
+
+def _zeros(fn: Callable[..., Any], *args: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, *args))
+
+
+def _filled(shapes: Any) -> Any:
+    """Returns arrays to compute with. Zeros would draw less power, and so be faster, than numbers of a model."""
+    rng = np.random.default_rng(0)  # on the host: random numbers of every shape are a program each on a device
+
+    def fill(s: Any) -> Array:
+        is_float = jnp.issubdtype(s.dtype, jnp.floating)
+        numbers = 0.02 * rng.standard_normal(s.shape, np.float32) if is_float else np.zeros(s.shape)
+        return jax.device_put(numbers.astype(s.dtype))
+
+    return jax.tree.map(fill, shapes)
 
 
 def measure_head(pipeline: Pipeline, params: Tree, inputs: Tree) -> float:
@@ -145,7 +180,7 @@ def measure_head(pipeline: Pipeline, params: Tree, inputs: Tree) -> float:
     def loss(arrays: list[Array], x: Array) -> Array:
         return head(arrays, x, microbatch).astype(jnp.float32)
 
-    given = jax.tree.map(lambda s: jnp.full(s.shape, 0.02, s.dtype), (head.shapes, x))
+    given = _filled((head.shapes, x))
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     return seconds_of(lambda: run(*given))
 
