@@ -89,6 +89,10 @@ class DelayedProduct:
         """Computes the product with a tap; `given` is what `OwnProducts` gives it."""
         return product(self, x, w, extra, tap)
 
+    def keeping_x(self) -> "DelayedProduct":
+        """Returns the product for where wgrad alone would keep what x is made of: the first leaf of the tap is kept instead."""
+        return self
+
     def weight_gradient(self, tap: Any, extra: Sequence[Any], dtype: Any) -> jax.Array:
         """Computes dw in `dtype` from the cotangents of the tap; all with the axes `lead` in front."""
         one = partial(weight_gradient, self, dtype=dtype)

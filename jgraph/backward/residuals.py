@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
 from jgraph.backward import find
 from jgraph.backward.linear import Bound, DelayedProduct
 from jgraph.errors import SplitError
+from jgraph.kernels.quantize import CALLS
 from jgraph.trace import replay
 
 Tree = Any
@@ -157,7 +159,11 @@ def make_plan(
     found.block.replace(dict(zip(sites, bound.sites, strict=True)))
     early = tuple(f and d and not late for f, d, late in zip(floating, bound.differentiated, delayed, strict=True))
     plan = Plan(owner, whole, consts, trees, delayed, early, exact, found.block, bound.given, float_y, again, mesh, noisy)
-    _sort_by_life(plan)
+    costs = dict(zip(bound.sites, _sort_by_life(plan), strict=True))
+    keeping = {site: site.keeping_x() if costs[site] else site for site in bound.sites}
+    if any(keeping[site] is not site for site in keeping):
+        found.block.replace(keeping)
+        _sort_by_life(plan)
     return plan
 
 
@@ -224,10 +230,10 @@ _CHEAP = frozenset({
     "random_fold_in", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev",
     "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical",
     "sign", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh",
-    "threefry2x32", "transpose", "xor",
+    "threefry2x32", "transpose", "xor", *CALLS,
 })
 # fmt: on
-"""Elementwise, of shape only, or a random number from its key."""
+"""Elementwise, of shape only, a random number from its key, or a cast to FP8."""
 
 
 def is_float(leaf: Any) -> bool:
@@ -250,8 +256,13 @@ def dgrad_leaves(plan: Plan, params: Sequence[Any], kept: Mapping[int, Any], dy:
     return dx, early, jax.tree.leaves(taps)
 
 
-def _sort_by_life(plan: Plan) -> None:
-    """Fills in what of the vjp's leaves and the products' operands is kept, and for whom."""
+def _sort_by_life(plan: Plan) -> list[bool]:
+    """Fills in what of the vjp's leaves and the products' operands is kept, and for whom.
+
+    Returns:
+        For each product, whether wgrad makes the first leaf of its tap from more bytes than it has that dgrad does not read.
+    """
+    plan.taps_from, plan.stashed = [], []
     traced, params, x, extra = plan.blanks()
 
     def forward(params, x, extra, traced):
@@ -283,7 +294,7 @@ def _sort_by_life(plan: Plan) -> None:
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
         """Returns the residuals that these outputs are made from, and whether from them alone and by elementwise work."""
         wanted = [i in outputs for i in range(len(jaxpr.outvars))]
-        given, primitives = replay.needs(jaxpr, wanted)
+        given, primitives = replay.needs(jaxpr, wanted, [i < len(places) + len(dy) for i in range(len(jaxpr.invars))])
         from_dy = any(given[len(places) : len(places) + len(dy)])
         return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP and not from_dy
 
@@ -297,10 +308,17 @@ def _sort_by_life(plan: Plan) -> None:
             plan.stashed.append(tap)
         return stash[key]
 
-    for_wgrad = set(plan.extras)
+    for_wgrad, by_tap = set(plan.extras), list[set[int]]()
     for tap in range(len(taps)):
         made_from, is_cheap = sources([num_gradients + tap])
         plan.taps_from.append(None if is_cheap else put(tap))
-        for_wgrad |= made_from if is_cheap else set()
+        by_tap.append(made_from if is_cheap else set())
+    for_wgrad = for_wgrad.union(*by_tap)
     for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in plan.stashed)])
     plan.for_wgrad, plan.for_dgrad = sorted(for_wgrad), sorted(for_dgrad - for_wgrad)
+    firsts = np.cumsum([0, *(len(jax.tree.leaves(site.tap())) for site in plan.block.all_sites())])[:-1]
+
+    def nbytes(aval: Any) -> int:
+        return aval.size * aval.dtype.itemsize
+
+    return [sum(nbytes(plan.avals[i]) for i in by_tap[tap] - for_dgrad) > nbytes(taps[tap]) for tap in firsts]

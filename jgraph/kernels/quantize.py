@@ -6,9 +6,8 @@ By bytes one pass over bfloat16 reads 2 and writes 1 + 1 an element: 0.125 ms fo
 
 # M rows, N columns, H pairs of rows
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -105,7 +104,7 @@ def cast_transpose(
         allowed = f"multiples of {2 * _PAIRS} x {_WIDTH}"
         message = f"`x_MN` is {shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
         raise ShapeError(message, field="x_MN")
-    return _jgraph_cast_transpose(inputs, inverse_scale, fn, jnp.dtype(dtype), want, chosen, interpret, into)
+    return _JITTED[want](inputs, inverse_scale, fn, jnp.dtype(dtype), chosen, interpret, into)
 
 
 def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want) -> None:
@@ -122,24 +121,31 @@ def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want
         raise ShapeError(message, field="into")
 
 
-CALLS = ("_jgraph_cast_transpose", "_jgraph_amax")
-"""Names of the two jitted functions, by which their calls are found in a trace."""
+_NAMES: dict[Want, str] = {want: f"_jgraph_quantize_{want}" for want in get_args(Want)}
+CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgraph_amax": "amax"}
+"""What is wanted of each jitted function, by its name, by which its calls are found in a trace."""
 
 
-# One function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles each for a
-# second.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
-def _jgraph_cast_transpose(
-    inputs: tuple[Array, ...],
-    inverse_scale: Array,
-    fn: Elementwise,
-    dtype: jnp.dtype,
-    want: Want,
-    implementation: str,
-    interpret: bool,
-    into: Slot | None,
-) -> Quantized:
-    return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret, into)
+def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
+    """Returns one function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles
+    each for a second."""
+
+    def run(
+        inputs: tuple[Array, ...],
+        inverse_scale: Array,
+        fn: Elementwise,
+        dtype: jnp.dtype,
+        implementation: str,
+        interpret: bool,
+        into: Slot | None,
+    ) -> Quantized:
+        return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret, into)
+
+    run.__name__ = run.__qualname__ = name
+    return jax.jit(run, static_argnums=(2, 3, 4, 5))
+
+
+_JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for want, name in _NAMES.items()}
 
 
 def choose(shape: tuple[int, ...]) -> str:

@@ -114,23 +114,23 @@ def _asked(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]] | None
     Those that nobody reads may have been left out of the trace. None for other equations, and where rows and columns have one
     shape and only one of them is there.
     """
-    name = eqn.params.get("name") if eqn.primitive.name in replay.JITS else ""
-    cast_transpose, amax = CALLS
-    if name == amax and len(eqn.outvars) == 1:
-        return jnp.float8_e4m3fn, "amax", ("amax",)
-    if name != cast_transpose or len(eqn.invars) != 2:  # those of a plain array, into no slot
+    want = CALLS.get(eqn.params.get("name", "")) if eqn.primitive.name in replay.JITS else None
+    if want is None or len(eqn.invars) > 2:  # those of a plain array, into no slot
         return None
-    operands: list[Any] = eqn.invars
-    *arrays, last = ((v.aval.shape, v.aval.dtype) for v in eqn.outvars)  # pyright: ignore[reportAttributeAccessIssue]
-    scalars = ("amax",) if last == ((), jnp.float32) else ()
-    arrays += [] if scalars else [last]
-    shape = operands[0].aval.shape
-    shapes = {"rows": shape, "columns": shape[::-1]}
-    found = [name for name in shapes if any(of == shapes[name] for of, _ in arrays)]
-    if len(arrays) != len(found) or len({dtype for _, dtype in arrays}) > 1:
-        return None
-    want: Want = "amax" if not found else "both" if len(found) == 2 else "rows" if found == ["rows"] else "columns"
-    return (arrays[0][1] if arrays else jnp.float8_e4m3fn), want, (*found, *scalars)
+    avals: list[Any] = [v.aval for v in (eqn.invars[0], *eqn.outvars)]
+    shape = avals.pop(0).shape
+    shapes, found, dtype = {"rows": shape, "columns": shape[::-1]}, [], jnp.dtype(jnp.float8_e4m3fn)
+    for aval in avals:
+        if aval.shape == () and aval.dtype == jnp.float32:
+            found.append("amax")
+            continue
+        fits = [name for name in shapes if want in ("both", name) and shapes[name] == aval.shape and name not in found]
+        if not fits or (fits == [*shapes] and sum(other.shape != () for other in avals) < 2):
+            return None
+        found.append(fits[0])
+        dtype = aval.dtype
+    arrays: list[Any] = [name for name in shapes if name in found]
+    return dtype, "both" if len(arrays) == 2 else arrays[0] if arrays else "amax", tuple(found)
 
 
 def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion], set[int]]:

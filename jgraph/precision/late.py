@@ -1,10 +1,11 @@
 """A product in FP8 for the split backward: its weight gradient comes later, from the bytes that dgrad leaves.
 
-Wgrad reads x as columns, which the forward quantized, and dy as columns, which dgrad did. Both leave as cotangents of a tap.
+Wgrad reads x and dy as columns, which leave as cotangents of a tap. Those of dy dgrad quantized. Those of x wgrad quantizes
+itself where what x is made of is kept for dgrad anyway, as is the input of a norm or GELU; else the forward leaves them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,11 @@ class LateProduct(DelayedProduct):
 
     Attributes:
         config: the recipe. With a bfloat16 wgrad, x and dy wait as they are.
+        again: whether the columns of x are quantized again, not kept.
     """
 
     config: FP8Config
+    again: bool = True
 
     @classmethod
     def of(cls, site: DelayedProduct, config: FP8Config) -> "LateProduct":
@@ -44,7 +47,10 @@ class LateProduct(DelayedProduct):
         return zeros(self.x_aval, k, x_dtype), zeros(self.eqn.outvars[0].aval, n, dy_dtype)
 
     def multiply(self, x: Any, w: Any, extra: Sequence[Any], tap: Any, given: Tap) -> Array:
-        return product(self.config, self, x, w, given._replace(late=tap))
+        return product(self.config, self, x, w, given._replace(late=tap), again=self.again)
+
+    def keeping_x(self) -> "LateProduct":
+        return replace(self, again=False)
 
     def weight_gradient(self, tap: Any, extra: Sequence[Any], dtype: Any) -> Array:
         if self.config.wgrad == "bf16":

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgraph.backward.linear import DelayedProduct
 from jgraph.kernels import amax, cast_transpose
+from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config
 from jgraph.precision.scaling import scale_for, seen
 from jgraph.scopes import scope
@@ -147,8 +148,8 @@ def why_not(site: DelayedProduct) -> str:
     return ""
 
 
-def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Tap) -> Array:
-    """Computes the product in FP8; w gets a gradient, in its dtype, and is not read."""
+def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Tap, *, again: bool = False) -> Array:
+    """Computes the product in FP8; w gets a gradient, in its dtype, and is not read. x is kept, or `again` quantized from x."""
     shape, (x_dtype, _, dy_dtype), w_dtype = Shape.of(site), formats(config), w.dtype
     out = site.eqn.outvars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -157,25 +158,31 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
         return forward(x, w, tap)[0]
 
     def forward(x: Array, w: Array, tap: Tap) -> tuple[Array, Any]:
-        rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, config)
+        want = "both" if keeps else "rows"
+        rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, want)
         y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
         # The name keeps it from being made again from x, of which there may be more bytes, by the split backward.
-        kept = checkpoint_name(columns, _KEPT) if config.wgrad == "fp8" else x
+        kept = checkpoint_name(columns, _KEPT) if keeps else x
         return shape.y(y), (kept, scale, largest, tap._replace(late=None))
 
     def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
         kept, x_scale, largest, tap = residuals
         dy_MN, weight = shape.dy_matrix(dy), tap.weight
-        rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, config)
+        rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, "both" if in_fp8 else "rows")
         dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
-        read = ((kept, x_scale), (columns, scale)) if config.wgrad == "fp8" else (kept, dy)
+        if in_fp8 and not keeps:
+            with scope("quantize"):
+                own = scale_for(largest, x_dtype) if tap.scales is None else tap.scales[0]
+                kept = cast_transpose(shape.x_matrix(kept), own, x_dtype, want="columns").columns
+        read = ((kept, x_scale), (columns, scale)) if in_fp8 else (kept, dy)
         observed = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
         dw = weight_gradient(config, shape, read, w_dtype) if not late else None
         # Behind a barrier each is an array of its own, also where one program holds both parts: XLA on a CPU fails without.
         waiting = jax.tree.map(lax.optimization_barrier, read) if late else None
         return shape.dx(dx), dw, Tap(None, None, observed, waiting)  # pyright: ignore[reportArgumentType, reportReturnType]
 
-    late = tap.late is not None
+    late, in_fp8 = tap.late is not None, config.wgrad == "fp8"
+    keeps = in_fp8 and not again
     run.defvjp(forward, backward)
     return run(x, w, tap)
 
@@ -192,15 +199,15 @@ def weight_gradient(config: FP8Config, shape: Shape, read: Any, dtype: Any, *, a
     return shape.dw(lax.dot_general(x_MK, dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=dtype))
 
 
-def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, config: FP8Config) -> tuple[Any, Any, Array, Array]:
-    """Returns an array in FP8, its transpose where wgrad reads it, the scale to read them by, and the array's amax."""
+def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, want: Want) -> tuple[Any, Any, Array, Array]:
+    """Returns an array in FP8, its transpose where it is wanted, the scale to read them by, and the array's amax."""
     with scope("quantize"):
         if scales is None:
             known = checkpoint_name(amax(x_MK), _KEPT)
             scale = scale_for(known, dtype)
         else:
             known, scale = None, scales[which]
-        found = cast_transpose(x_MK, scale, dtype, want="both" if config.wgrad == "fp8" else "rows")
+        found = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, it is kept itself: not a number inside the call that finds it, which then would be another function.
         largest = checkpoint_name(found.amax, _KEPT) if known is None else known
         return found.rows, found.columns, seen(scale, largest), largest

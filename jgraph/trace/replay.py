@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from jgraph.kernels.quantize import CALLS
+
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 SCAN = "scan"
@@ -69,6 +71,12 @@ def write(env: dict[Any, Any], outvars: Iterable[Any], values: Iterable[Any]) ->
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
     """Returns for each output whether it depends on a marked input; never False for one that does."""
+    marked = depending(jaxpr, given)
+    return [not is_literal(v) and v in marked for v in jaxpr.outvars]
+
+
+def depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[Any]:
+    """Returns the variables that depend on a marked input."""
     marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
     for eqn in jaxpr.eqns:
         flags = [not is_literal(v) and v in marked for v in eqn.invars]
@@ -81,7 +89,7 @@ def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
                 flags[consts : consts + carry] = grown
                 out = depends(body(eqn), flags)
         marked.update(v for v, flag in zip(eqn.outvars, out, strict=True) if flag)
-    return [not is_literal(v) and v in marked for v in jaxpr.outvars]
+    return marked
 
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
@@ -97,25 +105,35 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
     return set().union(*(primitives(eqn.primitive.name, eqn.params) for eqn in inner))
 
 
-def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[list[bool], set[str]]:
-    """Returns for each input whether the wanted outputs need it, never False for one that they do; and by which primitives."""
-    found, used = live_variables(jaxpr, wanted)
+def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[list[bool], set[str]]:
+    """Returns for each input whether the wanted outputs need it, never False for one that they do; and by which primitives.
+
+    A call of a kernel that quantizes counts as one, by its name. Given marks of the inputs that are `data`, primitives are
+    those alone that compute with data.
+    """
+    found, used = live_variables(jaxpr, wanted, data)
     return [v in found for v in jaxpr.invars], used
 
 
-def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> tuple[set[Any], set[str]]:
-    """Returns the variables that the wanted outputs need, and the primitives by which they are made."""
+def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[set[Any], set[str]]:
+    """Returns the variables that the wanted outputs need, and the primitives by which they are made, as `needs` has them."""
     live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
+    marked = None if data is None else depending(jaxpr, data)
     used: set[str] = set()
     for eqn in reversed(jaxpr.eqns):
         flags = [v in live for v in eqn.outvars]
         if not any(flags):
             continue
-        if eqn.primitive.name in (*JITS, *CHECKPOINTS, SCAN):
-            given, names = needs(body(eqn), wanted_inside(eqn, flags))
+        own = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
+        if eqn.primitive.name in JITS and eqn.params["name"] in CALLS:
+            given, names = [True] * len(eqn.invars), {eqn.params["name"]}
+        elif eqn.primitive.name in (*JITS, *CHECKPOINTS, SCAN):
+            # What of a scan's carry is data, only its turns tell.
+            inside = None if eqn.primitive.name == SCAN else own
+            given, names = needs(body(eqn), wanted_inside(eqn, flags), inside)
         else:
             given, names = [True] * len(eqn.invars), primitives(eqn.primitive.name, eqn.params)
-        used |= names
+        used |= names if own is None or any(own) else set()
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
     return live, used
 

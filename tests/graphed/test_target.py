@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.xla import alias_map
+from jgraph.precision.product import XLA_OPTIONS
+from jgraph.xla import alias_map, aot, compiler_options
+from jgraph.xla.explain import FP8Products
 from jgraph_models.gpt import Block, GPTConfig, rotary
 from tests.graphed import chain
 
@@ -55,6 +57,35 @@ def test_a_joined_order_is_one_command_buffer(h200):
     assert count == 8  # four products a block; the norms' gradients are owned
     aliases = alias_map(instruction.executable.compiled)
     assert {out: aliases[out] for out in range(count)} == {i: i for i in range(count)}
+
+
+@pytest.mark.long
+def test_every_product_of_two_ranks_is_in_fp8_and_gelu_is_computed_where_it_is_quantized(h200):
+    params = {"up": jax.ShapeDtypeStruct((64, 192), jnp.float32), "down": jax.ShapeDtypeStruct((192, 64), jnp.float32)}
+    x = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
+
+    def stage(params, x):
+        return x + jax.nn.gelu(x @ params["up"].astype(x.dtype)) @ params["down"].astype(x.dtype)
+
+    fp8 = jgraph.fp8(stage, jgraph.FP8Config(recipe="delayed"))
+    state = jax.eval_shape(fp8.init, params, x)
+    given = params, state, jax.eval_shape(fp8.quantize, params, state, x)
+    with aot.lowering_for("h200"):
+        graphed = jgraph.make_graphed_callables(
+            (fp8, fp8),
+            (given, given),
+            ((x,), (x,)),
+            order=[[1, -1, -1.5]] * 2,
+            delay_wgrad=True,
+            devices=aot.devices(2),
+            compiler_options=compiler_options("auto", XLA_OPTIONS, platform="gpu"),
+        )
+    for i in range(2):
+        parts = graphed[i].entry.parts
+        assert {kind: FP8Products.of(part.compiled).products for kind, part in parts.items()} == dict.fromkeys(parts, 2)
+        assert set(parts) == {"forward", "dgrad", "wgrad"}
+        is_written = " tanh(" in "".join(part.compiled.as_text() for part in parts.values())
+        assert is_written == (jax.__version_info__ < (0, 11))  # which has no kernel to compute it in
 
 
 def test_every_instruction_has_an_executable_of_its_own(h200):

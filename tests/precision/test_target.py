@@ -80,6 +80,17 @@ def test_gelu_and_its_gradient_are_computed_where_they_are_quantized(h200):
         assert "tanh" not in str(jax.make_jaxpr(step.jitted())(step.state, tokens))
 
 
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no kernel to compute it in")
+def test_a_pipelines_stages_compute_gelu_where_they_quantize_it(h200):
+    def traced(step):
+        return str(jax.make_jaxpr(step.jitted())(step.state, placed(step, TOKENS)))
+
+    step = pipelined(FP8Config())
+    assert "tanh" in traced(step)
+    with aot.lowering_for("h200"):
+        assert "tanh" not in traced(step.on(aot.devices(2)))
+
+
 @pytest.mark.once
 def test_a_bf16_wgrad_leaves_two_products_of_three_in_fp8(h200):
     model, loss = model_and_loss()
@@ -119,14 +130,16 @@ def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_
     assert not [i for i in casts if i.shapes[0].dtype == "f32" and module.instructions[i.operands[0]].shapes[0].dtype == "bf16"]
 
 
-def test_a_pipelines_loop_has_its_products_in_fp8(h200):
+def pipelined(config):
     model, _ = model_and_loss()
     mesh, schedule = Mesh(np.array(jax.devices()[:2]), ("pipe",)), generate("zb-h1", pp=2, microbatches=4)
     strategy = jgraph.Pipelined(mesh, model.shapes, schedule, compute_dtype=jnp.bfloat16)
-    config = FP8Config(recipe="delayed")
     pieces = pipeline_model(CONFIG, 2)
-    step = jgraph.train_step(pieces, optax.sgd(1e-3), strategy, num_microbatches=4, fp8=config, batch=TOKENS)
-    report = explained(step)
+    return jgraph.train_step(pieces, optax.sgd(1e-3), strategy, num_microbatches=4, fp8=config, batch=TOKENS)
+
+
+def test_a_pipelines_loop_has_its_products_in_fp8(h200):
+    report = explained(pipelined(FP8Config(recipe="delayed")))
     assert report.fp8.products == 3 * PRODUCTS // 2  # of one layer: each rank has one of the two
     assert (report.fp8.transposes == 0) == HAS_KERNEL
 
