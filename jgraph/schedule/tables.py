@@ -3,8 +3,8 @@
 A scan over `ScheduleTables` plays any schedule whose stages pass between neighbours. Where all ranks do the same kind of
 action in a tick (the aligned schedules), `phases` gives the few kinds of round there are: a program then needs no branch.
 
-All ranks run the same writes, also a rank that makes nothing that is to be kept. Such a write goes to a slot that is free at
-that time, or, if there is none, to one slot more.
+Where ranks run the same writes, a rank that makes nothing that is to be kept does too. Such a write goes to a slot that is free
+at that time, or, if there is none, to one slot more.
 """
 
 from collections.abc import Mapping
@@ -78,11 +78,13 @@ class Phase:
         kinds: of each tick of the round; two where some ranks fill in a pending wgrad while the others do the first.
         first_tick: of the first round, in the table.
         rounds: how many.
+        is_handed: whether the wgrads follow their dgrads at once on every rank, and take the stash from their hands.
     """
 
     kinds: tuple[tuple[Kind, ...], ...]
     first_tick: int
     rounds: int
+    is_handed: bool = False
 
 
 # A schedule never changes: what a program asks for several times is made once.
@@ -103,7 +105,9 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 
     Args:
         schedule: consecutive stages are on the same rank or on neighbours in the ring.
-        writing: in which ticks a program writes to a pool: `all` of them, or those in which some rank makes something for it.
+        writing: what a rank writes that makes nothing. `all`: in every tick dy of the loss and what arrives; no residuals and
+            no stash. `makers`: everything, in the ticks in which some rank makes it, except residuals and stash where others do
+            a wgrad. With `makers` a stash that is handed on has no slot.
 
     Raises:
         OrderError: consecutive stages are on ranks that are not neighbours.
@@ -111,6 +115,9 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     check_choice("writing", writing, get_args(Writing))
     table, ranges = tick_table(schedule), live_ranges(schedule)
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
+    handed = _handed(table) & (writing == "makers")
+    for times in ranges["stash"]:
+        times[stage[handed], microbatch[handed]] = -1
     # The dy that the loss makes is held as long as the last stage's residuals for dgrad.
     is_last = np.arange(schedule.num_stages)[:, None] == schedule.num_stages - 1
     born, died = ranges["forward_dgrad"]
@@ -127,11 +134,15 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 
     def complete(pool: str, column: np.ndarray, late: int) -> np.ndarray:
         """Fills the places where nothing is to be kept; `late` ticks after the column's own is when it is written."""
-        makes = np.isin(kind, _MAKERS[pool]).any(1, keepdims=True) | (writing == "all")
+        makes = np.isin(kind, _MAKERS[pool]).any(1)
+        if pool in POOLS[:3]:
+            makes &= (writing == "makers") & ~(kind == WGRAD).any(1) & ~(handed & (pool == "stash"))
+        else:
+            makes |= writing == "all"
         times = np.minimum(np.arange(len(column)) + late, len(column))
         free = np.argmin(taken[pool][:, times], 0)
         full = np.take_along_axis(taken[pool][:, times], free[None], 0)[0]
-        filled = np.where(column >= 0, column, np.where(full & makes, counts[pool], free)).astype(np.int32)
+        filled = np.where(column >= 0, column, np.where(full & makes[:, None], counts[pool], free)).astype(np.int32)
         slots[pool] = max(slots[pool], int(filled.max()) + 1)
         return filled
 
@@ -222,5 +233,14 @@ def phases(table: TickTable) -> tuple[Phase, ...]:
     def kinds_of(ticks: list[int]) -> tuple[tuple[Kind, ...], ...]:
         return tuple(tuple(KINDS[k] for k in sorted(found[t], key=lambda k: k == WGRAD)) for t in ticks)
 
-    joined = ((kinds, list(group)) for kinds, group in groupby(rounds, kinds_of))
-    return tuple(Phase(kinds, group[0][0], len(group)) for kinds, group in joined)
+    handed = _handed(table)
+    joined = ((key, list(group)) for key, group in groupby(rounds, lambda ticks: (kinds_of(ticks), bool(handed[ticks].any()))))
+    return tuple(Phase(kinds, group[0][0], len(group), is_handed) for (kinds, is_handed), group in joined)
+
+
+def _handed(table: TickTable) -> np.ndarray:
+    """Returns bool [T]: where all ranks do a dgrad, and its wgrad in the next tick."""
+    follows = (table.kind[:-1] == DGRAD) & (table.kind[1:] == WGRAD)
+    for column in (table.stage, table.microbatch):
+        follows &= column[:-1] == column[1:]
+    return np.append(follows.all(1), False)

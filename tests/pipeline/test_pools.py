@@ -1,12 +1,14 @@
 """Pools: what nobody has written may be anything, and on a GPU nothing is written there in advance."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jgraph.parallel.pipeline import Pipeline, pools
+from jgraph.parallel.pipeline import Pipeline, PipelineModel, pools
 from jgraph.schedule import generate
 from jgraph.xla import aot
 from tests.pipeline import model
@@ -36,12 +38,35 @@ def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, 
 
 @pytest.mark.target
 def test_a_pipeline_reserves_its_pools_without_clearing_them(h200):
-    P, M = 2, 4
-    mesh = Mesh(np.array(aot.devices(P)).reshape(1, P), ("data", "pipe"))
-    pipe = Pipeline.of(model.PARTS, generate("aligned", pp=P, microbatches=M), mesh, num_layers=P)
-    params = jax.eval_shape(pipe.stack, *model.params(P))
+    pipe = on_target(model.PARTS, "aligned", layers=2)
+    text = compiled(pipe, jax.eval_shape(pipe.stack, *model.params(2)), model.batch(4)).as_text() or ""
+    assert 'custom_call_target="AllocateBuffer"' in text
+
+
+@pytest.mark.target
+@pytest.mark.parametrize("name", ["aligned", "zb-h1"])
+def test_a_program_takes_the_memory_that_is_predicted(h200, name):
+    def layer(params, x):
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+    N, D, F = 4096, 1024, 4096
+    parts = PipelineModel(lambda _, x: x, layer, lambda _, y, x: jnp.mean(jnp.square(y.astype(jnp.float32))))
+    pipe = on_target(parts, name, layers=4)
+    one = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("up", (D, F)), ("down", (F, D)))}
+    params, inputs = jax.eval_shape(pipe.stack, {}, [one] * 4), jax.ShapeDtypeStruct((4, N, D), jnp.bfloat16)
+    memory: Any = compiled(pipe, params, inputs).memory_analysis()
+    predicted = sum(pipe.bytes_per_rank(params, inputs).values())
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.1 * predicted
+
+
+def on_target(parts: PipelineModel, name: str, layers: int) -> Pipeline:
+    """A pipeline of two GPUs that are not here."""
+    mesh = Mesh(np.array(aot.devices(2)).reshape(1, 2), ("data", "pipe"))
+    return Pipeline.of(parts, generate(name, pp=2, microbatches=4), mesh, num_layers=layers)
+
+
+def compiled(pipe: Pipeline, params, inputs) -> jax.stages.Compiled:
     params = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), params, pipe.shardings(params)
     )
-    text = jax.jit(pipe.loss_and_grads).lower(params, model.batch(M)).compile().as_text()
-    assert 'custom_call_target="AllocateBuffer"' in text
+    return jax.jit(pipe.loss_and_grads).lower(params, inputs).compile()

@@ -16,7 +16,7 @@ from tests.pipeline import model
 
 P, M = 4, 12  # so many that rounds of all three kinds repeat
 SCHEDULE = generate("aligned", pp=P, microbatches=M)
-COLUMNS = tabulate(SCHEDULE, writing="makers")
+COLUMNS = tabulate(SCHEDULE.newest_first(), writing="makers")
 
 
 class Hlo:
@@ -27,7 +27,11 @@ class Hlo:
         for block in re.split(r"\n(?=\S.*\{\n)", text):
             header, _, body = block.partition("{\n")
             name = "ENTRY" if header.startswith("ENTRY") else header.split()[0] if header.split() else ""
-            self.bodies[name] = body.splitlines()
+            # Loops of a number of turns that is known only at run time have another name here.
+            lines = (
+                line if "known_trip_count" in line else line.replace(" while(", " act_where(") for line in body.splitlines()
+            )
+            self.bodies[name] = list(lines)
 
     def count(self, operation: str, name: str = "ENTRY") -> int:
         """How often the operation is written in a computation and in those that it calls, each call for itself."""
@@ -65,19 +69,19 @@ def steady_body() -> str:
     return body
 
 
-def branches() -> int:
-    """How many ticks of the program's text cannot be the same code on all ranks and in all rounds."""
-    count = 0
+def choices() -> tuple[int, int]:
+    """How many actions of the program's text not all ranks do, and how many of its ticks are another code in other rounds."""
+    actions = count = 0
     for phase in phases(COLUMNS.table):
         for j in range(len(phase.kinds)):
             ticks = phase.first_tick + j + len(phase.kinds) * np.arange(phase.rounds)
             wgrads = COLUMNS.table.kind[ticks] == WGRAD
-            count += bool(wgrads.any() and not wgrads.all())
+            actions += len(phase.kinds[j]) * bool(wgrads.any() and not wgrads.all())
             # Embedding and head are a branch where only some rounds of a phase have them.
             for numbers in (COLUMNS.enter, COLUMNS.leave, COLUMNS.back):
                 has = numbers[ticks] >= 0
                 count += bool(has.any() and not has.all())
-    return count
+    return actions, count
 
 
 def test_every_phase_of_several_rounds_is_one_loop():
@@ -85,13 +89,17 @@ def test_every_phase_of_several_rounds_is_one_loop():
     assert sorted(n for n, _ in program().loops()) == sorted(rounds)
 
 
-def test_a_steady_round_has_no_branch():
+def test_in_a_steady_round_all_ranks_do_the_same():
     assert program().count("conditional", steady_body()) == 0
+    assert program().count("act_where", steady_body()) == 0
 
 
-def test_the_program_has_a_branch_only_where_ranks_differ():
-    assert branches() == 3  # forwards with wgrads, once in a loop and once alone; dgrads with wgrads
-    assert program().count("conditional") == branches()
+def test_the_program_has_a_loop_of_one_turn_only_where_ranks_differ():
+    actions, branches = choices()
+    # Forwards and wgrads, once in a loop and once alone; dgrads and wgrads.
+    assert (actions, branches) == (6, 0)
+    assert program().count("act_where") == actions
+    assert program().count("conditional") == branches
 
 
 def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
@@ -138,9 +146,9 @@ def nbytes(pool) -> int:
     ],
 )
 def test_pools_take_the_bytes_of_their_slots_and_no_more(monkeypatch, name, C, runtime):
-    schedule = generate(name, pp=P, microbatches=M, chunks=C)
-    pools = started(monkeypatch, model.pipeline(schedule, P * C, runtime=runtime))
-    slots = tabulate(schedule, writing="makers" if runtime == "aligned" else "all").slots
+    pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
+    pools = started(monkeypatch, pipe)
+    slots = tabulate(pipe.schedule, writing="makers" if runtime == "aligned" else "all").slots
     x = jax.ShapeDtypeStruct((model.B, model.T, model.D), jnp.float32)
     one = split_backward(model.layer).spec(model.params(1)[1][0], x).nbytes()
     one |= dict.fromkeys(("activation", "gradient", "loss"), 4 * x.size)

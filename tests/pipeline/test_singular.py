@@ -80,7 +80,7 @@ def expected(layer: Any, head: Any, L: int) -> tuple[Any, Tree]:
 LAYOUTS = {
     "aligned": ("aligned", 4, 1, 4, "aligned"),
     "aligned, uneven": ("aligned", 2, 2, 6, "aligned"),
-    "general, uneven": ("zb-v", 2, 2, 5, "general"),
+    "general, uneven": ("zb-v", 2, 2, 6, "general"),
 }
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, Schedule, assign, generate, tabulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
-from jgraph.schedule.tables import ScheduleTables, Writing
+from jgraph.schedule.slots import POOLS
+from jgraph.schedule.tables import ScheduleTables, TickTable, Writing
 from tests.schedule.strategies import delayed_ticks, schedules
 
 # T ticks, P ranks, r this rank, M microbatches
@@ -37,6 +38,8 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
     pools: list[dict[str, list[Name]]] = [{pool: [None] * count for pool, count in cs.slots.items()} for _ in schedule]
     awaited: set[Name] = set()
     used = 0
+    # Stashes that go from hand to hand are in no pool.
+    handed = [writing == "makers" and hands_on(table, t) for t in range(len(table.kind))]
 
     def write(pool: str, r: int, slot: int, name: Name) -> None:
         assert slot >= 0
@@ -64,13 +67,19 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
                 finds, ends = (*finds, dy), (*ends, dy)
                 assert s > 0 or cs.back[t] == m
                 sent[r] = "gradient", s - 1, m
+            if kind == WGRAD and t > 0 and handed[t - 1]:
+                finds = ends = ("forward_wgrad",)
             for pool in finds:
                 assert pools[r][pool][cs.reads[pool][t, r]] == (pool, s, m), (t, r, kind)
             awaited -= {(pool, s, m) for pool in ends}
             used += len(ends)
             for pool, column in cs.writes.items():
                 made = pool in MAKES[kind] or (pool == "loss" and kind == FORWARD and s == last)
-                writes.append((pool, r, int(column[t, r]), (pool, s, m) if made else None))
+                in_hand = pool == "stash" and handed[t]
+                # Residuals and stash of an action that not all ranks do are written by those that do it.
+                alone = pool in POOLS[:3] and (writing == "all" or (table.kind[t] == WGRAD).any())
+                if not in_hand and (made or not alone):
+                    writes.append((pool, r, int(column[t, r]), (pool, s, m) if made else None))
         # The program reads before it writes, and takes what comes after it wrote.
         for (source, pool), column in cs.arrivals.items():
             came = dict(enumerate(sent)) if source == "same" else {to: sent[r] for r, to in cs.hops[source]}
@@ -84,7 +93,14 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
     split = int((table.kind == WGRAD).sum())
     S, M = schedule.num_stages, schedule.num_microbatches
     # Residuals twice and stash where split; activations and gradients between stages; the loss's dy.
-    assert used == 2 * S * M + split + 2 * (S - 1) * M + M
+    assert used == 2 * S * M + split - len(schedule) * sum(handed) + 2 * (S - 1) * M + M
+
+
+def hands_on(table: TickTable, t: int) -> bool:
+    """Whether every rank does a dgrad in this tick and its wgrad in the next."""
+    if t + 1 == len(table.kind) or {*table.kind[t]} != {DGRAD} or {*table.kind[t + 1]} != {WGRAD}:
+        return False
+    return bool((table.stage[t] == table.stage[t + 1]).all() and (table.microbatch[t] == table.microbatch[t + 1]).all())
 
 
 def check(schedule: Schedule, writing: Writing) -> None:
@@ -97,8 +113,10 @@ def check(schedule: Schedule, writing: Writing) -> None:
         assert len(set(senders)) == len(senders)
         assert len(set(receivers)) == len(receivers)
     for pool, counts in assign(schedule).counts.items():
-        # At most one more, for what is made for nobody while all are taken.
-        assert counts.max() <= cs.slots[pool] <= counts.max() + 1
+        # At most one more, for what is made for nobody while all are taken. Less, where stashes go from hand to hand.
+        least = 0 if (pool, writing) == ("stash", "makers") else counts.max()
+        most = counts.max() + (pool in POOLS[3:] or writing == "makers")
+        assert least <= cs.slots[pool] <= most
     assert all(column.dtype == np.int32 for group in (cs.reads, cs.writes, cs.arrivals) for column in group.values())
 
 
@@ -118,6 +136,13 @@ def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
         check(schedule, "makers")
         played += 1
     assert played > 0 or own != C
+
+
+@pytest.mark.parametrize(("P", "M", "held", "waiting"), [(1, 4, 1, 0), (2, 16, 3, 2), (4, 16, 7, 6)])
+def test_an_aligned_pipeline_has_slots_for_what_waits_and_no_more(P, M, held, waiting):
+    slots = tabulate(generate("aligned", pp=P, microbatches=M).newest_first(), writing="makers").slots
+    assert slots["forward_dgrad"] == slots["forward_wgrad"] == held
+    assert slots["stash"] == waiting
 
 
 @given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from(["all", "makers"]))

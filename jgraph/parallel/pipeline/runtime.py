@@ -13,6 +13,7 @@ from jax import Array, lax
 from jgraph.backward import Residuals, Stash
 from jgraph.parallel.pipeline.pools import Pool
 from jgraph.parallel.pipeline.stage import AXIS, StageExecutor
+from jgraph.schedule.action import FORWARD
 from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
 
@@ -45,26 +46,6 @@ class State:
     @scope("wgrad")
     def add_outer(self, gradients: Tree) -> "State":
         return replace(self, outer=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.outer, gradients))
-
-
-@dataclass(frozen=True)
-class Made:
-    """What an action makes besides gradients; anything where the action is another one.
-
-    Attributes:
-        out: for the next stage, or the one before.
-        forward_dgrad, forward_wgrad, stash: for the pools of these names.
-        carried: state after a forward.
-    """
-
-    out: Array
-    forward_dgrad: tuple[Array, ...]
-    forward_wgrad: tuple[Array, ...]
-    stash: tuple[Array, ...]
-    carried: Tree
-
-
-jax.tree_util.register_dataclass(Made, ["out", "forward_dgrad", "forward_wgrad", "stash", "carried"], [])
 
 
 class RankRuntime:
@@ -106,6 +87,10 @@ class RankRuntime:
         carried = self.rank.carried.start(self.rank.num_chunks, shapes.carried)
         return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 
+    def nothing(self) -> Array:
+        """What an action would make for another rank, where there is none: anything."""
+        return lax.empty(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+
     # What goes in
 
     @scope("copies")
@@ -125,43 +110,38 @@ class RankRuntime:
         received = state.pools["gradient"].read(row["read gradient"])
         return jnp.where(row["stage"] == self._last, own, received[0]) if received else own
 
-    # Actions, each giving what it makes and the gradients
+    # Actions, each giving the state after it and what it makes for another rank
 
-    def forward(self, state: State, row: Row, x: Array) -> tuple[Made, tuple[Tree, ...]]:
+    def forward(self, state: State, row: Row, x: Array) -> tuple[State, Array]:
         y, residuals, carried = self.rank.forward(row["chunk"], x, row["microbatch"])
-        return Made(y, residuals.dgrad, residuals.wgrad, self.nothing().stash, carried), state.grads
+        state = state.write("forward_dgrad", row["write forward_dgrad"], residuals.dgrad)
+        state = state.write("forward_wgrad", row["write forward_wgrad"], residuals.wgrad)
+        with scope("forward"):
+            added = self.rank.carried.add(state.carried, carried, row["chunk"], row["kind"] == FORWARD)
+        return replace(state, carried=added), y
 
-    def dgrad(self, state: State, row: Row, dy: Array, counts: Array | None = None) -> tuple[Made, tuple[Tree, ...]]:
-        """`counts` says whether the early gradients count; None: they do."""
+    def dgrad(
+        self, state: State, row: Row, dy: Array, *, counts: Array | None = None, keeps: bool = True
+    ) -> tuple[State, Array, tuple[Array, ...]]:
+        """Gives the stash too.
+
+        Args:
+            state, row, dy: of the tick.
+            counts: whether the early gradients count; None: they do.
+            keeps: whether the stash goes to its pool.
+        """
         dx, early, stash = self.rank.dgrad(row["chunk"], self._residuals(state, row), dy)
-        grads = self.rank.add_early(row["chunk"], state.grads, early, counts)
-        return replace(self.nothing(), out=dx, stash=stash.arrays), grads
+        state = replace(state, grads=self.rank.add_early(row["chunk"], state.grads, early, counts))
+        return state.write("stash", row["write stash"], stash.arrays) if keeps else state, dx, stash.arrays
 
-    def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> tuple[Made, tuple[Tree, ...]]:
+    def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> State:
         """`stashed` is what the pool `stash` would give, where it is at hand."""
         residuals = self._residuals(state, row).after_dgrad()
         arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
         stash = Stash(arrays, self.rank.shapes.stash.plan)
-        return self.nothing(), self.rank.wgrad(row["chunk"], state.grads, residuals, stash)
-
-    def backward(self, state: State, row: Row, dy: Array) -> tuple[Made, tuple[Tree, ...]]:
-        """dgrad and wgrad in one."""
-        residuals = self._residuals(state, row)
-        dx, early, stash = self.rank.dgrad(row["chunk"], residuals, dy)
-        grads = self.rank.add_early(row["chunk"], state.grads, early, None)
-        return replace(self.nothing(), out=dx), self.rank.wgrad(row["chunk"], grads, residuals.after_dgrad(), stash)
-
-    def nothing(self) -> Made:
-        shapes = self.rank.shapes
-        made = Made(shapes.x, shapes.residuals.dgrad, shapes.residuals.wgrad, shapes.stash.arrays, shapes.carried)
-        return jax.tree.map(lambda aval: lax.empty(aval.shape, aval.dtype), made)
+        return replace(state, grads=self.rank.wgrad(row["chunk"], state.grads, residuals, stash))
 
     # What comes out
-
-    @scope("forward")
-    def carry(self, state: State, row: Row, made: Made, is_forward: Array) -> State:
-        """The carried state after a tick in which this rank may have done a forward."""
-        return replace(state, carried=self.rank.carried.add(state.carried, made.carried, row["chunk"], is_forward))
 
     @scope("copies")
     def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -118,12 +119,13 @@ class StageExecutor:
     def wgrad(self, chunk: Any, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
         """`grads` with the delayed gradients added to those of the chunk."""
 
-        def of(c: int):
-            given = (*grads[c], None)[: len(self._stages[c])]
-            added = self._split.accumulate(given, self._stages[c], residuals, stash)
-            return (*grads[:c], added[:2], *grads[c + 1 :])
+        def of(c: int, total: Tree) -> Tree:
+            given = (*total, None)[: len(self._stages[c])]
+            return self._split.accumulate(given, self._stages[c], residuals, stash)[:2]
 
-        return self._by_chunk(chunk, of)
+        if self.num_chunks == 1:
+            return (of(0, grads[0]),)
+        return tuple(act_where(jnp.equal(chunk, c), partial(of, c), total) for c, total in enumerate(grads))
 
     @scope("wgrad")
     def add_early(self, chunk: Any, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Any) -> tuple[Tree, ...]:
@@ -197,6 +199,15 @@ class StageExecutor:
         if self._key is None:
             return ()
         return (jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(self._key, impl=self._impl), m)),)
+
+
+def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:
+    """Returns `act(before)` where a rank does it, else `before`, in place: a loop of one turn or of none.
+
+    XLA copies what a branch returns, in jax 0.10 also what the other branch only passes on. What a loop carries stays where it
+    is. The barrier says that a loop comes after the one before it, which reads what this one writes.
+    """
+    return lax.fori_loop(0, does.astype(jnp.int32), lambda _, carry: act(carry), lax.optimization_barrier(before))
 
 
 def _is_float(leaf: Any) -> bool:
