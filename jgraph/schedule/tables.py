@@ -134,15 +134,15 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 
     def complete(pool: str, column: np.ndarray, late: int) -> np.ndarray:
         """Fills the places where nothing is to be kept; `late` ticks after the column's own is when it is written."""
-        makes = np.isin(kind, _MAKERS[pool]).any(1)
+        makes = np.isin(kind, _MAKERS[pool]).any(1, keepdims=True)
         if pool in POOLS[:3]:
-            makes &= (writing == "makers") & ~(kind == WGRAD).any(1) & ~(handed & (pool == "stash"))
+            makes &= (writing == "makers") & ~(kind == WGRAD).any(1, keepdims=True) & ~(handed[:, None] & (pool == "stash"))
         else:
             makes |= writing == "all"
         times = np.minimum(np.arange(len(column)) + late, len(column))
         free = np.argmin(taken[pool][:, times], 0)
         full = np.take_along_axis(taken[pool][:, times], free[None], 0)[0]
-        filled = np.where(column >= 0, column, np.where(full & makes[:, None], counts[pool], free)).astype(np.int32)
+        filled = np.where(column >= 0, column, np.where(full & makes, counts[pool], free)).astype(np.int32)
         slots[pool] = max(slots[pool], int(filled.max()) + 1)
         return filled
 
