@@ -18,6 +18,7 @@ from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.kernels import rotary_attention
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 
@@ -147,6 +148,12 @@ class Attention(nnx.Module):
         config = self.config
         B, T, D = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
+        kernel = attention_kernel(config)
+        if kernel == "fused":
+            cos_TP, sin_TP = halves(rotary_T1K)
+            with jgraph.scope("attention"):
+                y_BTHK = rotary_attention(qkv_BTHK, cos_TP, sin_TP)
+            return self.out(y_BTHK.reshape(B, T, D))
         q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
         with jgraph.scope("attention"):
             y_BTHK = jax.nn.dot_product_attention(
@@ -154,7 +161,7 @@ class Attention(nnx.Module):
                 rotate(k_BTGK, rotary_T1K),
                 v_BTGK,
                 is_causal=True,
-                implementation=attention_kernel(config),
+                implementation=kernel,
             )
         return self.out(y_BTHK.reshape(B, T, D))
 
@@ -175,10 +182,10 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
+def attention_kernel(config: GPTConfig) -> Literal["cudnn", "fused", "xla"]:
     """Returns the kernel, `auto` by the default device. Raises ConfigError where cuDNN or the device would refuse it."""
-    if config.attention == "xla":
-        return "xla"
+    if config.attention in ("fused", "xla"):
+        return config.attention
     is_gpu = jax.default_backend() == "gpu"
     if config.attention == "cudnn" and not is_gpu:
         kind = jax.devices()[0].device_kind
@@ -199,6 +206,13 @@ def rotary(length: int, head_size: int, theta: float) -> Rotary:
     tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
     cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
     return cos_T1K, sin_T1K
+
+
+def halves(rotary_T1K: Rotary) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines (T, K/2) of the pairs, from the tables of `rotary`."""
+    cos_T1K, sin_T1K = rotary_T1K
+    pairs = cos_T1K.shape[-1] // 2
+    return cos_T1K[:, 0, :pairs], sin_T1K[:, 0, pairs:]
 
 
 def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
