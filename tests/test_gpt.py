@@ -156,9 +156,10 @@ def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
     assert attention_kernel(CONFIG) == "xla"
 
 
-def test_attention_with_its_rotation_fused_gives_the_same_loss_and_gradients():
+@pytest.mark.parametrize("changes", [{"attention": "fused"}, {"norm": "fused"}], ids=["attention", "norm"])
+def test_what_is_fused_gives_the_same_loss_and_gradients(changes):
     graphdef, params = split(replace(num_kv_heads=4))
-    fused, _ = split(replace(num_kv_heads=4, attention="fused"))
+    fused, _ = split(replace(num_kv_heads=4, **changes))
     for one, other in zip(*(jax.tree.leaves(loss_and_grads(graph, params)) for graph in (graphdef, fused)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 

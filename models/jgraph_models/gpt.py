@@ -68,8 +68,10 @@ class GPT(nnx.Module):
             step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_T1K), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             x_BTD = step(x_BTD, self.blocks)
         else:
+            add_BTD = None
             for block in self.blocks:
-                x_BTD = block(x_BTD, rotary_T1K)
+                x_BTD, add_BTD = block.parts(x_BTD, add_BTD, rotary_T1K)
+            return added_and_normed(self.config, self.norm, x_BTD, add_BTD)[1]
         return self.norm(x_BTD)
 
     def output(self) -> Array:
@@ -125,14 +127,22 @@ class Block(nnx.Module):
     """Attention and MLP, each reading a norm of the residual stream and adding to it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_T1K)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K)
+        return x_BTD + add_BTD
+
+    def parts(self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary) -> tuple[Array, Array]:
+        """Takes a stream and what is still to be added to it, and returns the same."""
+        x_BTD, normed_BTD = added_and_normed(self.config, self.attention_norm, x_BTD, add_BTD)
+        attended_BTD = self.attention(normed_BTD, rotary_T1K)
+        x_BTD, normed_BTD = added_and_normed(self.config, self.mlp_norm, x_BTD, attended_BTD)
+        return x_BTD, self.mlp(normed_BTD)
 
 
 class Attention(nnx.Module):
@@ -180,6 +190,14 @@ class MLP(nnx.Module):
             return self.down(gelu(self.up(x_BTD)))
         gate_BTF, up_BTF = jnp.split(self.up(x_BTD), 2, axis=-1)
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+
+
+def added_and_normed(config: GPTConfig, norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+    """Returns the stream with what is added to it, and its norm."""
+    if config.norm == "fused":
+        return jgraph.rms_norm(x_BTD, norm.scale[...], add=add_BTD, epsilon=config.norm_eps)
+    x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
+    return x_BTD, norm(x_BTD)
 
 
 def attention_kernel(config: GPTConfig) -> Literal["cudnn", "fused", "xla"]:

@@ -29,6 +29,8 @@ class GPTConfig:
     attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
     """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere. fused is one kernel with the rotary
     embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens and heads of 64 or 128, and xla elsewhere."""
+    norm: Literal["fused", "xla"] = "xla"
+    """RMSNorm of the residual stream; fused adds onto the stream in the same kernel, where a GPU has one."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
     scan_layers: bool = False

@@ -9,7 +9,8 @@ import pytest
 from jgraph.kernels import Slot, cast_transpose
 from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
-from tests.kernels.test_attention import arrays, run
+from tests.kernels import test_attention as attention
+from tests.kernels import test_norm as norm
 from tests.kernels.test_quantize import (
     DTYPES,
     FUNCTIONS,
@@ -70,12 +71,14 @@ def test_a_slot_is_written_where_it_is():
         assert bool((found.rows[others].astype(jnp.float32) == 1).all())
 
 
-def test_attention_of_short_sequences_is_as_near_to_float32_as_plain_jax_is():
-    x, dy = arrays(128, 64, heads=8)
-    exact = run(x.astype(jnp.float32), dy, implementation="xla")
-    compiled = captured(functools.partial(run, implementation="mosaic"), x, dy)
-    plain = jax.jit(functools.partial(run, implementation="xla"))(x, dy)
+@pytest.mark.parametrize("kernel", ["attention", "norm of 256", "norm of 2048"])
+def test_a_kernel_is_as_near_to_float32_as_plain_jax_is(kernel):
+    run = attention.run if kernel == "attention" else norm.run
+    args = attention.arrays(128, 64, heads=8) if kernel == "attention" else norm.arrays((4096, int(kernel.split()[-1])))
+    exact = jax.jit(functools.partial(run, implementation="xla"))(*(x.astype(jnp.float32) for x in args))
+    compiled = captured(functools.partial(run, implementation="mosaic"), *args)
+    plain = jax.jit(functools.partial(run, implementation="xla"))(*args)
     for _ in range(3):
-        for one, other, wanted in zip(compiled(x, dy), plain, exact, strict=True):
+        for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
             off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
-            assert off[0] <= 1.1 * off[1]
+            assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
