@@ -195,6 +195,7 @@ class MLP(nnx.Module):
 def added_and_normed(config: GPTConfig, norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
     """Returns the stream with what is added to it, and its norm."""
     if config.norm == "fused":
+        assert norm.scale is not None
         return jgraph.rms_norm(x_BTD, norm.scale[...], add=add_BTD, epsilon=config.norm_eps)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
