@@ -2,6 +2,7 @@
 
 python -m benchmarks run single_gpu --presets launch-bound gpt-124m --timeout 400
 python -m benchmarks run single_gpu --presets gpt-1b3 --together 2     # no more of it fit in an H200 at a time
+python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jgraph attention=fused norm=fused"
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class Options(Traced):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Of each; the first one is what all others are compared with."""
+    """Of each; the first one is what all others are compared with. `jgraph NAME=TEXT` sets what the model or XLA calls so."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -42,7 +43,16 @@ def entrant(variant: str, config: TrainConfig, options: Options) -> Entrant:
     if system == "torch":
         asked = {"variant": variant, "config": asdict(config)}
         return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
-    return training_step(row, replace(config, graph="off" if how == "graph=off" else "auto"), options)
+    config = replace(config, graph="auto")
+    for text in how.split():
+        setting, _, value = text.partition("=")
+        if setting == "graph":
+            config = replace(config, graph=value)
+        elif setting.startswith("xla_"):
+            config = replace(config, xla_options=(*config.xla_options, text))
+        else:
+            config = replace(config, model=replace(config.model, **{setting: value}))
+    return training_step(row, config, options)
 
 
 def section(name: str, result: Row) -> Section:

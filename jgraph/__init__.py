@@ -2,7 +2,7 @@
 
 - A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`,
   `measure_graph`.
-- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `scope`.
+- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
 - A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
 - What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jgraph.graphed import Borrowed as Borrowed
     from jgraph.graphed import fold_key as fold_key
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
+    from jgraph.kernels.norm import rms_norm as rms_norm
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.modules import functional as functional
     from jgraph.parallel import FullySharded as FullySharded
@@ -60,6 +61,7 @@ _MODULES = {
     "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
     "NonFiniteError OrderError OwnershipError ShapeError SplitError TargetError",
     "graphed": "Borrowed fold_key make_graphed_callables",
+    "kernels.norm": "rms_norm",
     "loss": "cross_entropy",
     "modules": "functional",
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise measure_graph split_embedding train_step",

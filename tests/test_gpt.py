@@ -156,10 +156,18 @@ def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
     assert attention_kernel(CONFIG) == "xla"
 
 
-@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+@pytest.mark.parametrize("changes", [{"attention": "fused"}, {"norm": "fused"}], ids=["attention", "norm"])
+def test_what_is_fused_gives_the_same_loss_and_gradients(changes):
+    graphdef, params = split(replace(num_kv_heads=4))
+    fused, _ = split(replace(num_kv_heads=4, **changes))
+    for one, other in zip(*(jax.tree.leaves(loss_and_grads(graph, params)) for graph in (graphdef, fused)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "fused"])
 def test_attention_that_was_asked_for_is_what_one_gets(kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16")) == kernel
+    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4)) == kernel
 
 
 def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monkeypatch):

@@ -37,6 +37,7 @@ FIXED = {
     *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),
     *("decoupled_grad", "on_dtype_mismatch", "data", "seed", "module", "model.num_layers", "model.d_model"),
     *("model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size", "model.mlp", "model.head", "model.attention"),
+    "model.norm",
     *("model.compute_dtype", "model.scan_layers", "model.rope_theta", "model.norm_eps", "model.loss_chunk"),
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),

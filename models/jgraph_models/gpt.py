@@ -18,6 +18,7 @@ from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.kernels import rotary_attention
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 
@@ -67,8 +68,10 @@ class GPT(nnx.Module):
             step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_T1K), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             x_BTD = step(x_BTD, self.blocks)
         else:
+            add_BTD = None
             for block in self.blocks:
-                x_BTD = block(x_BTD, rotary_T1K)
+                x_BTD, add_BTD = block.parts(x_BTD, add_BTD, rotary_T1K)
+            return added_and_normed(self.config, self.norm, x_BTD, add_BTD)[1]
         return self.norm(x_BTD)
 
     def output(self) -> Array:
@@ -124,14 +127,22 @@ class Block(nnx.Module):
     """Attention and MLP, each reading a norm of the residual stream and adding to it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_T1K)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K)
+        return x_BTD + add_BTD
+
+    def parts(self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary) -> tuple[Array, Array]:
+        """Takes a stream and what is still to be added to it, and returns the same."""
+        x_BTD, normed_BTD = added_and_normed(self.config, self.attention_norm, x_BTD, add_BTD)
+        attended_BTD = self.attention(normed_BTD, rotary_T1K)
+        x_BTD, normed_BTD = added_and_normed(self.config, self.mlp_norm, x_BTD, attended_BTD)
+        return x_BTD, self.mlp(normed_BTD)
 
 
 class Attention(nnx.Module):
@@ -147,6 +158,12 @@ class Attention(nnx.Module):
         config = self.config
         B, T, D = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
+        kernel = attention_kernel(config)
+        if kernel == "fused":
+            cos_TP, sin_TP = halves(rotary_T1K)
+            with jgraph.scope("attention"):
+                y_BTHK = rotary_attention(qkv_BTHK, cos_TP, sin_TP)
+            return self.out(y_BTHK.reshape(B, T, D))
         q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
         with jgraph.scope("attention"):
             y_BTHK = jax.nn.dot_product_attention(
@@ -154,7 +171,7 @@ class Attention(nnx.Module):
                 rotate(k_BTGK, rotary_T1K),
                 v_BTGK,
                 is_causal=True,
-                implementation=attention_kernel(config),
+                implementation=kernel,
             )
         return self.out(y_BTHK.reshape(B, T, D))
 
@@ -175,10 +192,19 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
+def added_and_normed(config: GPTConfig, norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+    """Returns the stream with what is added to it, and its norm."""
+    if config.norm == "fused":
+        assert norm.scale is not None
+        return jgraph.rms_norm(x_BTD, norm.scale[...], add=add_BTD, epsilon=config.norm_eps)
+    x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
+    return x_BTD, norm(x_BTD)
+
+
+def attention_kernel(config: GPTConfig) -> Literal["cudnn", "fused", "xla"]:
     """Returns the kernel, `auto` by the default device. Raises ConfigError where cuDNN or the device would refuse it."""
-    if config.attention == "xla":
-        return "xla"
+    if config.attention in ("fused", "xla"):
+        return config.attention
     is_gpu = jax.default_backend() == "gpu"
     if config.attention == "cudnn" and not is_gpu:
         kind = jax.devices()[0].device_kind
@@ -199,6 +225,13 @@ def rotary(length: int, head_size: int, theta: float) -> Rotary:
     tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
     cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
     return cos_T1K, sin_T1K
+
+
+def halves(rotary_T1K: Rotary) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines (T, K/2) of the pairs, from the tables of `rotary`."""
+    cos_T1K, sin_T1K = rotary_T1K
+    pairs = cos_T1K.shape[-1] // 2
+    return cos_T1K[:, 0, :pairs], sin_T1K[:, 0, pairs:]
 
 
 def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:

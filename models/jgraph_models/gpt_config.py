@@ -26,8 +26,11 @@ class GPTConfig:
     """Non-linearity of the MLP; swiglu has a third matrix."""
     head: Literal["tied", "untied"] = "tied"
     """Whether the output projection is the embedding or a matrix of its own."""
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere."""
+    attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
+    """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere. fused is one kernel with the rotary
+    embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens and heads of 64 or 128, and xla elsewhere."""
+    norm: Literal["fused", "xla"] = "xla"
+    """RMSNorm of the residual stream; fused adds onto the stream in the same kernel, where a GPU has one."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
     scan_layers: bool = False
@@ -50,6 +53,8 @@ class GPTConfig:
         require(heads % groups == 0, "model.num_kv_heads", groups, f"a divisor of `model.num_heads` {heads}")
         if self.attention == "cudnn":
             self.check_cudnn()
+        if self.attention == "fused":
+            require(groups == heads, "model.num_kv_heads", groups, f"`model.num_heads` {heads} for `model.attention` fused")
 
     @property
     def head_size(self) -> int:

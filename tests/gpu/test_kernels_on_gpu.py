@@ -9,6 +9,8 @@ import pytest
 from jgraph.kernels import Slot, cast_transpose
 from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
+from tests.kernels import test_attention as attention
+from tests.kernels import test_norm as norm
 from tests.kernels.test_quantize import (
     DTYPES,
     FUNCTIONS,
@@ -67,3 +69,16 @@ def test_a_slot_is_written_where_it_is():
         assert columns.is_deleted()
         others = jnp.arange(3) != number
         assert bool((found.rows[others].astype(jnp.float32) == 1).all())
+
+
+@pytest.mark.parametrize("kernel", ["attention", "norm of 256", "norm of 2048"])
+def test_a_kernel_is_as_near_to_float32_as_plain_jax_is(kernel):
+    run = attention.run if kernel == "attention" else norm.run
+    args = attention.arrays(128, 64, heads=8) if kernel == "attention" else norm.arrays((4096, int(kernel.split()[-1])))
+    exact = jax.jit(functools.partial(run, implementation="xla"))(*(x.astype(jnp.float32) for x in args))
+    compiled = captured(functools.partial(run, implementation="mosaic"), *args)
+    plain = jax.jit(functools.partial(run, implementation="xla"))(*args)
+    for _ in range(3):
+        for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
+            off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
+            assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
