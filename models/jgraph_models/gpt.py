@@ -8,11 +8,10 @@ rotary embedding; Ainslie et al., "GQA" (arXiv:2305.13245).
 # H query heads, G key/value heads, K head size
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -20,8 +19,7 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
-
-Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
+from jgraph_models.rotary import Rotary, rotary, rotate
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -187,25 +185,6 @@ def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
         return "xla"
     config.check_cudnn()
     return "cudnn"
-
-
-def rotary(length: int, head_size: int, theta: float) -> Rotary:
-    """Returns float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
-
-    Constants of the program, made here in float64: computed in it, they would be computed at every step.
-    """
-    angles_TK = np.arange(length)[:, None] * theta ** (-np.arange(0, head_size, 2) / head_size)
-    cos_TK, sin_TK = np.cos(angles_TK), np.sin(angles_TK)
-    tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
-    cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
-    return cos_T1K, sin_T1K
-
-
-def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
-    """Rotates the pairs (i, i + K/2) of each head, in float32, back in the input's dtype."""
-    cos_T1K, sin_T1K = rotary_T1K
-    x32 = x_BTHK.astype(jnp.float32)
-    return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
 
 
 @jax.custom_vjp

@@ -10,7 +10,8 @@ from flax import nnx
 
 import jgraph
 from jgraph.xla import compile_and_report, compiler_options
-from jgraph_models.gpt import Block, GPTConfig, attention_kernel, rotary
+from jgraph_models.gpt import Block, GPTConfig, attention_kernel
+from jgraph_models.rotary import rotary
 
 pytestmark = pytest.mark.gpu
 

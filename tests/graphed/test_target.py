@@ -9,7 +9,8 @@ from flax import nnx
 
 import jgraph
 from jgraph.xla import alias_map
-from jgraph_models.gpt import Block, GPTConfig, rotary
+from jgraph_models.gpt import Block, GPTConfig
+from jgraph_models.rotary import rotary
 from tests.graphed import chain
 
 pytestmark = pytest.mark.target
