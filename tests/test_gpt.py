@@ -174,7 +174,10 @@ def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monk
 
 @pytest.mark.parametrize(
     ("preset", "published"),
-    [("gpt-124m", 124e6), ("gpt-350m", 354e6), ("gpt-1b3", 1.3e9), ("gpt-7b", 6.6e9)],
+    [
+        *[("gpt-124m", 124e6), ("gpt-350m", 354e6), ("gpt-1b3", 1.3e9), ("gpt-7b", 6.6e9)],
+        *[("llama3-1b", 1.236e9), ("llama3-8b", 8.030e9), ("qwen3-0.6b", 0.596e9), ("qwen3-8b", 8.191e9)],
+    ],
 )
 def test_a_preset_has_the_number_of_parameters_that_names_it(preset, published):
     config = jgraph.preset(preset).model

@@ -156,8 +156,12 @@ class RunDir:
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns the differences from the run that is there, one text each."""
+        fields = self._read_fields()
+        # What an earlier version did not have was as it is by default.
+        if isinstance(model := fields.get("model"), dict):
+            fields = _defaults(config) | fields | {"model": _defaults(config.model) | model}
         # Through JSON, so that a tuple there and a list here are the same.
-        here, there = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), flatten(self._read_fields())
+        here, there = (flatten(json.loads(json.dumps(own))) for own in (dataclasses.asdict(config), fields))
         names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
         differences = [
             f"`{name}` is {here.get(name, 'absent')} and was {there.get(name, 'absent')}"
@@ -187,6 +191,12 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that decide what a step computes."""
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Returns the defaults of a dataclass's fields, as far as they have a constant; none of what is no dataclass."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention, no biases.
+"""A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention.
 
-Shazeer, "GLU variants improve transformer" (arXiv:2002.05202) for SwiGLU; Su et al., "RoFormer" (arXiv:2104.09864) for the
-rotary embedding; Ainslie et al., "GQA" (arXiv:2305.13245).
+By its settings it is a GPT, a Llama 3, a Qwen2 or a Qwen3. Shazeer, "GLU variants improve transformer" (arXiv:2002.05202)
+for SwiGLU; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
 
 # B batch, T sequence, S = T + 1 (inputs and labels), D model, F hidden, V vocabulary,
@@ -19,7 +19,7 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
-from jgraph_models.rotary import Rotary, rotary, rotate
+from jgraph_models.rotary import Rotary, Scaling, rotary, rotate
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -60,7 +60,7 @@ class GPT(nnx.Module):
         """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`."""
         # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
-        rotary_T1K = rotary(tokens_BT.shape[1], self.config.head_size, self.config.rope_theta)
+        rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
             step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_T1K), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             x_BTD = step(x_BTD, self.blocks)
@@ -85,7 +85,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return split_embedding(outer["embedding_VD"], tokens_BS[:, :-1], config.compute_dtype)
 
     def layer(params: Any, x_BTD: Array) -> Array:
-        return nnx.merge(block, params)(x_BTD, rotary(x_BTD.shape[1], config.head_size, config.rope_theta))
+        return nnx.merge(block, params)(x_BTD, rotary_of(config, x_BTD.shape[1]))
 
     def head(outer: Any, x_BTD: Array, tokens_BS: Array) -> Array:
         x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
@@ -137,15 +137,19 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = _linear(config, config.d_model, heads * config.head_size, rngs)
-        self.out = _linear(config, config.d_model, config.d_model, rngs, residual=True)
+        heads, K = config.num_heads + 2 * config.num_kv_heads, config.head_size
+        self.qkv = _linear(config, config.d_model, heads * K, rngs, use_bias=config.attention_bias == "qkv")
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = _norm(config, rngs, K), _norm(config, rngs, K)
+        self.out = _linear(config, config.num_heads * K, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
         config = self.config
-        B, T, D = x_BTD.shape
+        B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
         q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        if config.qk_norm == "head":
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         with jgraph.scope("attention"):
             y_BTHK = jax.nn.dot_product_attention(
                 rotate(q_BTHK, rotary_T1K),
@@ -154,7 +158,7 @@ class Attention(nnx.Module):
                 is_causal=True,
                 implementation=attention_kernel(config),
             )
-        return self.out(y_BTHK.reshape(B, T, D))
+        return self.out(y_BTHK.reshape(B, T, -1))
 
 
 class MLP(nnx.Module):
@@ -187,6 +191,15 @@ def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
     return "cudnn"
 
 
+def rotary_of(config: GPTConfig, length: int) -> Rotary:
+    """Returns the rotary tables of a model for sequences of so many tokens."""
+    scaling = None
+    if config.rope_scaling == "llama3":
+        factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
+        scaling = Scaling(*factors, config.rope_original_length)
+    return rotary(length, config.head_size, config.rope_theta, scaling)
+
+
 @jax.custom_vjp
 def gelu(x: Array) -> Array:
     """Returns GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the dtype of x.
@@ -211,17 +224,20 @@ def _gelu_backward(x: Array, dy: Array) -> tuple[Array]:
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
-def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
+def _norm(config: GPTConfig, rngs: nnx.Rngs, width: int = 0) -> nnx.RMSNorm:
+    dtype = jnp.dtype(config.compute_dtype)
+    return nnx.RMSNorm(width or config.d_model, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
 
-def _linear(config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
+def _linear(
+    config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False, use_bias: bool = False
+) -> nnx.Linear:
     # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
     scale = _INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE
     return nnx.Linear(
         d_in,
         d_out,
-        use_bias=False,
+        use_bias=use_bias,
         dtype=jnp.dtype(config.compute_dtype),
         kernel_init=nnx.initializers.normal(scale),
         rngs=rngs,

@@ -2,6 +2,7 @@
 
 # B batch, T sequence, H heads, K head size
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -11,12 +12,33 @@ from jax import Array
 Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
-def rotary(length: int, head_size: int, theta: float) -> Rotary:
+@dataclass(frozen=True)
+class Scaling:
+    """Says which frequencies are lowered, so that sequences may be longer than those that a model was first trained on.
+
+    As Llama 3.1 does: a frequency that turns `low` times or less over `length` tokens is divided by `factor`, one that turns
+    `high` times or more stays as it is, and between the two the divisor's inverse goes linearly with the turns.
+    """
+
+    factor: float
+    low: float
+    high: float
+    length: int
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        """Returns frequencies, in radians a token, as they are used."""
+        turns = self.length * frequencies / (2 * np.pi)
+        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+def rotary(length: int, head_size: int, theta: float, scaling: Scaling | None = None) -> Rotary:
     """Returns float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
 
     Constants of the program, made here in float64: computed in it, they would be computed at every step.
     """
-    angles_TK = np.arange(length)[:, None] * theta ** (-np.arange(0, head_size, 2) / head_size)
+    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
+    angles_TK = np.arange(length)[:, None] * (scaling(frequencies) if scaling else frequencies)
     cos_TK, sin_TK = np.cos(angles_TK), np.sin(angles_TK)
     tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
     cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
