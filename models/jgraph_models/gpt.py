@@ -19,6 +19,7 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
+from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, rotary, rotate
 
 _INIT_SCALE = 0.02
@@ -28,6 +29,8 @@ _GELU_CUBIC = 0.044715
 
 class GPT(nnx.Module):
     """`loss(tokens_BS)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
+
+    hugging_face = HUGGING_FACE
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
