@@ -1,5 +1,6 @@
 """A Hugging Face folder, opened: its config.json, the names and shapes of its tensors, and slices of them. No jax here."""
 
+import dataclasses
 import fnmatch
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +45,13 @@ class Folder:
         """What config.json says."""
         return self._json(CONFIG_FILE)
 
-    def settings(self, names: HuggingFace) -> dict[str, Any]:
-        """Returns the fields of a model's settings that config.json determines."""
+    def settings(self, names: HuggingFace, base: Any) -> Any:
+        """Returns the settings of the model in the folder: those of `base`, with what config.json determines."""
         try:
-            return names.settings(self.config)
+            return dataclasses.replace(base, **names.settings(self.config))
         except (ConfigError, ArithmeticError, AttributeError, TypeError, ValueError) as e:
+            if isinstance(e, ConfigError) and e.field == self._field:
+                raise
             raise self.error(f"{CONFIG_FILE}: {e}") from e
 
     def check(self, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]], ignored: Sequence[str]) -> None:

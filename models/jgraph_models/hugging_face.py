@@ -124,7 +124,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
         raise _cannot("partial_rotary_factor", fraction, "1")
     if kind == "default":
-        return found | {"rope_scaling": "none"}
+        return found | {"rope_scaling": "none"} | {own: getattr(GPTConfig, own) for own in _SCALING}
     if kind != "llama3":
         raise _cannot("rope_type", kind, "default or llama3")
     for own, theirs in _SCALING.items():
