@@ -49,6 +49,10 @@ class SavedRun:
         """Returns a parameter by its name, as it was saved."""
         return self._reader.read(self._leaves[name])
 
+    def close(self) -> None:
+        """Ends the reader's threads."""
+        self._reader.close()
+
     @cached_property
     def _leaves(self) -> dict[str, str]:
         """The checkpoint's name of every parameter."""
