@@ -26,6 +26,23 @@ MODEL = [
     ({"num_heads": 3}, "model.num_heads", "`model.num_heads` is 3: must be a divisor of `model.d_model` 128"),
     ({"d_model": 12, "num_heads": 4}, "model.num_heads", "`model.num_heads` is 4: must be such that the head size 3 is even"),
     ({"num_kv_heads": 3}, "model.num_kv_heads", "`model.num_kv_heads` is 3: must be a divisor of `model.num_heads` 4"),
+    ({"head_dim": 7}, "model.head_dim", "`model.head_dim` is 7: must be even, or 0"),
+    (
+        {"head_dim": 136, "attention": "cudnn"},
+        "model.head_dim",
+        "`model.head_dim` is 136: must be such that the head size 136 is a multiple of 8 and at most 128 for cuDNN attention, "
+        "or choose `model.attention` xla",
+    ),
+    (
+        {"rope_scaling": "llama3", "rope_low_freq_factor": 4.0},
+        "model.rope_low_freq_factor",
+        "`model.rope_low_freq_factor` is 4.0: must be below `model.rope_high_freq_factor` 4.0",
+    ),
+    (
+        {"rope_factor": 32.0},
+        "model.rope_factor",
+        "`model.rope_factor` is 32.0: must be 8.0 where `model.rope_scaling` is none",
+    ),
     (
         {"attention": "cudnn", "d_model": 48},
         "model.num_heads",
@@ -222,6 +239,7 @@ def test_a_saved_config_with_a_value_that_cannot_work_is_refused_by_its_field():
 
 def test_the_presets_that_outsiders_rely_on_are_there():
     assert {"cpu-tiny", "launch-bound", "gpt-124m", "gpt-350m", "gpt-1b3", "gpt-7b"} <= set(PRESETS)
+    assert {"llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b"} <= set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -143,17 +143,17 @@ def test_only_the_distance_between_tokens_counts():
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_attention_on_a_cpu_is_xlas_by_itself(compute_dtype):
-    assert attention_kernel(replace(compute_dtype=compute_dtype)) == "xla"
+    assert attention_kernel(replace(compute_dtype=compute_dtype), 64) == "xla"
 
 
 def test_attention_on_a_gpu_is_cudnns_by_itself(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(replace(compute_dtype="bfloat16")) == "cudnn"
+    assert attention_kernel(replace(compute_dtype="bfloat16"), 64) == "cudnn"
 
 
 def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(CONFIG) == "xla"
+    assert attention_kernel(CONFIG, 64) == "xla"
 
 
 @pytest.mark.parametrize("changes", [{"attention": "fused"}, {"norm": "fused"}], ids=["attention", "norm"])
@@ -167,14 +167,14 @@ def test_what_is_fused_gives_the_same_loss_and_gradients(changes):
 @pytest.mark.parametrize("kernel", ["xla", "cudnn", "fused"])
 def test_attention_that_was_asked_for_is_what_one_gets(kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4)) == kernel
+    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4), 64) == kernel
 
 
 def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = replace(d_model=40, num_heads=4, compute_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"head size 10 is a multiple of 8 .* or choose `model.attention` xla"):
-        attention_kernel(config)
+        attention_kernel(config, 64)
 
 
 # --- Sizes ---
@@ -182,7 +182,10 @@ def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monk
 
 @pytest.mark.parametrize(
     ("preset", "published"),
-    [("gpt-124m", 124e6), ("gpt-350m", 354e6), ("gpt-1b3", 1.3e9), ("gpt-7b", 6.6e9)],
+    [
+        *[("gpt-124m", 124e6), ("gpt-350m", 354e6), ("gpt-1b3", 1.3e9), ("gpt-7b", 6.6e9)],
+        *[("llama3-1b", 1.236e9), ("llama3-8b", 8.030e9), ("qwen3-0.6b", 0.596e9), ("qwen3-8b", 8.191e9)],
+    ],
 )
 def test_a_preset_has_the_number_of_parameters_that_names_it(preset, published):
     config = jgraph.preset(preset).model

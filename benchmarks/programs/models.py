@@ -13,7 +13,8 @@ from flax import nnx
 from benchmarks.rows import Row
 from benchmarks.works import GPTSize, MLPSize, Size
 from jgraph.parallel.pipeline import PipelineModel
-from jgraph_models.gpt import GPT, Block, GPTConfig, pipeline_model, rotary
+from jgraph_models.gpt import GPT, Block, GPTConfig, pipeline_model
+from jgraph_models.rotary import rotary
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ FREE_FIELDS = frozenset(_FREE.split())
 class RunDir:
     """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
 
-    Beside them lies what was measured: `graph.json`, `engine.json`.
+    Beside them lies what was measured: `graph.json`, `engine.json`; and under `origin/` what came with the weights or the data
+    that the run began with, such as a tokenizer.
     """
 
     def __init__(self, path: Path):
@@ -36,6 +37,7 @@ class RunDir:
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
         self.measured, self.engine = path / "graph.json", path / "engine.json"
+        self.origin = path / "origin"
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""
@@ -138,9 +140,10 @@ class RunDir:
 
     def _is_free(self) -> bool:
         """Returns whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
-        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self._read_fields().keys()
+        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
 
-    def _read_fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        """Returns config.json: the fields of the config, "corpus" and "versions". Raises ConfigError where it is damaged."""
         try:
             fields = json.loads(self.config.read_text())
             if not isinstance(fields, dict):
@@ -156,8 +159,12 @@ class RunDir:
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns the differences from the run that is there, one text each."""
+        fields = self.fields()
+        # What an earlier version did not have was as it is by default.
+        if isinstance(model := fields.get("model"), dict):
+            fields = _defaults(config) | fields | {"model": _defaults(config.model) | model}
         # Through JSON, so that a tuple there and a list here are the same.
-        here, there = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), flatten(self._read_fields())
+        here, there = (flatten(json.loads(json.dumps(own))) for own in (dataclasses.asdict(config), fields))
         names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
         differences = [
             f"`{name}` is {here.get(name, 'absent')} and was {there.get(name, 'absent')}"
@@ -187,6 +194,12 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that decide what a step computes."""
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Returns the defaults of a dataclass's fields, as far as they have a constant; none of what is no dataclass."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention, no biases.
+"""A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention.
 
-Shazeer, "GLU variants improve transformer" (arXiv:2002.05202) for SwiGLU; Su et al., "RoFormer" (arXiv:2104.09864) for the
-rotary embedding; Ainslie et al., "GQA" (arXiv:2305.13245).
+By its settings it is a GPT, a Llama 3, a Qwen2 or a Qwen3. Shazeer, "GLU variants improve transformer" (arXiv:2002.05202)
+for SwiGLU; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
 
 # B batch, T sequence, S = T + 1 (inputs and labels), D model, F hidden, V vocabulary,
@@ -12,17 +12,18 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
-from jgraph.kernels import rotary_attention
+from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
+from jgraph_models.hugging_face import HUGGING_FACE
+from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
-Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
+Norm: TypeAlias = Literal["fused", "xla"]
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -31,6 +32,8 @@ _GELU_CUBIC = 0.044715
 
 class GPT(nnx.Module):
     """`loss(tokens_BS)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
+
+    hugging_face = HUGGING_FACE
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -63,15 +66,15 @@ class GPT(nnx.Module):
         """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`."""
         # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
-        rotary_T1K = rotary(tokens_BT.shape[1], self.config.head_size, self.config.rope_theta)
+        rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
             step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_T1K), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
             x_BTD = step(x_BTD, self.blocks)
         else:
-            add_BTD = None
+            add_BTD, kernel = None, "xla" if self.config.norm == "xla" else "fused"
             for block in self.blocks:
-                x_BTD, add_BTD = block.parts(x_BTD, add_BTD, rotary_T1K)
-            return added_and_normed(self.config, self.norm, x_BTD, add_BTD)[1]
+                x_BTD, add_BTD = block.parts(x_BTD, add_BTD, rotary_T1K, kernel)
+            return added_and_normed(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
 
     def output(self) -> Array:
@@ -90,7 +93,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return split_embedding(outer["embedding_VD"], tokens_BS[:, :-1], config.compute_dtype)
 
     def layer(params: Any, x_BTD: Array) -> Array:
-        return nnx.merge(block, params)(x_BTD, rotary(x_BTD.shape[1], config.head_size, config.rope_theta))
+        return nnx.merge(block, params)(x_BTD, rotary_of(config, x_BTD.shape[1]))
 
     def head(outer: Any, x_BTD: Array, tokens_BS: Array) -> Array:
         x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
@@ -134,14 +137,14 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
-        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K)
+        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, "fused" if self.config.norm == "fused" else "xla")
         return x_BTD + add_BTD
 
-    def parts(self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary) -> tuple[Array, Array]:
+    def parts(self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, norm: Norm) -> tuple[Array, Array]:
         """Takes a stream and what is still to be added to it, and returns the same."""
-        x_BTD, normed_BTD = added_and_normed(self.config, self.attention_norm, x_BTD, add_BTD)
+        x_BTD, normed_BTD = added_and_normed(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K)
-        x_BTD, normed_BTD = added_and_normed(self.config, self.mlp_norm, x_BTD, attended_BTD)
+        x_BTD, normed_BTD = added_and_normed(self.mlp_norm, x_BTD, attended_BTD, norm)
         return x_BTD, self.mlp(normed_BTD)
 
 
@@ -150,21 +153,24 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = _linear(config, config.d_model, heads * config.head_size, rngs)
-        self.out = _linear(config, config.d_model, config.d_model, rngs, residual=True)
+        heads, K = config.num_heads + 2 * config.num_kv_heads, config.head_size
+        self.qkv = _linear(config, config.d_model, heads * K, rngs, use_bias=config.attention_bias == "qkv")
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = _norm(config, rngs, K), _norm(config, rngs, K)
+        self.out = _linear(config, config.num_heads * K, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
         config = self.config
-        B, T, D = x_BTD.shape
+        B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
-        kernel = attention_kernel(config)
+        kernel = attention_kernel(config, T)
         if kernel == "fused":
-            cos_TP, sin_TP = halves(rotary_T1K)
             with jgraph.scope("attention"):
-                y_BTHK = rotary_attention(qkv_BTHK, cos_TP, sin_TP)
-            return self.out(y_BTHK.reshape(B, T, D))
+                y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
+            return self.out(y_BTHK.reshape(B, T, -1))
         q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        if config.qk_norm == "head":
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         with jgraph.scope("attention"):
             y_BTHK = jax.nn.dot_product_attention(
                 rotate(q_BTHK, rotary_T1K),
@@ -173,7 +179,7 @@ class Attention(nnx.Module):
                 is_causal=True,
                 implementation=kernel,
             )
-        return self.out(y_BTHK.reshape(B, T, D))
+        return self.out(y_BTHK.reshape(B, T, -1))
 
 
 class MLP(nnx.Module):
@@ -192,19 +198,27 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def added_and_normed(config: GPTConfig, norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
     """Returns the stream with what is added to it, and its norm."""
-    if config.norm == "fused":
+    if kernel == "fused":
         assert norm.scale is not None
-        return jgraph.rms_norm(x_BTD, norm.scale[...], add=add_BTD, epsilon=config.norm_eps)
+        return jgraph.rms_norm(x_BTD, norm.scale[...], add=add_BTD, epsilon=norm.epsilon)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
 
-def attention_kernel(config: GPTConfig) -> Literal["cudnn", "fused", "xla"]:
-    """Returns the kernel, `auto` by the default device. Raises ConfigError where cuDNN or the device would refuse it."""
+def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
+    """Returns the kernel for sequences of a length; `auto` by the device.
+
+    Raises:
+        ConfigError: cuDNN or the device would refuse it.
+    """
     if config.attention in ("fused", "xla"):
         return config.attention
+    if config.attention == "auto" and config.can_fuse_attention:
+        heads = config.num_heads + 2 * config.num_kv_heads
+        if choose((1, length, heads, config.head_size), jnp.dtype(config.compute_dtype)) == "mosaic":
+            return "fused"
     is_gpu = jax.default_backend() == "gpu"
     if config.attention == "cudnn" and not is_gpu:
         kind = jax.devices()[0].device_kind
@@ -215,30 +229,13 @@ def attention_kernel(config: GPTConfig) -> Literal["cudnn", "fused", "xla"]:
     return "cudnn"
 
 
-def rotary(length: int, head_size: int, theta: float) -> Rotary:
-    """Returns float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
-
-    Constants of the program, made here in float64: computed in it, they would be computed at every step.
-    """
-    angles_TK = np.arange(length)[:, None] * theta ** (-np.arange(0, head_size, 2) / head_size)
-    cos_TK, sin_TK = np.cos(angles_TK), np.sin(angles_TK)
-    tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
-    cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
-    return cos_T1K, sin_T1K
-
-
-def halves(rotary_T1K: Rotary) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines (T, K/2) of the pairs, from the tables of `rotary`."""
-    cos_T1K, sin_T1K = rotary_T1K
-    pairs = cos_T1K.shape[-1] // 2
-    return cos_T1K[:, 0, :pairs], sin_T1K[:, 0, pairs:]
-
-
-def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
-    """Rotates the pairs (i, i + K/2) of each head, in float32, back in the input's dtype."""
-    cos_T1K, sin_T1K = rotary_T1K
-    x32 = x_BTHK.astype(jnp.float32)
-    return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
+def rotary_of(config: GPTConfig, length: int) -> Rotary:
+    """Returns the rotary tables of a model for sequences of so many tokens."""
+    scaling = None
+    if config.rope_scaling == "llama3":
+        factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
+        scaling = Scaling(*factors, config.rope_original_length)
+    return rotary(length, config.head_size, config.rope_theta, scaling)
 
 
 @jax.custom_vjp
@@ -265,17 +262,20 @@ def _gelu_backward(x: Array, dy: Array) -> tuple[Array]:
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
-def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
+def _norm(config: GPTConfig, rngs: nnx.Rngs, width: int = 0) -> nnx.RMSNorm:
+    dtype = jnp.dtype(config.compute_dtype)
+    return nnx.RMSNorm(width or config.d_model, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
 
 
-def _linear(config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
+def _linear(
+    config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False, use_bias: bool = False
+) -> nnx.Linear:
     # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
     scale = _INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE
     return nnx.Linear(
         d_in,
         d_out,
-        use_bias=False,
+        use_bias=use_bias,
         dtype=jnp.dtype(config.compute_dtype),
         kernel_init=nnx.initializers.normal(scale),
         rngs=rngs,

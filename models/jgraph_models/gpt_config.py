@@ -1,9 +1,11 @@
 """Sizes and numerics of a GPT. No jax here, so that a wrong flag is told in no time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jgraph.errors import check_types, require, require_positive
+
+_OF_SCALING = "rope_factor rope_low_freq_factor rope_high_freq_factor rope_original_length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +17,11 @@ class GPTConfig:
     d_model: int = 128
     """Width of the residual stream."""
     num_heads: int = 4
-    """Query heads; d_model / num_heads is the head size."""
+    """Query heads."""
     num_kv_heads: int = 4
     """Key and value heads; must divide num_heads (grouped-query attention when smaller)."""
+    head_dim: int = 0
+    """Width of a head; 0 for d_model / num_heads."""
     d_ff: int = 512
     """Hidden width of the MLP."""
     vocab_size: int = 256
@@ -26,17 +30,32 @@ class GPTConfig:
     """Non-linearity of the MLP; swiglu has a third matrix."""
     head: Literal["tied", "untied"] = "tied"
     """Whether the output projection is the embedding or a matrix of its own."""
+    attention_bias: Literal["none", "qkv"] = "none"
+    """Whether queries, keys and values have a bias (Qwen2)."""
+    qk_norm: Literal["none", "head"] = "none"
+    """Whether each head's query and key pass an RMSNorm before they are rotated (Qwen3)."""
     attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
-    """Attention kernel; auto is cudnn on an NVIDIA GPU in bfloat16 and xla elsewhere. fused is one kernel with the rotary
-    embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens and heads of 64 or 128, and xla elsewhere."""
-    norm: Literal["fused", "xla"] = "xla"
-    """RMSNorm of the residual stream; fused adds onto the stream in the same kernel, where a GPU has one."""
+    """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
+    and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
+    norm: Literal["auto", "fused", "xla"] = "auto"
+    """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto takes it between
+    the blocks of a whole model, except in FP8."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
     scan_layers: bool = False
     """Compile one block and loop over it: shorter compile time, slower step."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "llama3"] = "none"
+    """How the rotary frequencies are lowered for sequences longer than the model was first trained on: not, or as Llama 3.1."""
+    rope_factor: float = 8.0
+    """With llama3: what low frequencies are divided by."""
+    rope_low_freq_factor: float = 1.0
+    """With llama3: frequencies that turn at most so often over the original length are low."""
+    rope_high_freq_factor: float = 4.0
+    """With llama3: frequencies that turn at least so often stay as they are; between the two, the change is gradual."""
+    rope_original_length: int = 8192
+    """With llama3: tokens of a sequence that the model was first trained on."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     loss_chunk: int = 0
@@ -45,20 +64,37 @@ class GPTConfig:
     def __post_init__(self):
         check_types(self, prefix="model.")
         names = "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps"
-        require_positive(self, names, prefix="model.")
+        require_positive(self, f"{names} {_OF_SCALING}", prefix="model.")
         require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
-        heads, groups = self.num_heads, self.num_kv_heads
-        require(self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
+        heads, groups, own = self.num_heads, self.num_kv_heads, self.head_dim
+        require(own >= 0 and own % 2 == 0, "model.head_dim", own, "even, or 0")
+        require(own > 0 or self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
         require(self.head_size % 2 == 0, "model.num_heads", heads, f"such that the head size {self.head_size} is even")
         require(heads % groups == 0, "model.num_kv_heads", groups, f"a divisor of `model.num_heads` {heads}")
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        require(low < high, "model.rope_low_freq_factor", low, f"below `model.rope_high_freq_factor` {high}")
+        for name in _OF_SCALING.split() if self.rope_scaling == "none" else ():
+            value, usual = getattr(self, name), type(self).__dataclass_fields__[name].default
+            require(value == usual, f"model.{name}", value, f"{usual} where `model.rope_scaling` is none")
         if self.attention == "cudnn":
             self.check_cudnn()
         if self.attention == "fused":
             require(groups == heads, "model.num_kv_heads", groups, f"`model.num_heads` {heads} for `model.attention` fused")
+            require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, "none for `model.attention` fused")
 
     @property
     def head_size(self) -> int:
-        return self.d_model // self.num_heads
+        """Width of a head."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def can_fuse_attention(self) -> bool:
+        """Whether queries, keys and values go into attention as the projection makes them, with as many heads each."""
+        return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
+
+    def in_fp8(self) -> "GPTConfig":
+        """Returns the settings for products in FP8, whose kernels compute the norms: `norm` auto is xla."""
+        return replace(self, norm="xla") if self.norm == "auto" else self
 
     def chunk_of(self, num_tokens: int) -> int:
         """Returns `loss_chunk`. Raises ConfigError where it does not divide the tokens of a microbatch."""
@@ -70,8 +106,8 @@ class GPTConfig:
         """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
         require(
             self.head_size % 8 == 0 and self.head_size <= 128,
-            "model.num_heads",
-            self.num_heads,
+            "model.head_dim" if self.head_dim else "model.num_heads",
+            self.head_dim or self.num_heads,
             f"such that the head size {self.head_size} is a multiple of 8 and at most 128 for cuDNN attention, "
             "or choose `model.attention` xla",
         )

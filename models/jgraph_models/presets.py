@@ -1,4 +1,10 @@
-"""Named configurations of training runs. Sizes as in GPT-3 (arXiv:2005.14165, table 2.1)."""
+"""Named configurations of training runs.
+
+Sizes of `gpt-*` as in GPT-3 (arXiv:2005.14165, table 2.1); of `llama3-*` and `qwen3-*` as in the config.json of meta-llama's
+Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B and Qwen3-8B, on the Hugging Face hub.
+"""
+
+from typing import Any
 
 from jgraph.training.config import OptimizerConfig, TrainConfig, Usual
 from jgraph_models.gpt_config import GPTConfig
@@ -7,6 +13,23 @@ _GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that th
 
 
 def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
+    model = GPTConfig(
+        num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=4 * width, vocab_size=_GPT_VOCAB
+    )
+    return _run(preset, model, batch_size=batch_size, seq_len=seq_len, peak=peak)
+
+
+def _llama(factor: float, **sizes: Any) -> GPTConfig:
+    scaling: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": "llama3", "rope_factor": factor}
+    return GPTConfig(num_kv_heads=8, mlp="swiglu", norm_eps=1e-5, vocab_size=128_256, **scaling, **sizes)
+
+
+def _qwen3(**sizes: Any) -> GPTConfig:
+    others: dict[str, Any] = {"mlp": "swiglu", "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    return GPTConfig(num_kv_heads=8, vocab_size=151_936, **others, **sizes)
+
+
+def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
     return TrainConfig(
         preset=preset,
         steps=10_000,
@@ -17,9 +40,7 @@ def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, s
         # cuBLAS beats Triton at these sizes under the card's power limit, and it takes GELU as an epilogue (1% of a step of
         # gpt-1b3 on an H200, notes/develop/measurements.md); small products, as in launch-bound, are faster with Triton.
         xla_options=("xla_gpu_enable_triton_gemm=false",),
-        model=GPTConfig(
-            num_layers=layers, d_model=width, num_heads=heads, num_kv_heads=heads, d_ff=4 * width, vocab_size=_GPT_VOCAB
-        ),
+        model=model,
         optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=Usual(500)),
     )
 
@@ -50,5 +71,33 @@ PRESETS: dict[str, TrainConfig] = {
         _gpt("gpt-350m", layers=24, width=1024, heads=16, batch_size=16, seq_len=1024, peak=3e-4),
         _gpt("gpt-1b3", layers=24, width=2048, heads=16, batch_size=8, seq_len=2048, peak=2e-4),
         _gpt("gpt-7b", layers=32, width=4096, heads=32, batch_size=4, seq_len=2048, peak=1.2e-4),
+        _run(
+            "llama3-1b",
+            _llama(32.0, num_layers=16, d_model=2048, num_heads=32, d_ff=8192),
+            batch_size=4,
+            seq_len=4096,
+            peak=3e-4,
+        ),
+        _run(
+            "llama3-8b",
+            _llama(8.0, num_layers=32, d_model=4096, num_heads=32, d_ff=14_336, head="untied"),
+            batch_size=2,
+            seq_len=8192,
+            peak=3e-4,
+        ),
+        _run(
+            "qwen3-0.6b",
+            _qwen3(num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
+            batch_size=4,
+            seq_len=4096,
+            peak=3e-4,
+        ),
+        _run(
+            "qwen3-8b",
+            _qwen3(num_layers=36, d_model=4096, num_heads=32, d_ff=12_288, head="untied"),
+            batch_size=2,
+            seq_len=8192,
+            peak=3e-4,
+        ),
     )
 }

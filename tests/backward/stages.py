@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgraph_models.gpt import GPT, Block, GPTConfig, rotary
+from jgraph_models.gpt import GPT, Block, GPTConfig
+from jgraph_models.rotary import rotary
 
 B, T, D, F, V, LAYERS = 2, 16, 32, 64, 40, 3
 

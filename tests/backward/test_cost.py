@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph_models.gpt import Block, rotary
+from jgraph_models.gpt import Block
+from jgraph_models.rotary import rotary
 from tests.backward.stages import STAGES, config, gpt_block, gradient_like, hidden, mlp, mlp_params, normal, scanned
 
 # N tokens, D model, F hidden

@@ -10,7 +10,8 @@ from flax import nnx
 
 import jgraph
 from jgraph.xla import compile_and_report, compiler_options
-from jgraph_models.gpt import Block, GPTConfig, attention_kernel, rotary
+from jgraph_models.gpt import Block, GPTConfig, attention_kernel
+from jgraph_models.rotary import rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def block():
 
 def test_gradients_are_those_of_jax_vjp_with_cudnn_attention():
     stage, params, x, dy = block()
-    assert attention_kernel(CONFIG) == "cudnn"
+    assert attention_kernel(CONFIG, 512) == "cudnn"
     split = jgraph.split_backward(stage)
 
     @jax.jit

@@ -11,7 +11,8 @@ import jgraph
 from jgraph.precision.product import XLA_OPTIONS
 from jgraph.xla import alias_map, aot, compiler_options
 from jgraph.xla.explain import FP8Products
-from jgraph_models.gpt import Block, GPTConfig, rotary
+from jgraph_models.gpt import Block, GPTConfig
+from jgraph_models.rotary import rotary
 from tests.graphed import chain
 
 pytestmark = pytest.mark.target

@@ -9,7 +9,7 @@ from jgraph.errors import ConfigError, ShapeError
 from jgraph.kernels import rotary_attention
 from jgraph.kernels.attention import choose
 from jgraph.xla import aot
-from jgraph_models.gpt import halves, rotary
+from jgraph_models.rotary import halves, rotary
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic of jax 0.10 does not interpret these products")
 

@@ -29,11 +29,13 @@ def test_flops_are_two_for_every_multiplication_of_a_product(fn, args, flops):
     assert product_flops(fn, *args) == flops
 
 
-def test_the_products_of_a_gpt_are_those_that_it_counts_itself_but_for_the_half_of_attention_that_is_masked():
-    config = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, attention="xla")
+@pytest.mark.parametrize(("head_dim", "width"), [(0, 32), (24, 48)])
+def test_the_products_of_a_gpt_are_those_that_it_counts_itself_but_for_the_half_of_attention_that_is_masked(head_dim, width):
+    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 96}
+    config = GPTConfig(attention="xla", head_dim=head_dim, qk_norm="head", attention_bias="qkv", **sizes)
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     tokens_BS = jax.ShapeDtypeStruct((4, 17), jnp.int32)
     counted = 3 * product_flops(lambda params, tokens: nnx.merge(graphdef, params).loss(tokens), params, tokens_BS)
-    masked = 6 * 2 * 32 * 16 * 4 * 16
+    masked = 6 * 2 * width * 16 * 4 * 16
     assert counted == config.flops(4, 16) + masked
