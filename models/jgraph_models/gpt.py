@@ -17,7 +17,9 @@ from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.modules import Decoder
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
+from jgraph_models.decoding import decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.rotary import Rotary, Scaling, rotary, rotate
 
@@ -46,6 +48,10 @@ class GPT(nnx.Module):
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         """Returns the model in the pieces of a pipeline."""
         return pipeline_model(config, ranks)
+
+    def cached_decoder(self) -> Decoder:
+        """Returns the model in the pieces that draw text, with a cache of keys and values."""
+        return decoder(self.config, rotary_of, attention_kernel, gelu)
 
     def loss(self, tokens_BS: Array) -> Array:
         """Returns the mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 predicted per row."""
