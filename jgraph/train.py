@@ -57,10 +57,12 @@ def _run(args: list[str]) -> int:
 
 def parse(args: Sequence[str]) -> TrainConfig | None:
     """Returns the configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
-    # Which flags there are depends on these two. One without a value is left to tyro, as everything else that is wrong.
+    # Which flags there are, and their defaults, depends on these. One without a value is left to tyro, as is all that is wrong.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="cpu-tiny", const="cpu-tiny")
     first.add_argument("--model.module", nargs="?", dest="module")
+    first.add_argument("--init-from", nargs="?", default="")
+    first.add_argument("--run-dir", nargs="?", default="")
     chosen = first.parse_known_args(args)[0]
     base = preset(chosen.preset)
     module = chosen.module or base.module
@@ -72,6 +74,10 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
             model = settings()
         except TypeError:  # it has settings without a default, which must be given
             model = tyro.MISSING
+    if chosen.init_from and isinstance(model, settings or ()):
+        from jgraph.training.origin import with_settings_of
+
+        model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.run_dir)
     # With the model's own settings, whose fields become flags too.
     named = Annotated[str, tyro.conf.arg(name="model.module")]
     fields = [("module", named, dataclasses.field()), ("model", settings or tyro.conf.Suppress[None], dataclasses.field())]

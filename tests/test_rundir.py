@@ -39,7 +39,7 @@ FIXED = {
     *("model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size", "model.mlp", "model.head", "model.attention"),
     *("model.compute_dtype", "model.scan_layers", "model.rope_theta", "model.norm_eps", "model.loss_chunk"),
     *("model.head_dim", "model.attention_bias", "model.qk_norm", "model.rope_scaling", "model.rope_factor"),
-    *("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_length"),
+    *("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_length", "init_from"),
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
     *("optimizer.second_moment_dtype", "precision", "fp8.recipe", "fp8.format", "fp8.wgrad", "fp8.keep", "fp8.blocks"),

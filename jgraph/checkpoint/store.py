@@ -116,7 +116,7 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 state = self._restore(step, like)
-            except _DamagedError as e:
+            except DamagedError as e:
                 damaged[step] = str(e)
                 continue
             for bad, reason in sorted(damaged.items(), reverse=True):
@@ -154,7 +154,7 @@ class Checkpoints:
     def _restore(self, step: int, like: State) -> State:
         leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
         found = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
-        expected = _unseal(found)
+        expected = unseal(found)
         self._check_fits(step, found["leaves"], _describe(like))
         restore = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
             leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves)
@@ -162,7 +162,7 @@ class Checkpoints:
         restored = self._read(step, state=restore)["state"]
         for leaf, wanted, actual in zip(found["leaves"], expected, checksums(restored), strict=True):
             if wanted != actual:
-                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
+                raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -172,11 +172,11 @@ class Checkpoints:
             try:
                 restored = self._manager.restore(step, args=ocp.args.Composite(**items))
             except Exception as e:
-                reason = f"{next(iter(items))} cannot be read: {_first_line(e)}"
+                reason = f"{next(iter(items))} cannot be read: {first_line(e)}"
         # A process reads only what it has of the state, so damage may be seen by one alone.
         if any(all_gather_scalar(bool(reason))):
             # Not from `e`: its traceback would keep alive what `_quiet_garbage` collects.
-            raise _DamagedError(reason or f"{next(iter(items))} cannot be read by another process")
+            raise DamagedError(reason or f"{next(iter(items))} cannot be read by another process")
         return restored
 
     def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -224,10 +224,10 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{what}: no space left on the disk; free some, name another `run_dir`, or lower `checkpoint_keep`"
                 ) from e
-            raise CheckpointError(f"{what}: cannot be written: {_first_line(e)}; check `run_dir`") from e
+            raise CheckpointError(f"{what}: cannot be written: {first_line(e)}; check `run_dir`") from e
 
 
-class _DamagedError(Exception):
+class DamagedError(Exception):
     """A checkpoint is not believed; the message says why."""
 
 
@@ -296,14 +296,14 @@ def _describe(state: object) -> list[dict[str, Any]]:
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
 
 
-def _unseal(digest: Any) -> list[int]:
+def unseal(digest: Any) -> list[int]:
     """Returns the checksums of a digest that is as it was stored."""
     try:
         if digest["crc"] == _crc(digest["leaves"], digest["checksums"]):
             return digest["checksums"]
     except (KeyError, TypeError, RecursionError) as e:
-        raise _DamagedError("its digest is incomplete") from e
-    raise _DamagedError("its digest does not match itself")
+        raise DamagedError("its digest is incomplete") from e
+    raise DamagedError("its digest does not match itself")
 
 
 def _crc(leaves: object, sums: object) -> int:
@@ -319,5 +319,5 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,15 +1,15 @@
 """Corpora: a text by name, a text file or a directory of token files as two streams of tokens, one of them held out.
 
-Text is read as bytes, a token each. Documents are sorted by their SHA-256 (so that no order of files matters), the lowest
-tenth is held out, and a newline follows each. A directory of token files, train-*.bin and heldout-*.bin, was split when it was
-made; its files are mapped, never loaded.
+Text is read as bytes, a token each, or through a tokenizer. Documents are sorted by their SHA-256 (so that no order of files
+matters), the lowest tenth is held out, and a newline follows each, or the tokenizer's end of text. A directory of token files,
+train-*.bin and heldout-*.bin, was split when it was made; its files are mapped, never loaded.
 """
 
 import difflib
 import hashlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,8 +18,8 @@ import numpy as np
 
 from jgraph.data.documents import count_heldout, cut, digest
 from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
-from jgraph.data.tokenfile import Concatenated, TokenFile, Tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, load_decoder
+from jgraph.data.tokenfile import Concatenated, TokenFile, Tokens, token_dtype
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, load_decoder
 from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
@@ -34,11 +34,11 @@ class Corpus:
 
     Attributes:
         name: as `load` was given it.
-        train, heldout: 1-D ids, uint8 for text, uint16 or uint32 for token files, mapped and checked when read.
+        train, heldout: 1-D ids, uint8 for bytes, else uint16 or uint32; those of token files are mapped, and checked when read.
         train_documents, heldout_documents: their numbers.
-        vocab_size: every id is smaller; 256 for text.
+        vocab_size: every id is smaller; 256 for bytes.
         fingerprint: SHA-256 of the contents as 64 hexadecimal digits; does not depend on the order of documents.
-        zlib_nats_per_token: what zlib, level 9, needs for a byte of the text (of its first 32 MiB); None for token files.
+        zlib_nats_per_token: what zlib, level 9, needs for a byte of the text (of its first 32 MiB); None for other tokens.
         entropy_nats_per_token: what the best model would need; None where nobody knows.
         files: token files, to be verified.
         decoder: ids to text; call `decode`.
@@ -61,7 +61,7 @@ class Corpus:
         return self.decoder([int(token) for token in ids])
 
 
-def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
+def load(data: str, *, seq_len: int, vocab_size: int | None, tokenizer: Path | None = None) -> Corpus:
     """Opens a corpus.
 
     Args:
@@ -69,6 +69,7 @@ def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
             over a file of that name; write ./NAME for the file.
         seq_len: each side must have at least seq_len + 1 tokens.
         vocab_size: rows of the model's embedding; token ids must be smaller.
+        tokenizer: a tokenizer.json, through which text is read; None reads bytes. Token files were made by their own.
 
     Raises:
         DataError: there is no such thing, or it cannot be read, is empty, too short, damaged, or has ids that are too large.
@@ -76,11 +77,11 @@ def load(data: str, *, seq_len: int, vocab_size: int | None) -> Corpus:
     path = Path(data)
     try:
         if data in CORPORA:
-            corpus = _from_documents(data, CORPORA[data]())
+            corpus = _from_documents(data, CORPORA[data](), tokenizer)
         elif path.is_dir():
             corpus = _from_directory(data)
         elif path.is_file():
-            corpus = _from_documents(data, _read_text(path))
+            corpus = _from_documents(data, _read_text(path), tokenizer)
         else:
             close = difflib.get_close_matches(data, CORPORA, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -111,27 +112,37 @@ def _read_text(path: Path) -> list[bytes]:
     return cut(text)
 
 
-def _from_documents(name: str, documents: list[bytes]) -> Corpus:
+def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
     by_hash = sorted((digest(document), document) for document in documents if document.strip())
     digests = [key for key, _ in by_hash]
     try:
         num_heldout = count_heldout(digests)
+        encoder = Encoder(tokenizer) if tokenizer else None
+        sides = [_ids([document for _, document in own], encoder) for own in (by_hash[num_heldout:], by_hash[:num_heldout])]
     except DataError as e:
         raise DataError(f"`data` is {name}: {e}") from e
     return Corpus(
         name,
-        train=_join(document for _, document in by_hash[num_heldout:]),
-        heldout=_join(document for _, document in by_hash[:num_heldout]),
+        *sides,
         train_documents=len(by_hash) - num_heldout,
         heldout_documents=num_heldout,
-        vocab_size=256,
+        vocab_size=encoder.vocab_size if encoder else 256,
         # A hash of hashes: it changes with the bytes of a document and with where one ends and the next begins.
-        fingerprint=hashlib.sha256(b"".join(digests)).hexdigest(),
-        zlib_nats_per_token=_zlib_nats(documents),
-        entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" else None,
+        fingerprint=hashlib.sha256(b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")).hexdigest(),
+        zlib_nats_per_token=None if encoder else _zlib_nats(documents),
+        entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" and not encoder else None,
         # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
-        decoder=lambda ids: bytes(min(token, 0xFF) for token in ids).decode(errors="replace"),
+        decoder=load_decoder(tokenizer)
+        if tokenizer
+        else lambda ids: bytes(min(token, 0xFF) for token in ids).decode(errors="replace"),
     )
+
+
+def _ids(documents: list[bytes], encoder: Encoder | None) -> np.ndarray:
+    """Returns the tokens of documents, one after another."""
+    if encoder is None:
+        return np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
+    return np.concatenate(list(encoder.encode(documents))).astype(token_dtype(encoder.vocab_size))
 
 
 def side_files(directory: Path) -> dict[Side, list[Path]]:
@@ -188,10 +199,6 @@ def _from_directory(name: str) -> Corpus:
         files=tuple(file.path for files in opened.values() for file in files),
         decoder=load_decoder(Path(name, TOKENIZER_FILE)),
     )
-
-
-def _join(documents: Iterable[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
 
 
 def _zlib_nats(documents: list[bytes]) -> float:

@@ -140,6 +140,9 @@ class TrainConfig:
     """In a pipeline: `layer` keeps only the input of a layer, and computes the rest again in the backward."""
     data: str = "python-docs"
     """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
+    init_from: str = ""
+    """A Hugging Face folder whose weights the run begins with. Its config.json says the model's sizes, and its tokenizer.json
+    reads `data` that is text. A run that goes on does not read it again."""
     run_dir: str = ""
     """Where everything is written; runs/PRESET when empty. On a disk that all processes share."""
     seed: int = 0

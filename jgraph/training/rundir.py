@@ -28,7 +28,8 @@ FREE_FIELDS = frozenset(_FREE.split())
 class RunDir:
     """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
 
-    Beside them lies what was measured: `graph.json`, `engine.json`.
+    Beside them lies what was measured: `graph.json`, `engine.json`; and under `origin/` what came with the weights or the data
+    that the run began with, such as a tokenizer.
     """
 
     def __init__(self, path: Path):
@@ -36,6 +37,7 @@ class RunDir:
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
         self.measured, self.engine = path / "graph.json", path / "engine.json"
+        self.origin = path / "origin"
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""
@@ -138,9 +140,10 @@ class RunDir:
 
     def _is_free(self) -> bool:
         """Returns whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
-        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self._read_fields().keys()
+        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
 
-    def _read_fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        """Returns config.json: the fields of the config, "corpus" and "versions". Raises ConfigError where it is damaged."""
         try:
             fields = json.loads(self.config.read_text())
             if not isinstance(fields, dict):
@@ -156,7 +159,7 @@ class RunDir:
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns the differences from the run that is there, one text each."""
-        fields = self._read_fields()
+        fields = self.fields()
         # What an earlier version did not have was as it is by default.
         if isinstance(model := fields.get("model"), dict):
             fields = _defaults(config) | fields | {"model": _defaults(config.model) | model}

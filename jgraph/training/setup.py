@@ -20,6 +20,8 @@ from jax.sharding import Mesh
 from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
+from jgraph.interop.folder import Folder
+from jgraph.interop.load import load
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
 from jgraph.parallel import (
@@ -46,6 +48,7 @@ from jgraph.trace.flops import product_flops
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import find_model, model_errors
 from jgraph.training.optimizer import adamw
+from jgraph.training.origin import names_of
 from jgraph.tree import leaf_names
 from jgraph.xla import compiler_options
 from jgraph.xla.explain import FP8Products
@@ -78,7 +81,7 @@ class TrainSetup:
                 is for another one.
             OrderError: there is no such schedule.
         """
-        model, mesh = _model(config), _mesh(config)
+        model, mesh = functional_model(config), _mesh(config)
 
         def mean_loss(params: Tree, tokens_BS: Array, key: Array, carried: Tree = None) -> Array | Loss:
             found, after = model.loss(params, tokens_BS, key, carried)
@@ -190,6 +193,21 @@ class TrainSetup:
         """Returns the state before the first step."""
         return self.compile_init()()
 
+    def check_folder(self, folder: Folder) -> None:
+        """Raises ConfigError where a Hugging Face folder does not have the parameters, and reads none."""
+        names, shapes = names_of(self.config.module, field="init_from"), self.model.shapes
+        by_name = dict(zip(leaf_names(shapes), (leaf.shape for leaf in jax.tree.leaves(shapes)), strict=True))
+        folder.check(names.parts(self.config.model), by_name, names.ignored(self.config.model))
+
+    def load(self, folder: Folder) -> TrainState:
+        """Returns the state before the first step, with the weights of a folder that was checked.
+
+        Each is read where checkpoints are read, sharded as evenly as can be, and goes from there where the strategy has it.
+        """
+        assert not jax.tree.leaves(self.model.carried), "a folder has parameters only"
+        parts = names_of(self.config.module, field="init_from").parts(self.config.model)
+        return self.step.init(load(folder, parts, self.step.canonical.shapes().params))
+
     def group_names(self) -> list[str]:
         """Returns the names of the arrays of parameters, in the order of `StepMetrics.grad_square_sums`."""
         return leaf_names(self.step.state.params)
@@ -290,7 +308,7 @@ class TrainSetup:
         return bound.pipeline.bytes_per_rank(bound.shapes, _tokens_by_microbatch(self.config))
 
 
-def _model(config: TrainConfig) -> FunctionalModel:
+def functional_model(config: TrainConfig) -> FunctionalModel:
     """Returns the model that the configuration names, as pure functions."""
     found = find_model(config.module)
     call: Callable[..., Any] = found
@@ -383,7 +401,7 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
 
 def candidates(config: TrainConfig) -> tuple[Candidate, ...]:
     """Returns what `schedule` auto has to choose from, simulated with measured times. Raises as `TrainSetup.of`."""
-    mesh, found, model = _mesh(config), _model(config), _pipeline_model(config)
+    mesh, found, model = _mesh(config), functional_model(config), _pipeline_model(config)
     assert mesh is not None, "a pipeline has a mesh"
     return _choice(config, _with_any_schedule(config, mesh, found, model), found, model).candidates
 

@@ -22,9 +22,10 @@ from jgraph.data import Batches, Corpus, heldout_batches, load, verify_in_backgr
 from jgraph.dispatch import check_devices, in_turn
 from jgraph.errors import ConfigError
 from jgraph.inference.generate import generate
+from jgraph.interop.folder import Folder
 from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
-from jgraph.training import profiling
+from jgraph.training import origin, profiling
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
 from jgraph.training.engine import settle_engine
@@ -67,7 +68,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         with all_or_raise():
             where = config.compile_cache
             kept_in = "" if where == "off" else cache.enable(Path(where) if where else None)
-            corpus = load(config.data, seq_len=config.seq_len, vocab_size=getattr(config.model, "vocab_size", None))
+            folder = origin.opened(config, run_dir)
+            sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
+            corpus = load(config.data, **sizes, tokenizer=origin.tokenizer_of(config, run_dir))
             run_dir.check(config, corpus.fingerprint)
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
@@ -75,6 +78,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 run_dir.check(config, corpus.fingerprint)
             config, engine = settle_engine(config, corpus, run_dir, reporter)
             setup = TrainSetup.of(config)
+            if folder is not None:
+                setup.check_folder(folder)
             # Traced now, called long after the start.
             setup.check_loss()
             no_sample = setup.sampling_problem() if config.sample_tokens else ""
@@ -97,7 +102,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
         watchdog = held.enter_context(Watchdog(config.hang_seconds, hung))
         samples = bool(config.sample_tokens) and not no_sample
-        return _train(setup, corpus, run_dir, reporter, stop, started, watchdog, engine, samples=samples)
+        return _train(setup, corpus, folder, run_dir, reporter, stop, started, watchdog, engine, samples=samples)
 
 
 def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:
@@ -128,6 +133,7 @@ def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
 def _train(
     setup: TrainSetup,
     corpus: Corpus,
+    folder: Folder | None,
     run_dir: RunDir,
     reporter: Reporter,
     stop: StopRequest,
@@ -150,7 +156,7 @@ def _train(
         with all_or_raise():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Both programs at once, and before the directory changes: what does not compile must not replace a run that did.
-        init = setup.compile_init()
+        init = partial(setup.load, folder) if folder else setup.compile_init()
     measured: dict[str, Any] = {}
     if config.graph == "measure":
         graph, step, measured = settle(config, setup, init, batches, run_dir, reporter, watchdog)
@@ -165,6 +171,8 @@ def _train(
             about |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
             machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
             run_dir.write(config, about, versions() | machine)
+            if begins:
+                origin.keep(config, run_dir)
             for file, found in ((run_dir.measured, measured), (run_dir.engine, engine)):
                 if found:
                     replace_json(file, found)
@@ -180,6 +188,8 @@ def _train(
         else:
             if done:
                 reporter.line(f"resumed from step {done}")
+            elif folder:
+                reporter.line(f"began with the weights of {folder.path}")
             step = step or _compile(setup, reporter)
             recorder = None
             if config.profile and done > config.profile_steps[0]:

@@ -21,6 +21,7 @@ from jgraph.modules import Decoder
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
+from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, rotary, rotate
 
 _INIT_SCALE = 0.02
@@ -30,6 +31,8 @@ _GELU_CUBIC = 0.044715
 
 class GPT(nnx.Module):
     """`loss(tokens_BS)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
+
+    hugging_face = HUGGING_FACE
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config

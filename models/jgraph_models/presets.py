@@ -26,7 +26,7 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 def _qwen3(**sizes: Any) -> GPTConfig:
     others: dict[str, Any] = {"mlp": "swiglu", "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
-    return GPTConfig(num_kv_heads=8, head_dim=128, vocab_size=151_936, **others, **sizes)
+    return GPTConfig(num_kv_heads=8, vocab_size=151_936, **others, **sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
@@ -87,7 +87,7 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         _run(
             "qwen3-0.6b",
-            _qwen3(num_layers=28, d_model=1024, num_heads=16, d_ff=3072),
+            _qwen3(num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
             batch_size=4,
             seq_len=4096,
             peak=3e-4,

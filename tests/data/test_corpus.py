@@ -115,6 +115,16 @@ def test_token_directory_decodes_through_its_tokenizer(token_directory, stories)
     assert len(documents) == corpus.train_documents
 
 
+def test_text_read_through_a_tokenizer_is_what_its_token_files_hold(token_directory, text_file, tokenizer_file):
+    files = open_corpus(token_directory, vocab_size=None)
+    text = load(str(text_file), seq_len=16, vocab_size=None, tokenizer=tokenizer_file)
+    np.testing.assert_array_equal(text.train, files.train[:])
+    np.testing.assert_array_equal(text.heldout, files.heldout[:])
+    assert text.decode(text.heldout[:9]) == files.decode(files.heldout[:9])
+    assert (text.vocab_size, text.zlib_nats_per_token) == (files.vocab_size, None)
+    assert text.fingerprint != open_corpus(text_file).fingerprint, "other tokens are another text"
+
+
 @pytest.mark.parametrize("absent", ["file", "library"])
 def test_token_directory_without_tokenizer_decodes_to_numbers(token_directory, monkeypatch, absent):
     if absent == "file":

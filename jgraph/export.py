@@ -1,0 +1,68 @@
+"""Write the model of a run as a Hugging Face folder, which transformers loads.
+
+    python -m jgraph.export runs/first --to folder/
+    python -m jgraph.export runs/first --to folder/ --step 500 --dtype float32
+
+The folder gets config.json, model.safetensors (several from 5 GB on) and, if the run has one, tokenizer.json. The run may be
+over any devices, and may be going on.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jgraph.cli import Count, fields_of, parse, run
+
+_PROG = "jgraph.export"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Command line."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run directory of `python -m jgraph.train`."""
+    to: Path
+    """The folder to write: new, or empty."""
+    step: Count = None
+    """Steps of the checkpoint; by default the newest."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the tensors."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
+    return run(_PROG, _run, argv, fields_of(Options))
+
+
+def _run(args: list[str]) -> None:
+    options = parse(Options, _PROG, __doc__, args)
+    if options is not None:
+        export(options)
+
+
+def export(options: Options) -> None:
+    """Writes the folder. Raises JgraphError, OSError; then nothing is left."""
+    # Only now: jax takes its time.
+    from absl import logging
+
+    from jgraph.interop.write import check_empty, write
+    from jgraph.training import origin
+    from jgraph.training.saved import SavedRun
+
+    logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
+    check_empty(options.to, field="to")
+    saved = SavedRun(options.run, options.step)
+    names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
+    config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
+    beside = origin.kept(saved.dir)
+    files = write(options.to, config, names.parts(model), saved.read, dtype=options.dtype, beside=beside)
+    print(f"step {saved.step} of {options.run} is in {options.to}: {', '.join(file.name for file in files)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""A Hugging Face folder, opened: its config.json, the names and shapes of its tensors, and slices of them. No jax here."""
+
+import dataclasses
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors gives
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jgraph.errors import ConfigError
+from jgraph.interop.names import Box, HuggingFace, Part, fill
+
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16")
+
+
+class Folder:
+    """Reads slices of tensors in safetensors files, one or several; a pickle is never opened.
+
+    Args:
+        path: of the folder.
+        field: the argument that named it, for errors.
+
+    Raises:
+        ConfigError: from every method, where something is missing, cut off or not what it should be.
+    """
+
+    def __init__(self, path: Path, *, field: str):
+        self.path, self._field = Path(path), field
+        if not self.path.is_dir():
+            raise self.error("a file; name its folder" if self.path.exists() else "no such folder")
+
+    def error(self, wrong: str) -> ConfigError:
+        """Returns the error of something wrong in the folder."""
+        return ConfigError(f"`{self._field}` is {self.path}: {wrong}", field=self._field)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What config.json says."""
+        return self._json(CONFIG_FILE)
+
+    def settings(self, names: HuggingFace, base: Any) -> Any:
+        """Returns the settings of the model in the folder: those of `base`, with what config.json determines."""
+        try:
+            return dataclasses.replace(base, **names.settings(self.config))
+        except (ConfigError, ArithmeticError, AttributeError, TypeError, ValueError) as e:
+            if isinstance(e, ConfigError) and e.field == self._field:
+                raise
+            raise self.error(f"{CONFIG_FILE}: {e}") from e
+
+    def check(self, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]], ignored: Sequence[str]) -> None:
+        """Raises ConfigError unless the folder has the tensors that parameters are made of, and no others.
+
+        Args:
+            parts: of each parameter, by its name.
+            shapes: of the parameters.
+            ignored: patterns of tensors that may be there besides.
+        """
+        assert parts.keys() == shapes.keys(), "a model's names for a folder leave a parameter out, or have one more"
+        assert all(fill(parts[name], shape) for name, shape in shapes.items()), "tensors do not fill their parameter"
+        wanted = {part.tensor: part for own in parts.values() for part in own}
+        if missing := [name for name in wanted if name not in self._files]:
+            raise self.error(f"has no tensor {_some(missing)}")
+        for name, part in wanted.items():
+            with self._reading(name):
+                found = self._open(name).get_slice(name)
+            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            if shape != part.shape:
+                raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {CONFIG_FILE}")
+            if dtype not in _DTYPES:
+                raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
+        more = [name for name in self._files if name not in wanted and not any(fnmatch.fnmatch(name, p) for p in ignored)]
+        if more:
+            raise self.error(f"has a tensor that the model has no place for: {_some(more)}")
+
+    def read(self, name: str, index: Box) -> np.ndarray:
+        """Returns a slice of a tensor, and reads no more than that."""
+        with self._reading(name):
+            found = self._open(name).get_slice(name)
+            return found[index]
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        if (self.path / INDEX_FILE).exists():
+            listed = self._json(INDEX_FILE).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
+                raise self.error(f"{INDEX_FILE} has no `weight_map`")
+            # A file's name alone: nothing outside the folder is opened.
+            files = {name: self.path / Path(str(file)).name for name, file in listed.items()}
+        elif (self.path / WEIGHTS_FILE).exists():
+            files = dict.fromkeys(self._names(self.path / WEIGHTS_FILE), self.path / WEIGHTS_FILE)
+        else:
+            pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.path.glob(pattern))
+            why = f"; {pickles[0]} is a pickle, which can run code: save it with safetensors" if pickles else ""
+            raise self.error(f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}{why}")
+        for file in dict.fromkeys(files.values()):
+            there = set(self._names(file))
+            if missing := [name for name, own in files.items() if own == file and name not in there]:
+                raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} says it has")
+            if more := [name for name in there if files.get(name) != file]:
+                raise self.error(f"{file.name} has a tensor that {INDEX_FILE} does not say it has: {_some(more)}")
+        return files
+
+    def _names(self, file: Path) -> list[str]:
+        with self._reading(file.name):
+            return list(self._handle(file).keys())
+
+    def _open(self, name: str) -> Any:
+        return self._handle(self._files[name])
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, "numpy")
+        return self._handles[file]
+
+    @cached_property
+    def _handles(self) -> dict[Path, Any]:
+        return {}
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as e:
+            raise self.error(f"{name} cannot be read: {e}; is it cut off, or no safetensors file?") from e
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise self.error(f"has no {name}") from None
+        except (OSError, ValueError, RecursionError) as e:
+            raise self.error(f"{name} cannot be read: {e}") from e
+        if not isinstance(found, dict):
+            raise self.error(f"{name} is not an object")
+        return found
+
+
+def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:
+    """Returns a slice of a parameter of this shape, made of slices of tensors."""
+    bounds = [own.indices(size)[:2] for own, size in zip(index, shape, strict=True)]
+    found = np.empty([stop - start for start, stop in bounds], dtype)
+    for part in parts:
+        common = [(max(start, box.start), min(stop, box.stop)) for (start, stop), box in zip(bounds, part.box, strict=True)]
+        if any(start >= stop for start, stop in common):
+            continue
+        lead = len(shape) - len(part.shape)
+        theirs = [slice(a - s, b - s) for (a, b), s in zip(common, part.start, strict=True)][lead:]
+        transposed = part.order == "transposed"
+        value = folder.read(part.tensor, tuple(theirs[::-1] if transposed else theirs))
+        own = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))
+        found[own] = (value.T if transposed else value).reshape(found[own].shape)
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}, nor {len(names) - 1} others"

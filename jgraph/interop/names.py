@@ -1,0 +1,84 @@
+"""How a model's parameters and settings are called in a Hugging Face folder. No jax here.
+
+A model that can come from such a folder, and go into one, has a `HuggingFace` as its class's attribute `hugging_face`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a folder, and its place in one of our parameters. Reading and writing both go by it.
+
+    Attributes:
+        tensor: its name.
+        shape: its shape, as the folder has it.
+        start: of its place in our parameter, by axis. Axes that the tensor lacks come first and count layers.
+        order: whether its axes are in the `same` order as ours, or it is `transposed`.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    order: str = "same"
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Its shape with its axes in our order."""
+        return self.shape[::-1] if self.order == "transposed" else self.shape
+
+    @property
+    def box(self) -> Box:
+        """Its place in our parameter, as slices."""
+        sizes = (1,) * (len(self.start) - len(self.shape)) + self.own_shape
+        return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """The names of one family of models, read in both directions.
+
+    Attributes:
+        settings: `settings(config)` returns the fields of the model's settings that a config.json determines. Raises
+            ConfigError for what the model cannot be.
+        config: `config(settings, base)` returns the config.json of a model with these settings, which says the rest as `base`.
+            Raises ConfigError where there is none.
+        parts: `parts(settings)` returns the tensors that each parameter is made of, by our name. They fill it.
+        ignored: patterns of tensors that a folder may have besides, as transformers ignores them, by the settings.
+    """
+
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+    parts: Callable[[Any], dict[str, tuple[Part, ...]]]
+    ignored: Callable[[Any], Sequence[str]]
+
+
+def side_by_side(
+    tensors: Mapping[str, tuple[int, ...]], *, order: str = "same", lead: tuple[int, ...] = ()
+) -> tuple[Part, ...]:
+    """Returns the parts of a parameter whose last axis holds tensors one after another.
+
+    Args:
+        tensors: shapes by name, as the folder has them.
+        order: as `Part` has it.
+        lead: the place on axes that count layers.
+    """
+    parts, place = [], 0
+    for name, shape in tensors.items():
+        part = Part(name, shape, (*lead, *(0,) * (len(shape) - 1), place), order)
+        parts.append(part)
+        place += part.own_shape[-1]
+    return tuple(parts)
+
+
+def fill(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Tells whether parts lie inside a parameter of this shape and have as many elements."""
+    inside = all(len(part.start) == len(shape) for part in parts) and all(
+        box.stop <= size for part in parts for box, size in zip(part.box, shape, strict=True)
+    )
+    return inside and sum(math.prod(part.shape) for part in parts) == math.prod(shape)

@@ -1,0 +1,100 @@
+"""A model's parameters into a Hugging Face folder, parameter by parameter; all of it or nothing. No jax here."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jgraph.errors import ConfigError
+from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from jgraph.interop.names import Part
+
+FILE_BYTES = 5_000_000_000
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def check_empty(to: Path, *, field: str) -> None:
+    """Raises ConfigError where a folder cannot be written because something is there."""
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise ConfigError(f"`{field}` is {to}: it exists and is not an empty directory; name another", field=field)
+
+
+def write(
+    to: Path,
+    config: Mapping[str, Any],
+    parts: Mapping[str, Sequence[Part]],
+    parameter: Callable[[str], np.ndarray],
+    *,
+    dtype: str,
+    beside: Sequence[Path] = (),
+    file_bytes: int = FILE_BYTES,
+) -> list[Path]:
+    """Writes a folder, under another name until all is there.
+
+    Args:
+        to: must not exist, or be empty.
+        config: of its config.json.
+        parts: the tensors that each parameter is made of.
+        parameter: returns a parameter by its name; called once for each.
+        dtype: of the tensors, float32 or bfloat16.
+        beside: files that it gets too.
+        file_bytes: of tensors in a file, at most, where one tensor is not more.
+
+    Returns:
+        The files.
+    """
+    to = to.absolute()
+    partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        for file in beside:
+            shutil.copyfile(file, partial / file.name)
+        _write_json(partial / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
+        files = _divided(parts, _DTYPES[dtype].itemsize, file_bytes)
+        tensors, index, total = _tensors(parts, parameter, _DTYPES[dtype]), {}, 0
+        for number, names in enumerate(files, start=1):
+            file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            held = dict(next(tensors) for _ in names)
+            save_file(held, partial / file, metadata={"format": "pt"})  # transformers asks for this
+            index |= dict.fromkeys(held, file)
+            total += sum(array.nbytes for array in held.values())
+        if len(files) > 1:
+            _write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+        partial.rename(to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sorted(to.iterdir())
+
+
+def _divided(parts: Mapping[str, Sequence[Part]], itemsize: int, most: int) -> list[list[str]]:
+    """Returns the names of the tensors of each file."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for part in (part for own in parts.values() for part in own):
+        own = itemsize * int(np.prod(part.shape))
+        if files[-1] and size + own > most:
+            files.append([])
+            size = 0
+        files[-1].append(part.tensor)
+        size += own
+    return files
+
+
+def _tensors(
+    parts: Mapping[str, Sequence[Part]], parameter: Callable[[str], np.ndarray], dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, own in parts.items():
+        whole = parameter(name)
+        for part in own:
+            array = whole[part.box].reshape(part.own_shape)
+            yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=dtype)
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n")

@@ -1,0 +1,125 @@
+"""Folders of transformers through a run and out again, and loaded by transformers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.numpy import load_file  # noqa: E402
+
+from jgraph import export  # noqa: E402
+from jgraph.interop.write import write  # noqa: E402
+from jgraph.training.saved import SavedRun  # noqa: E402
+from jgraph.tree import leaf_names  # noqa: E402
+from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.parity import folders  # noqa: E402
+from tests.parity.test_hugging_face import TOKENS, opened  # noqa: E402
+from tests.test_distributed import finish, free_port  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def assert_same_tensors(ours, theirs):
+    """Bit for bit."""
+    ours, theirs = load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
+        assert ours[name].tobytes() == tensor.tobytes(), name
+
+
+def assert_same_config(ours, theirs):
+    """What transformers reads in both."""
+    ours, theirs = (folders.transformers.AutoConfig.from_pretrained(path).to_dict() for path in (ours, theirs))
+    beside = {"transformers_version", "torch_dtype", "_name_or_path", "head_dim"}
+    differing = {n: (ours.get(n), theirs.get(n)) for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)}
+    assert {name: value for name, value in differing.items() if name not in beside} == {}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", folders.CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_folder_goes_in_and_comes_out_bit_for_bit(kind, dtype, tmp_path):
+    theirs = folders.save(kind, tmp_path / "theirs", DTYPES[dtype])
+    config, parts, params = opened(theirs)
+    arrays = dict(zip(leaf_names(params), map(np.asarray, jax.tree.leaves(params)), strict=True))
+    base = json.loads((theirs / "config.json").read_text())
+    write(tmp_path / "ours", HUGGING_FACE.config(config, base), parts, arrays.__getitem__, dtype=dtype)
+    assert_same_tensors(tmp_path / "ours", theirs)
+    assert_same_config(tmp_path / "ours", theirs)
+
+
+FLAGS = (
+    *("--batch-size", "8", "--seq-len", "32", "--log-every", "1", "--eval-batches", "1", "--sample-tokens", "0"),
+    *("--model.loss-chunk", "0", "--checkpoint-every", "3", "--num-microbatches", "2"),
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Bytes below 61, as many as the models have tokens."""
+    path = tmp_path / "text"
+    path.write_bytes(np.random.default_rng(0).integers(32, 60, 20_000).astype(np.uint8).tobytes())
+    return path
+
+
+def started(*flags):
+    """A run of two processes with a device each."""
+    address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", "2")
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "jgraph.train", *FLAGS, *flags, *address, "--distributed.process-id", str(process)],
+            cwd=tiny.ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_two_processes_bring_a_folder_in_and_out_bit_for_bit(text, tmp_path):
+    theirs = folders.save("qwen2", tmp_path / "theirs", torch.bfloat16)
+    flags = ("--init-from", str(theirs), "--data", str(text), "--run-dir", str(tmp_path / "run"))
+    (code, _, err), quiet = finish(started(*flags, "--fsdp", "2", "--steps", "1", "--freeze", "*"))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "ours")]) == 0
+    assert_same_tensors(tmp_path / "ours", theirs)
+    assert_same_config(tmp_path / "ours", theirs)
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_folder_is_trained_over_four_devices_then_on_one_and_its_export_has_the_same_logits(text, tmp_path):
+    from jgraph.train import main
+
+    theirs = folders.save("llama", tmp_path / "theirs")
+    run = tmp_path / "run"
+    flags = (*FLAGS, "--init-from", str(theirs), "--data", str(text), "--run-dir", str(run), "--steps", "6")
+    assert main([*flags, "--fsdp", "2", "--pp", "2"]) == 0
+    (run / "checkpoints" / "6").rename(tmp_path / "aside")
+    assert main([*flags]) == 0
+    losses = [loss for _, loss, _ in tiny.losses(run)]
+    assert losses[-1] < losses[0]
+    assert export.main([str(run), "--to", str(tmp_path / "ours"), "--dtype", "float32"]) == 0
+    saved = SavedRun(run)
+    leaves = [saved.read(name) for name in leaf_names(saved.model.shapes)]
+    params = jax.tree.unflatten(jax.tree.structure(saved.model.shapes), leaves)
+    logits = saved.model.evaluate("logits", params, {}, TOKENS)
+    with torch.no_grad():
+        of_theirs, before = (
+            folders.load(path)(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy() for path in (tmp_path / "ours", theirs)
+        )
+    np.testing.assert_allclose(of_theirs, logits, rtol=1e-5, atol=1e-5)
+    assert np.abs(before - of_theirs).max() > 1e-2, "and the run has changed them"

@@ -1,0 +1,69 @@
+"""Our GPT with the weights of a folder against transformers with the same: logits and every gradient, on the CPU in float32."""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flax import nnx  # noqa: E402
+
+from jgraph.interop import Folder  # noqa: E402
+from jgraph.interop.load import load  # noqa: E402
+from jgraph.tree import leaf_names  # noqa: E402
+from jgraph_models import gpt  # noqa: E402
+from jgraph_models.gpt_config import GPTConfig  # noqa: E402
+from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
+from tests.parity import folders  # noqa: E402
+
+pytestmark = pytest.mark.parity
+
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 25)).astype(np.int32)
+
+
+def ours(config, params):
+    """Logits, and gradients by name."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
+
+    @jax.jit
+    def run(params):
+        logits = nnx.merge(graphdef, params).logits(TOKENS[:, :-1])
+        return logits, jax.grad(lambda p: nnx.merge(graphdef, p).loss(TOKENS))(params)
+
+    logits, grads = run(params)
+    return np.asarray(logits), dict(zip(leaf_names(grads), map(np.asarray, jax.tree.leaves(grads)), strict=True))
+
+
+def theirs(model):
+    """Logits, and gradients by name."""
+    tokens = torch.tensor(TOKENS, dtype=torch.int64)
+    logits = model(tokens[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def opened(path, **changes):
+    """A folder as our settings and parameters."""
+    folder = Folder(path, field="init_from")
+    config = folder.settings(HUGGING_FACE, GPTConfig(compute_dtype="float32", **changes))
+    parts = HUGGING_FACE.parts(config)
+    _, state = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
+    shapes = nnx.to_pure_dict(state)
+    named = dict(zip(leaf_names(shapes), [leaf.shape for leaf in jax.tree.leaves(shapes)], strict=True))
+    folder.check(parts, named, HUGGING_FACE.ignored(config))
+    return config, parts, load(folder, parts, shapes)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("llama", "unrolled"), ("qwen2", "unrolled"), ("qwen3", "scanned")])
+def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_path):
+    config, parts, params = opened(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
+    (logits, grads), (their_logits, their_grads) = ours(config, params), theirs(folders.load(tmp_path))
+    np.testing.assert_allclose(logits, their_logits, rtol=1e-5, atol=1e-5)
+    for name, own_parts in parts.items():
+        for part in own_parts:
+            theirs_of_part = their_grads.pop(part.tensor)
+            of_part = grads[name][part.box].reshape(part.own_shape)
+            of_part = of_part.T if part.order == "transposed" else of_part
+            atol = 1e-5 * np.abs(theirs_of_part).max()
+            np.testing.assert_allclose(of_part, theirs_of_part, rtol=1e-5, atol=atol, err_msg=part.tensor)
+    assert not their_grads, "and there are no others"

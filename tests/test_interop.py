@@ -1,0 +1,330 @@
+"""Hugging Face folders: what is read where, what comes out again, and what is refused before anything is loaded."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+import jgraph
+from jgraph import export
+from jgraph.errors import ConfigError
+from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read
+from jgraph.interop.load import load
+from jgraph.interop.write import write
+from jgraph.tree import leaf_names
+from jgraph_models.gpt import GPT, GPTConfig
+from jgraph_models.hugging_face import HUGGING_FACE
+from tests import tiny
+
+LLAMA = GPTConfig(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=256, mlp="swiglu", head="untied",
+    compute_dtype="float32",
+)  # fmt: skip
+SCALING = {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original_length": 64}
+QWEN2 = dataclasses.replace(LLAMA, attention_bias="qkv", head="tied")
+QWEN3 = dataclasses.replace(LLAMA, qk_norm="head", head_dim=24, scan_layers=True)
+
+
+def shapes(config):
+    """Of our parameters, by name."""
+    tree = nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[1])
+    return dict(zip(leaf_names(tree), (leaf.shape for leaf in jax.tree.leaves(tree)), strict=True))
+
+
+def drawn(config):
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes(config).items()}
+
+
+def make(path, config=LLAMA, **choices):
+    """A folder of random weights, and these."""
+    arrays = drawn(config)
+    choices = {"dtype": "float32"} | choices
+    write(path, HUGGING_FACE.config(config, {}), HUGGING_FACE.parts(config), arrays.__getitem__, **choices)
+    return Folder(path, field="init_from"), arrays
+
+
+def check(folder, config=LLAMA):
+    folder.settings(HUGGING_FACE, LLAMA)
+    folder.check(HUGGING_FACE.parts(config), shapes(config), HUGGING_FACE.ignored(config))
+
+
+# --- What comes out is what went in ---
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3, scanned"])
+def test_parameters_come_back_bit_for_bit_from_whole_and_from_slices(config, tmp_path):
+    folder, arrays = make(tmp_path / "f", config)
+    check(folder, config)
+    rng = np.random.default_rng(1)
+    for name, own in HUGGING_FACE.parts(config).items():
+        array = arrays[name]
+        bounds = [sorted(rng.choice(size + 1, 2, replace=False)) for size in array.shape]
+        for index in [(slice(None),) * array.ndim, tuple(slice(int(a), int(b)) for a, b in bounds)]:
+            np.testing.assert_array_equal(read(folder, own, array.shape, np.float32, index), array[index])
+
+
+def test_a_folder_of_several_files_is_that_of_one(tmp_path):
+    one, _ = make(tmp_path / "one")
+    several, _ = make(tmp_path / "several", file_bytes=20_000)
+    check(several)
+    files = sorted(path.name for path in several.path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    tensors = {name: tensor for file in files for name, tensor in load_file(several.path / file).items()}
+    whole = load_file(one.path / WEIGHTS_FILE)
+    assert json.loads((several.path / INDEX_FILE).read_text())["metadata"]["total_size"] == sum(
+        t.nbytes for t in whole.values()
+    )
+    assert tensors.keys() == whole.keys()
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(tensors[name], tensor)
+
+
+def test_a_device_reads_its_own_slices_and_no_more(tmp_path, monkeypatch):
+    folder, arrays = make(tmp_path / "f")
+    where = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
+    like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where) for name, a in arrays.items()}
+    sizes = []
+    given = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda *args: sizes.append((found := given(*args)).size) or found)
+    loaded = load(folder, HUGGING_FACE.parts(LLAMA), like)
+    assert sum(sizes) == sum(a.size for a in arrays.values())
+    assert max(sizes) == max(a.size for a in arrays.values()) // 4
+    jax.tree.map(np.testing.assert_array_equal, loaded, arrays)
+
+
+PUBLISHED = {name: jgraph.preset(name).model for name in ("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b")}
+
+
+@pytest.mark.parametrize(
+    "config", [*PUBLISHED.values(), QWEN2, dataclasses.replace(LLAMA, **SCALING)], ids=[*PUBLISHED, "qwen2", "llama scaled"]
+)
+def test_settings_survive_config_json(config):
+    found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
+    assert dataclasses.replace(config, **found) == config
+    free = {"attention", "compute_dtype", "scan_layers", "loss_chunk"}
+    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "and config.json determines the others"
+
+
+def test_a_written_config_keeps_what_the_first_one_said_besides():
+    base = {"eos_token_id": 7, "rope_parameters": {"rope_theta": 1.0}, "hidden_size": 1}
+    written = HUGGING_FACE.config(LLAMA, base)
+    assert (written["eos_token_id"], written["hidden_size"], "rope_parameters" in written) == (7, 32, False)
+
+
+def test_a_tied_head_that_is_in_the_folder_too_is_no_extra_tensor(tmp_path):
+    folder, _ = make(tmp_path / "f", QWEN2)
+    tensors = load_file(folder.path / WEIGHTS_FILE)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, folder.path / WEIGHTS_FILE)
+    check(Folder(folder.path, field="init_from"), QWEN2)
+
+
+# --- What is refused ---
+
+
+def edit_config(**changes):
+    def edit(path):
+        fields = json.loads((path / CONFIG_FILE).read_text()) | changes
+        (path / CONFIG_FILE).write_text(json.dumps({name: value for name, value in fields.items() if value != "gone"}))
+
+    return edit
+
+
+def edit_tensors(change):
+    def edit(path):
+        tensors = load_file(path / WEIGHTS_FILE)
+        change(tensors)
+        save_file(tensors, path / WEIGHTS_FILE)
+
+    return edit
+
+
+def cut_off(path):
+    (path / WEIGHTS_FILE).write_bytes((path / WEIGHTS_FILE).read_bytes()[:-100])
+
+
+def pickled(path):
+    (path / WEIGHTS_FILE).rename(path / "pytorch_model.bin")
+
+
+def file_missing(path):
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+
+
+def index_wrong(path):
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head": WEIGHTS_FILE}}))
+
+
+def outside(path):
+    (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": "../../secret.safetensors"}}))
+
+
+ROPE = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+WRONG = {
+    "no folder": (lambda path: shutil.rmtree(path), "no such folder"),
+    "no config.json": (lambda path: (path / CONFIG_FILE).unlink(), "has no config.json"),
+    "config.json cut off": (lambda path: (path / CONFIG_FILE).write_text('{"a": '), "config.json cannot be read"),
+    "config.json is a list": (lambda path: (path / CONFIG_FILE).write_text("[]"), "config.json is not an object"),
+    "another architecture": (edit_config(architectures=["MambaForCausalLM"]), "`architectures` is MambaForCausalLM"),
+    "no architecture": (edit_config(architectures="gone", model_type="gone"), "`architectures` is missing"),
+    "no size": (edit_config(hidden_size="gone"), "`hidden_size` is missing"),
+    "a size that is none": (edit_config(hidden_size="wide"), "wide"),
+    "sliding windows": (edit_config(use_sliding_window=True), "`use_sliding_window` is True"),
+    "sliding layers": (edit_config(layer_types=["full_attention", "sliding_attention"]), "`layer_types`"),
+    "another rotation": (edit_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "`rope_type` is yarn"),
+    "an older name of it": (edit_config(rope_scaling={"type": "linear", "factor": 4.0}), "`rope_type` is linear"),
+    "half a scaling": (edit_config(**ROPE), "`original_max_position_embeddings` is missing"),
+    "part of a head rotated": (edit_config(partial_rotary_factor=0.5), "`partial_rotary_factor` is 0.5"),
+    "another activation": (edit_config(hidden_act="gelu"), "`hidden_act` is gelu"),
+    "biases": (edit_config(attention_bias=True), "`attention_bias` is True"),
+    "biases of the mlp": (edit_config(mlp_bias=True), "`mlp_bias` is True"),
+    "dropout": (edit_config(attention_dropout=0.1), "`attention_dropout` is 0.1"),
+    "cut for several GPUs": (edit_config(pretraining_tp=2), "`pretraining_tp` is 2"),
+    "quantized": (edit_config(quantization_config={"bits": 4}), "`quantization_config`"),
+    "a tensor missing": (edit_tensors(lambda t: t.pop("model.norm.weight")), "has no tensor model.norm.weight"),
+    "a tensor more": (edit_tensors(lambda t: t.update(extra=t["model.norm.weight"].copy())), "no place for: extra"),
+    "a tensor transposed": (
+        edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.copy()})),
+        "lm_head.weight has shape [32, 256]: must be [256, 32]",
+    ),
+    "integers": (
+        edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].astype(np.int8)})),
+        "lm_head.weight is I8",
+    ),
+    "cut off": (cut_off, "model.safetensors cannot be read"),
+    "a pickle": (pickled, "pytorch_model.bin is a pickle"),
+    "a pickle under another name": (lambda p: (p / WEIGHTS_FILE).write_bytes(b"\x80\x02}q\x00."), "cannot be read"),
+    "a file missing": (file_missing, "model-00001-of-00002.safetensors cannot be read"),
+    "an index of something else": (index_wrong, "has no tensor lm_head, which"),
+    "a file outside the folder": (outside, "secret.safetensors cannot be read"),
+    "an index without names": (lambda path: (path / INDEX_FILE).write_text("{}"), "has no `weight_map`"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_loaded_is_refused_by_its_name(wrong, tmp_path):
+    edit, told = WRONG[wrong]
+    make(tmp_path / "f")
+    edit(tmp_path / "f")
+    with pytest.raises(ConfigError) as error:
+        check(Folder(tmp_path / "f", field="init_from"))
+    assert error.value.field == "init_from"
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"mlp": "gelu"}, "model.mlp"), ({"qk_norm": "head", "attention_bias": "qkv"}, "model.attention_bias")],
+)
+def test_a_model_that_no_architecture_is_cannot_be_written(changes, field):
+    with pytest.raises(ConfigError) as error:
+        HUGGING_FACE.config(dataclasses.replace(LLAMA, **changes), {})
+    assert error.value.field == field
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path):
+    def parameter(name):
+        if name == "head_DV":
+            raise OSError("gone")
+        return drawn(LLAMA)[name]
+
+    with pytest.raises(OSError, match="gone"):
+        write(tmp_path / "f", {}, HUGGING_FACE.parts(LLAMA), parameter, dtype="float32", file_bytes=20_000)
+    assert not any(tmp_path.iterdir())
+
+
+# --- Runs ---
+
+FLAGS = ("--batch-size", "4", "--seq-len", "32", "--log-every", "1", "--eval-batches", "1", "--sample-tokens", "0")
+
+
+def train(run_dir, *flags):
+    from jgraph.train import main
+
+    return main([*FLAGS, "--run-dir", str(run_dir), "--data", "python-docs", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as --init-from"),
+        (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have hugging_face"),
+    ],
+)
+def test_a_flag_that_contradicts_the_folder_is_refused_in_a_line(flags, told, tmp_path, capsys):
+    make(tmp_path / "f")
+    assert train(tmp_path / "run", "--init-from", str(tmp_path / "f"), *flags) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert told in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_lacks_a_tensor_leaves_no_run_directory(tmp_path, capsys):
+    make(tmp_path / "f")
+    edit_tensors(lambda tensors: tensors.pop("model.norm.weight"))(tmp_path / "f")
+    assert train(tmp_path / "run", "--init-from", str(tmp_path / "f")) == 2
+    assert "has no tensor model.norm.weight" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps from a folder, in bfloat16 there, and its command."""
+    path = tmp_path_factory.mktemp("interop")
+    make(path / "folder", dtype="bfloat16")
+    flags = ("--init-from", str(path / "folder"), "--steps", "2", "--checkpoint-every", "1", "--freeze", "*")
+    assert train(path / "run", *flags) == 0
+    return path, flags
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_its_folder(run, tmp_path):
+    path, flags = run
+    shutil.copytree(path / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    before = tiny.losses(tmp_path / "run")
+    (path / "folder").rename(path / "elsewhere")
+    try:
+        assert train(tmp_path / "run", *flags) == 0
+    finally:
+        (path / "elsewhere").rename(path / "folder")
+    assert tiny.losses(tmp_path / "run") == before
+
+
+@pytest.mark.long
+def test_weights_that_were_not_trained_are_exported_bit_for_bit(run, tmp_path):
+    path, _ = run
+    assert export.main([str(path / "run"), "--to", str(tmp_path / "out"), "--step", "1"]) == 0
+    before, after = load_file(path / "folder" / WEIGHTS_FILE), load_file(tmp_path / "out" / WEIGHTS_FILE)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        np.testing.assert_array_equal(tensor.view(np.uint16), after[name].view(np.uint16))
+    assert json.loads((path / "folder" / CONFIG_FILE).read_text()) == json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(("--to", "{run}"), "--to is "), (("--to", "{out}", "--step", "7"), "--step is 7: must be one of 1, 2")],
+)
+def test_an_export_that_cannot_be_is_refused_in_a_line(run, flags, told, tmp_path, capsys):
+    path, _ = run
+    places = {"run": path / "run", "out": tmp_path / "out"}
+    assert export.main([str(path / "run"), *(flag.format(**places) for flag in flags)]) == 2
+    err = capsys.readouterr().err
+    assert (len(err.splitlines()), told in err) == (1, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_cannot_be_exported(tmp_path, capsys):
+    assert export.main([str(tmp_path), "--to", str(tmp_path / "out")]) == 2
+    assert "must be a run directory" in capsys.readouterr().err
