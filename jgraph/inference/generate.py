@@ -9,7 +9,7 @@ steps behind. A model without a decoder of its own sees its last tokens anew eac
 import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,8 @@ class Carry(NamedTuple):
 def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Any], **settings: Any) -> list[np.ndarray]:
     """Continues several texts at once; returns the new tokens of each, int32. Takes what `stream` takes."""
     steps = list(stream(model, params, prompts, **settings))
+    if not steps:
+        return [np.zeros(0, np.int32) for _ in prompts]
     return [row[row != ENDED] for row in np.stack(steps, axis=1)]
 
 
@@ -102,7 +104,7 @@ def stream(
     length = longest + max_tokens
     slots = min(_rounded(length), window or math.inf)
     require(longest <= slots, "prompts", f"of {longest} tokens", f"of at most `window` {window}; cut it, or widen the window")
-    settings = settings_of(temperature, top_k, top_p)
+    sampling = settings_of(temperature, top_k, top_p)
     decoder, weights = _decoder(model), (params, {} if carried is None else carried)
     where = _everywhere(params)
     weights = _prepare(weights, decoder=decoder)
@@ -113,8 +115,8 @@ def stream(
     lengths_B, stop_S = np.array([len(row) for row in rows], np.int32), np.array(stop, np.int32)
     sizes = {"slots": int(slots), "length": _rounded(length), "where": where}
     _check_ids(decoder, weights, rows, tokens_BT, lengths_B, sizes)
-    carry = in_turn(_begin(weights, tokens_BT, lengths_B, key, settings, stop_S, decoder=decoder, **sizes))
-    return _steps(carry, weights, settings, stop_S, max_tokens, decoder, where)
+    carry = in_turn(_begin(weights, tokens_BT, lengths_B, key, sampling, stop_S, decoder=decoder, **sizes))
+    return _steps(carry, weights, sampling, stop_S, max_tokens, decoder, where)
 
 
 def _steps(
@@ -179,16 +181,24 @@ def next_token(
 def _decoder(model: FunctionalModel | Decoder) -> Decoder:
     if isinstance(model, Decoder):
         return model
-    return windowed(model) if model.decoder is None else model.decoder
+    return _windowed(model) if model.decoder is None else model.decoder
 
 
 # The same for the same model, so that its programs are found again.
 @functools.lru_cache(maxsize=8)
-def windowed(model: FunctionalModel) -> Decoder:
-    """Returns the decoder of a model that has only `logits(tokens_BT)`: its cache holds the last tokens, all read each time."""
+def _windowed(model: FunctionalModel) -> Decoder:
+    return windowed(lambda weights, tokens_BT: model.evaluate("logits", *weights, tokens_BT))
+
+
+def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
+    """Returns the decoder of a model that has only logits: its cache holds the last tokens, all read each time.
+
+    Args:
+        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits after each position, (B, C, V); causal.
+    """
 
     def logits(weights: Tree, tokens_BT: Array, last_B: Array) -> Array:
-        logits_BTV = model.evaluate("logits", *weights, tokens_BT)
+        logits_BTV = logits_fn(weights, tokens_BT)
         return jnp.take_along_axis(logits_BTV, last_B[:, None, None], axis=1)[:, 0].astype(jnp.float32)
 
     def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Array]:
@@ -219,9 +229,12 @@ def _rows(prompts: Sequence[Any]) -> list[np.ndarray]:
 def _check_ids(
     decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens: Tree, lengths: Tree, sizes: dict[str, Any]
 ) -> None:
-    """Raises ConfigError for an id that the model does not have, for which jax would take another one."""
+    """Raises ConfigError for a model without logits, and for an id that it does not have: jax would take another one."""
     prefill = functools.partial(decoder.prefill, slots=sizes["slots"], length=sizes["length"])
-    vocab_size = jax.eval_shape(prefill, weights, tokens, lengths)[0].shape[1]
+    try:
+        vocab_size = jax.eval_shape(prefill, weights, tokens, lengths)[0].shape[1]
+    except AttributeError as e:
+        raise ConfigError(f"`model` must have logits(tokens_BT), or a `cached_decoder()` ({e})", field="model") from e
     for number, row in enumerate(rows):
         low, high = int(row.min()), int(row.max())
         wrong = low if low < 0 else high
