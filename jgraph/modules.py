@@ -29,7 +29,7 @@ class Decoder:
     Attributes:
         prepare: `prepare(params, carried)` returns the weights as the other two read them, made once: cast, laid out.
         prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads prompts, padded on the right to T. Returns the
-            float32 logits of the token after each, [B, V], and a cache for the last `slots` tokens of texts of at most `length`.
+            float32 logits of the token after each, [B, V], and a cache of `slots` tokens, the last ones of texts of `length`.
         decode: `decode(weights, tokens_B, cache, positions_B)` reads a token more of each text, at its 0-based position.
             Returns the logits after it and the cache, of the same shapes.
     """

@@ -1,6 +1,7 @@
 """A run's model, loaded and asked for text: whatever devices it was on, by code and by the command line."""
 
 import io
+import shlex
 import sys
 
 import jax
@@ -33,7 +34,7 @@ def loaded(run_dir):
 
 @pytest.mark.long
 def test_a_run_of_any_layout_is_loaded_whole_onto_one_device(run_dir, loaded, tmp_path):
-    flags = "--steps 4 --sample-tokens 0 --fsdp 2 --pp 2 --model.num-layers 2 --num-microbatches 2".split()
+    flags = shlex.split("--steps 4 --sample-tokens 0 --fsdp 2 --pp 2 --model.num-layers 2 --num-microbatches 2")
     assert tiny.train(tmp_path / "spread", *flags) == 0
     spread = jgraph.load(tmp_path / "spread")
     for one in (loaded, spread):
@@ -74,8 +75,8 @@ def test_a_stop_text_ends_the_continuation(loaded):
 
 
 def test_a_model_of_your_own_comes_with_its_running_statistics_and_needs_logits_for_text(tmp_path):
-    flags = "--model.module tests.own:Normed --steps 2 --batch-size 4 --seq-len 16 --eval-batches 1 --sample-tokens 0".split()
-    assert main([*flags, "--run-dir", str(tmp_path / "own")]) == 0
+    flags = "--model.module tests.own:Normed --steps 2 --batch-size 4 --seq-len 16 --eval-batches 1 --sample-tokens 0"
+    assert main([*shlex.split(flags), "--run-dir", str(tmp_path / "own")]) == 0
     loaded = jgraph.load(tmp_path / "own")
     assert np.abs(loaded.carried["norm"]["mean"]).max() > 0
     with pytest.raises(ConfigError) as error:

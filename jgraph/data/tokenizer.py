@@ -65,7 +65,7 @@ class Tokenizer:
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of bytes. 0xFF occurs in no UTF-8: an id beyond the bytes, of a model with more rows, shows as U+FFFD."""
+    """Returns the text of bytes. 0xFF is in no UTF-8: an id beyond the bytes, of a model with more rows, shows as U+FFFD."""
     return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
 
 

@@ -37,15 +37,15 @@ class Carry(NamedTuple):
     """What a token's program donates and gives back.
 
     Attributes:
-        tokens_B: drawn last, `ENDED` in rows that have ended.
-        positions_B: of these tokens.
-        keys_B: of each row.
+        tokens: [B], drawn last, `ENDED` in rows that have ended.
+        positions: [B], of these tokens.
+        keys: of each row.
         cache: the decoder's.
     """
 
-    tokens_B: Array
-    positions_B: Array
-    keys_B: Array
+    tokens: Array
+    positions: Array
+    keys: Array
     cache: Tree
 
 
@@ -126,8 +126,8 @@ def _steps(
     for number in range(count):
         if number:
             carry = in_turn(next_token(carry, weights, settings, stop_S, decoder=decoder, where=where))
-        # A copy: the next step takes the buffer. In a program of its own, so that a step writes to the same addresses each time.
-        pending.append(jnp.copy(carry.tokens_B))
+        # A copy: the next step takes the buffer. By itself, so that a step writes to the same addresses each time.
+        pending.append(jnp.copy(carry.tokens))
         pending[-1].copy_to_host_async()
         while len(pending) > (_AHEAD if number < count - 1 else 0):
             tokens_B = np.asarray(pending.popleft())
@@ -169,12 +169,12 @@ def next_token(
     carry: Carry, weights: Tree, settings: Tree, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None = None
 ) -> Carry:
     """Reads the token drawn last and draws the next one, of every row. The carry is updated in place."""
-    logits_BV, cache = decoder.decode(weights, jnp.maximum(carry.tokens_B, 0), carry.cache, carry.positions_B)
-    positions_B = carry.positions_B + 1
-    keys_B = jax.random.wrap_key_data(carry.keys_B)
+    logits_BV, cache = decoder.decode(weights, jnp.maximum(carry.tokens, 0), carry.cache, carry.positions)
+    positions_B = carry.positions + 1
+    keys_B = jax.random.wrap_key_data(carry.keys)
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, positions_B))
-    ended_B = (carry.tokens_B == ENDED) | jnp.isin(tokens_B, stop_S)
-    carry = Carry(jnp.where(ended_B, ENDED, tokens_B), positions_B, carry.keys_B, cache)
+    ended_B = (carry.tokens == ENDED) | jnp.isin(tokens_B, stop_S)
+    carry = Carry(jnp.where(ended_B, ENDED, tokens_B), positions_B, carry.keys, cache)
     return carry if where is None else jax.lax.with_sharding_constraint(carry, where)
 
 

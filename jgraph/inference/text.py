@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 class TextStream:
     """Turns one text's new tokens into pieces of text.
 
-    A token may end inside a character, and what decodes as U+FFFD may be whole with the next one, so such an end is kept back; so
-    is the beginning of a stop text.
+    A token may end inside a character, and what decodes as U+FFFD may be whole with the next one. So such an end is kept back,
+    and so is what may be the beginning of a stop text.
 
     Args:
         decode: ids to text.

@@ -22,7 +22,6 @@ from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.training.config import TrainConfig
 from jgraph.training.origin import kept_config, names_of
-from jgraph.training.rundir import RunDir
 from jgraph.training.saved import SavedRun
 from jgraph.training.setup import functional_model
 from jgraph.tree import leaf_names, path_name
@@ -83,8 +82,7 @@ class Loaded:
         require(all(stop), "stop", "an empty text", "a text")
         rows = [self.tokenizer.encode(prompt) for prompt in prompts]
         settings = {"window": self.window, "carried": self.carried} | settings
-        ends = [end for end in self.tokenizer.ends]
-        steps = stream(self.model, self.params, rows, stop=ends, **settings)
+        steps = stream(self.model, self.params, rows, stop=self.tokenizer.ends, **settings)
         return _pieces(steps, [TextStream(self.tokenizer.decode, row, stop) for row in rows])
 
 

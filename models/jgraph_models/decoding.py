@@ -17,7 +17,7 @@ from jax import Array
 import jgraph
 from jgraph.modules import Decoder
 from jgraph_models.gpt_config import GPTConfig
-from jgraph_models.rotary import Rotary, rotate
+from jgraph_models.rotary import rotate
 
 Tree = Any
 

