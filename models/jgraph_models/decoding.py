@@ -1,8 +1,7 @@
 """A GPT that draws one token after the other: the keys and values of those before stay in a cache.
 
 The same numbers as `GPT.logits`, in other shapes: a single token's products are bound by reading the weights. So these are cast
-once, and every matrix lies with the axis that a product sums over last: a sum over rows of it is then one kernel, and reads
-memory in the order in which it lies.
+once, and every matrix lies with the axis that a product sums over last: a kernel takes whole rows as they lie.
 """
 
 # B batch, T prompt, C slots of the cache, D model, F output of a product, H query heads, G key/value heads, R = H / G,
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import jgraph
+from jgraph.kernels.matvec import fits, matvec
 from jgraph.modules import Decoder
 from jgraph_models.gpt_config import GPTConfig
 from jgraph_models.rotary import rotate
@@ -22,12 +22,11 @@ from jgraph_models.rotary import rotate
 Tree = Any
 
 
-def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any, activation: Any) -> Decoder:
+def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
     """Returns a GPT in the pieces that draw text.
 
     Args:
-        rotary_of, kernel_of: the tables of so many positions; the attention kernel of a prompt.
-        activation: of the MLP where it is gelu.
+        rotary_of, kernel_of: give the tables of so many positions, and the attention kernel of a prompt.
     """
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
@@ -83,17 +82,42 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any, activation: Any) 
     def block(layer: Tree, x: Array, attend: Any) -> Array:
         """Attention and MLP of tokens [..., D]; `attend` takes queries, keys and values [..., heads, K]."""
         own = layer["attention"]
-        qkv = product(norm(x, layer["attention_norm"]), own["qkv"]).reshape(*x.shape[:-1], -1, K)
+        qkv = linear(x, **own["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
         q, k, v = jnp.split(qkv, [H, H + G], axis=-2)
         if config.qk_norm == "head":
             q, k = norm(q, own["q_norm"]), norm(k, own["k_norm"])
-        x = x + product(attend(q, k, v).reshape(*x.shape[:-1], -1), own["out"])
-        own = layer["mlp"]
-        up = product(norm(x, layer["mlp_norm"]), own["up"])
-        if config.mlp == "swiglu":
-            gate, up = jnp.split(up, 2, axis=-1)
-            return x + product(jax.nn.silu(gate) * up, own["down"])
-        return x + product(activation(up), own["down"])
+        x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
+        own, activation = layer["mlp"], gated if config.mlp == "swiglu" else jax.nn.gelu
+        hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
+        return linear(hidden, **own["down"], bias=x)
+
+    def linear(
+        x: Array,
+        kernel: Array,
+        bias: Array | None = None,
+        *,
+        normed: Tree | None = None,
+        activation: Any = None,
+        dtype: Any = dtype,
+    ) -> Array:
+        """Applies a linear layer, whose matrix is [F, D], to tokens [..., D] or to their norm; `bias` is added at the end."""
+        parts = 2 if activation is gated else 1
+
+        def of_one(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+            scale_D, add_F = normed and normed["scale"], None if bias is None else bias.reshape(-1)
+            before: Any = {"scale_D": scale_D, "epsilon": config.norm_eps}
+            y_F = matvec(x.reshape(-1), kernel, **before, activation=activation, parts=parts, add_F=add_F, dtype=dtype)
+            return y_F.reshape(*x.shape[:-1], -1)
+
+        def of_any(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+            x = norm(x, normed) if normed else x
+            y = jnp.einsum("...d,fd->...f", x, kernel, preferred_element_type=jnp.float32)
+            y = (activation(*jnp.split(y, parts, axis=-1)) if activation else y).astype(dtype)
+            return y if bias is None else y + bias
+
+        if x.size > x.shape[-1] or not fits(x.reshape(-1), kernel, parts):
+            return of_any(x, kernel, bias, normed)
+        return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=of_one, default=of_any)
 
     def norm(x: Array, own: Tree) -> Array:
         x32 = x.astype(jnp.float32)
@@ -102,7 +126,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any, activation: Any) 
 
     def logits(weights: Tree, x_BD: Array) -> Array:
         head_VD = weights["head_VD" if config.head == "untied" else "embedding_VD"]
-        return sums(norm(x_BD, weights["norm"]), head_VD)
+        return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
 
     def read(q_BHK: Array, kv_BECK: Array, positions_B: Array) -> Array:
         """Attends to what is in the cache, up to each row's position; all of it, once that is beyond the last slot."""
@@ -125,21 +149,13 @@ def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
     return kv_BECK.at[rows_B, :, slots_B].set(new_BEK, unique_indices=True, indices_are_sorted=True)
 
 
-def product(x: Array, linear: Tree) -> Array:
-    """Applies a linear layer, whose matrix is [F, D], to tokens [..., D]."""
-    y = sums(x, linear["kernel"]).astype(x.dtype)
-    return y + linear["bias"] if "bias" in linear else y
-
-
-def sums(x: Array, weights_FD: Array) -> Array:
-    """Returns the float32 products of tokens [..., D] with a matrix [F, D]."""
-    if x.size > x.shape[-1]:
-        return jnp.einsum("...d,fd->...f", x, weights_FD, preferred_element_type=jnp.float32)
-    return contract("d,fd->f", x.reshape(-1), weights_FD).reshape(*x.shape[:-1], -1)
+def gated(gate: Array, up: Array) -> Array:
+    """SwiGLU, after its products."""
+    return jax.nn.silu(gate) * up
 
 
 def contract(subscripts: str, x: Array, y: Array) -> Array:
-    """Returns an einsum in float32, on NVIDIA GPUs as a sum of products: one kernel, bound by memory, and nothing to tune."""
+    """Returns an einsum in float32, on NVIDIA GPUs as a sum of products, which XLA fuses with what is around it."""
 
     def by_sum(x: Array, y: Array) -> Array:
         inputs, out = subscripts.split("->")

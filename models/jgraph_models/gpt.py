@@ -54,7 +54,7 @@ class GPT(nnx.Module):
 
     def cached_decoder(self) -> Decoder:
         """Returns the model in the pieces that draw text, with a cache of keys and values."""
-        return decoder(self.config, rotary_of, attention_kernel, gelu)
+        return decoder(self.config, rotary_of, attention_kernel)
 
     def loss(self, tokens_BS: Array) -> Array:
         """Returns the mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 predicted per row."""
