@@ -72,11 +72,11 @@ def sample(options: Options) -> None:
     check_devices()
     loaded = load(options.run, options.step)
     prompts = [_read() if prompt == "-" else prompt for prompt in options.prompts]
-    names = ("max_tokens", "temperature", "top_k", "top_p", "stop")
+    names = ("max_tokens", "temperature", "top_k", "top_p")
     settings = {name: getattr(options, name) for name in names} | {"key": options.seed}
     if options.window is not None:
         settings["window"] = options.window
-    pieces = loaded.stream(prompts, **settings)
+    pieces = loaded.stream(prompts, stop=options.stop, **settings)
     # Of several texts, which grow at once, the first is told as it comes, and the others after it.
     later = ["" for _ in prompts]
     _tell(prompts[0])

@@ -47,8 +47,9 @@ def plain_loop(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str
     def read(tokens_1T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Reads tokens into the cache; returns the one that the last of them makes likeliest."""
         x_BTD = F.embedding(tokens_1T, model.embedding)
-        rows = tuple(table[positions_T] for table in tables)
+        rows = tables[0][positions_T], tables[1][positions_T]
         mask = torch.arange(length, device=device) <= positions_T[:, None]
+        block: Any
         for block, cache in zip(model.blocks, caches, strict=True):
             q, k, v = block.qkv(block.attention_norm(x_BTD)).view(1, -1, H + 2 * G, K).split([H, G, G], dim=2)
             for kept, one in zip(cache, (rotate(k, rows), v), strict=True):

@@ -53,7 +53,9 @@ def matvec(
     """
     if not fits(x_D, weights_FD, parts):
         wanted = f"[{parts} x a multiple of {_ROWS}, a multiple of {_LEAST}]"
-        raise ShapeError(f"`weights_FD` is {list(weights_FD.shape)} for {list(x_D.shape)}: must be {wanted}", field="weights_FD")
+        raise ShapeError(
+            f"`weights_FD` is {list(weights_FD.shape)} for {list(x_D.shape)}: must be {wanted}", field="weights_FD"
+        )
     how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
 
@@ -92,16 +94,23 @@ def _jgraph_matvec(
         def vector(place: Any) -> Array:
             return named["x"][place].astype(jnp.float32)
 
+        def rows(part: int, place: Any) -> Array:
+            return named["weights"][part, :, place]
+
+        # Under way while the norm is computed.
+        first, *later = _pieces(D)
+        loaded = [rows(part, first) for part in range(parts)]
         root: Any = 1.0
         if "scale" in named:
             root = jax.lax.rsqrt(sum(jnp.sum(jnp.square(vector(place))) for place in _pieces(D)) / D + epsilon)
         sums: list[Any] = [0.0] * parts
-        for place in _pieces(D):
+        for place in (first, *later):
             x = vector(place)
             if "scale" in named:
                 x = (x * (root * named["scale"][place].astype(jnp.float32))).astype(x_D.dtype).astype(jnp.float32)
             for part in range(parts):
-                sums[part] += jnp.sum(named["weights"][part, :, place].astype(jnp.float32) * x[None], axis=1)
+                tile = loaded[part] if place is first else rows(part, place)
+                sums[part] += jnp.sum(tile.astype(jnp.float32) * x[None], axis=1)
         y = activation(*sums) if activation else sums[0]
         y = y.astype(dtype)
         out[...] = y + named["add"][...] if "add" in named else y

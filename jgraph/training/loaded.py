@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +56,8 @@ class Loaded:
         name = self.config.module.rpartition(":")[2]
         return f"{name} of {self.source}: {size:,} parameters, tokenizer {self.tokenizer.name}, window {self.window}"
 
-    @overload
-    def generate(self, prompts: str, **settings: Any) -> str: ...
-    @overload
-    def generate(self, prompts: Sequence[str], **settings: Any) -> list[str]: ...
-    def generate(self, prompts: str | Sequence[str], **settings: Any) -> str | list[str]:
-        """Continues a text, or several at once; returns the new text of each. Takes what `stream` takes."""
+    def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
+        """Continues a text, or several at once; returns the new text, or a list of them. Takes what `stream` takes."""
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         texts = ["" for _ in several]
         for number, piece in self.stream(several, **settings):
