@@ -41,6 +41,8 @@ def plain_loop(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     T, length = prompt_1T.shape[1], prompt_1T.shape[1] + new
     caches = [torch.zeros(2, 1, G, length, K, device=device, dtype=dtype) for _ in model.blocks]
+    for cache in caches if device == "cuda" else ():
+        torch._dynamo.mark_static_address(cache)  # or what writes to it would not be recorded
     tables = rotary(config, length, torch.empty(0, device=device))
     head_VD = model.embedding if config.head == "tied" else model.head
 

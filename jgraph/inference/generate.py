@@ -160,7 +160,7 @@ def _begin(
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(tokens_BT)))
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, lengths_B))
     ended_B = jnp.isin(tokens_B, stop_S)
-    carry = Carry(jnp.where(ended_B, ENDED, tokens_B), jnp.asarray(lengths_B), jax.random.key_data(keys_B), cache)
+    carry = Carry(jnp.where(ended_B, ENDED, tokens_B), jnp.asarray(lengths_B), keys_B, cache)
     return carry if where is None else jax.lax.with_sharding_constraint(carry, where)
 
 
@@ -171,8 +171,7 @@ def next_token(
     """Reads the token drawn last and draws the next one, of every row. The carry is updated in place."""
     logits_BV, cache = decoder.decode(weights, jnp.maximum(carry.tokens, 0), carry.cache, carry.positions)
     positions_B = carry.positions + 1
-    keys_B = jax.random.wrap_key_data(carry.keys)
-    tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, positions_B))
+    tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(carry.keys, positions_B))
     ended_B = (carry.tokens == ENDED) | jnp.isin(tokens_B, stop_S)
     carry = Carry(jnp.where(ended_B, ENDED, tokens_B), positions_B, carry.keys, cache)
     return carry if where is None else jax.lax.with_sharding_constraint(carry, where)

@@ -1,7 +1,7 @@
 """A matrix by one vector, with what comes before and after it: a token's linear layers, which only read their weights.
 
-XLA makes a norm two kernels more, and an activation or a sum one more; each takes as long as reading some megabytes. Here a block of
-threads takes a few rows of the matrix, and norms the vector once for all of them.
+XLA makes a norm two kernels more, and an activation or a sum one more; each takes as long as reading some megabytes. Here a
+block of threads takes a few rows of the matrix, and norms the vector once for all of them.
 """
 
 # D summed over, F rows, P parts of the rows that an activation joins
@@ -52,10 +52,9 @@ def matvec(
         ShapeError: `fits` says no.
     """
     if not fits(x_D, weights_FD, parts):
-        wanted = f"[{parts} x a multiple of {_ROWS}, a multiple of {_LEAST}]"
-        raise ShapeError(
-            f"`weights_FD` is {list(weights_FD.shape)} for {list(x_D.shape)}: must be {wanted}", field="weights_FD"
-        )
+        found = f"{list(weights_FD.shape)} for `x_D` {list(x_D.shape)}"
+        must = f"[F, D] for [D], with F a multiple of {parts * _ROWS} and D of {_LEAST}"
+        raise ShapeError(f"`weights_FD` is {found}: must be {must}", field="weights_FD")
     how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
 
