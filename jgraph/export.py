@@ -7,6 +7,7 @@ The folder gets config.json, model.safetensors (several from 5 GB on) and, if th
 over any devices, and may be going on.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,11 +57,11 @@ def export(options: Options) -> None:
 
     logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
     check_empty(options.to, field="to")
-    saved = SavedRun(options.run, options.step)
-    names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
-    config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
-    beside = origin.kept(saved.dir)
-    files = write(options.to, config, names.parts(model), saved.read, dtype=options.dtype, beside=beside)
+    with contextlib.closing(SavedRun(options.run, options.step)) as saved:
+        names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
+        config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
+        beside = origin.kept(saved.dir)
+        files = write(options.to, config, names.parts(model), saved.read, dtype=options.dtype, beside=beside)
     print(f"step {saved.step} of {options.run} is in {options.to}: {', '.join(file.name for file in files)}")
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import shutil
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jgraph.checkpoint import CheckpointReader, store
 from jgraph.checkpoint.store import Checkpoints, check_space, checksums, is_no_space
 from jgraph.errors import CheckpointError
 
@@ -236,3 +238,32 @@ def test_a_full_disk_is_told_as_such_wherever_it_shows(open_checkpoints, monkeyp
             checkpoints.save(1, make_state())
     assert "`run_dir`" in str(e.value)
     assert is_no_space(e.value)
+
+
+# --- Single leaves ---
+
+
+def test_a_leaf_is_read_alone_bit_for_bit(directory):
+    with contextlib.closing(CheckpointReader(directory)) as reader:
+        assert reader.step == 2
+        assert_same(reader.read("['b'][0]"), make_state(2)["b"][0])
+    with contextlib.closing(CheckpointReader(directory, 1)) as reader:
+        assert_same(reader.read("['a']"), make_state(1)["a"])
+
+
+def test_a_leaf_of_other_bits_than_were_saved_is_not_believed(open_checkpoints, tmp_path, monkeypatch):
+    of = store.checksums
+    monkeypatch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
+    checkpoints = open_checkpoints()
+    checkpoints.save(1, make_state())
+    checkpoints.wait()
+    with (
+        contextlib.closing(CheckpointReader(tmp_path / "checkpoints")) as reader,
+        pytest.raises(CheckpointError, match="has checksum"),
+    ):
+        reader.read("['a']")
+
+
+def test_a_reader_where_there_is_no_checkpoint_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        CheckpointReader(tmp_path / "none")

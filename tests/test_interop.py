@@ -10,13 +10,17 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jgraph
 from jgraph import export
+from jgraph.data import load as load_corpus
 from jgraph.errors import ConfigError
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read
 from jgraph.interop.load import load
 from jgraph.interop.write import write
+from jgraph.training import origin
+from jgraph.training.config import TrainConfig
 from jgraph.tree import leaf_names
 from jgraph_models.gpt import GPT, GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
@@ -275,11 +279,20 @@ def test_a_folder_that_lacks_a_tensor_leaves_no_run_directory(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def byte_tokenizer():
+    """A token each byte, with other ids than the bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of two steps from a folder, in bfloat16 there, and its command."""
     path = tmp_path_factory.mktemp("interop")
     make(path / "folder", dtype="bfloat16")
+    byte_tokenizer().save(str(path / "folder" / "tokenizer.json"))
     flags = ("--init-from", str(path / "folder"), "--steps", "2", "--checkpoint-every", "1", "--freeze", "*")
     assert train(path / "run", *flags) == 0
     return path, flags
@@ -300,15 +313,51 @@ def test_a_run_goes_on_without_its_folder(run, tmp_path):
 
 
 @pytest.mark.long
-def test_weights_that_were_not_trained_are_exported_bit_for_bit(run, tmp_path):
+def test_weights_that_were_not_trained_are_exported_bit_for_bit(run, tmp_path, capsys):
     path, _ = run
     assert export.main([str(path / "run"), "--to", str(tmp_path / "out"), "--step", "1"]) == 0
+    assert capsys.readouterr().out.startswith("step 1 of ")
     before, after = load_file(path / "folder" / WEIGHTS_FILE), load_file(tmp_path / "out" / WEIGHTS_FILE)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         np.testing.assert_array_equal(tensor.view(np.uint16), after[name].view(np.uint16))
     assert json.loads((path / "folder" / CONFIG_FILE).read_text()) == json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+
+
+@pytest.mark.long
+def test_text_is_read_through_the_folders_tokenizer_which_an_export_has_too(run, tmp_path):
+    path, _ = run
+    tokenizer = path / "folder" / "tokenizer.json"
+    corpus = load_corpus("python-docs", seq_len=32, vocab_size=256, tokenizer=tokenizer)
+    assert json.loads((path / "run" / "config.json").read_text())["corpus"]["fingerprint"] == corpus.fingerprint
+    assert export.main([str(path / "run"), "--to", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+@pytest.mark.long
+def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
+    path, _ = run
+    shutil.copytree(path / "run", tmp_path / "run")
+    for file in (tmp_path / "run" / "checkpoints" / "2" / "state" / "d").rglob("*"):
+        contents = file.read_bytes()
+        file.write_bytes(contents[: len(contents) // 2] + bytes(len(contents) - len(contents) // 2))
+    assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert (len(err.splitlines()), "2 is damaged (" in err, (tmp_path / "out").exists()) == (1, True, False)
+
+
+def test_data_of_other_tokens_than_the_weights_is_told(tmp_path):
+    make(tmp_path / "f")
+    of_bytes = TrainConfig(init_from=str(tmp_path / "f"), model=LLAMA)
+    assert "is read as bytes" in origin.doubt(of_bytes)
+    (tmp_path / "tokens").mkdir()
+    of_tokens = dataclasses.replace(of_bytes, data=str(tmp_path / "tokens"))
+    for place in ("f", "tokens"):
+        (tmp_path / place / "tokenizer.json").write_text("{}")
+    assert origin.doubt(of_tokens) == ""
+    (tmp_path / "f" / "tokenizer.json").write_text("{ }")
+    assert "another tokenizer.json" in origin.doubt(of_tokens)
 
 
 @pytest.mark.long

@@ -32,9 +32,10 @@ WRITTEN = {
     "tokenizer.json",
     "checkpoints/",
     "tokens/",
+    "origin/",
     "my_model.py",
 }
-OTHERS = {"--help", "--ntasks", "--model.width"}
+OTHERS = {"--help", "--local-dir", "--ntasks", "--model.width"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 
@@ -84,7 +85,7 @@ def is_there(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_that_a_page_names_is_there(page):
-    sources = [*ROOT.glob("jgraph/*/*.py"), *ROOT.glob("benchmarks/*.py")]
+    sources = [*ROOT.glob("jgraph/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
     known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}

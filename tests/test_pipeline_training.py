@@ -150,6 +150,23 @@ def test_a_pipeline_trains_and_is_evaluated_as_one_device_does(pp, dp, chunks, s
 
 
 @pytest.mark.once
+def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
+    model = dataclasses.replace(
+        config_of(num_layers=2, head="untied").model,
+        mlp="swiglu",
+        num_kv_heads=1,
+        head_dim=24,
+        attention_bias="qkv",
+        qk_norm="head",
+        rope_scaling="llama3",
+        rope_original_length=16,
+    )
+    one, ours = (trained(dataclasses.replace(config_of(**ranks), model=model)) for ranks in ({}, {"pp": 2, "fsdp": 2}))
+    assert_same(ours, one)
+    assert any("bias" in name for name in one.weights())
+
+
+@pytest.mark.once
 def test_a_schedule_from_a_file_does_so_too(tmp_path):
     path = tmp_path / "schedule.csv"
     write(generate("1f1b", pp=2, microbatches=MICROBATCHES), path)

@@ -24,7 +24,7 @@ def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tre
     """
 
     def leaf(path: Any, aval: Any) -> jax.Array:
-        slices = partial(read, folder, parts[path_name(path)], aval.shape, aval.dtype)
+        slices: Any = partial(read, folder, parts[path_name(path)], aval.shape, aval.dtype)
         where = aval.sharding or SingleDeviceSharding(jax.devices()[0])
         return jax.make_array_from_callback(aval.shape, where, slices)
 

@@ -123,6 +123,7 @@ def _of_run(path: Path, step: int | None) -> Loaded:
     model = saved.model
     params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
     carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
+    saved.close()
     source = f"{path} after {saved.step} steps"
     return Loaded(model, params, carried, _tokenizer_of(saved), saved.config, saved.config.seq_len, source)
 

@@ -61,6 +61,16 @@ def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
     return path if path.exists() else None
 
 
+def doubt(config: TrainConfig) -> str:
+    """Returns a line where the data of a run that begins with a folder may have other tokens than its weights; else nothing."""
+    own, of_data = Path(config.init_from, TOKENIZER_FILE), Path(config.data, TOKENIZER_FILE)
+    if not own.exists() and not Path(config.data).is_dir():
+        return f"`init_from` {config.init_from} has no {TOKENIZER_FILE}: `data` {config.data} is read as bytes"
+    if own.exists() and of_data.exists() and own.read_bytes() != of_data.read_bytes():
+        return f"`data` {config.data} was made with another {TOKENIZER_FILE} than `init_from` {config.init_from} has"
+    return ""
+
+
 def keep(config: TrainConfig, run_dir: RunDir) -> None:
     """Copies what is small of the folder, and else the tokenizer of token files, into the directory of a run that begins."""
     shutil.rmtree(run_dir.origin, ignore_errors=True)

@@ -55,6 +55,10 @@ class SavedRun:
         within = ".model" if self.config.is_delayed else ""  # beside it are the histories of FP8
         return self._reader.read(f".carried{within}{jax.tree_util.keystr(path)}")
 
+    def close(self) -> None:
+        """Ends the reader's threads."""
+        self._reader.close()
+
     @cached_property
     def _leaves(self) -> dict[str, str]:
         """The checkpoint's name of every parameter."""

@@ -90,6 +90,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             reporter.line(f"compiled programs are kept in {kept_in}")
         if jax.process_count() > 1:
             reporter.line(f"devices: {setup.num_devices}, of {jax.process_count()} processes")
+        if folder is not None and (doubt := origin.doubt(config)):
+            reporter.warn(doubt)
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; `sample_tokens` 0 asks for none")
         stop = held.enter_context(StopRequest())

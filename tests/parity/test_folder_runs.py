@@ -37,14 +37,14 @@ def assert_same_tensors(ours, theirs):
 
 def assert_same_config(ours, theirs):
     """What transformers reads in both."""
-    ours, theirs = (folders.transformers.AutoConfig.from_pretrained(path).to_dict() for path in (ours, theirs))
+    ours, theirs = (folders.transformers().AutoConfig.from_pretrained(path).to_dict() for path in (ours, theirs))
     beside = {"transformers_version", "torch_dtype", "_name_or_path", "head_dim"}
     differing = {n: (ours.get(n), theirs.get(n)) for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)}
     assert {name: value for name, value in differing.items() if name not in beside} == {}
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("kind", folders.CONFIGS)
+@pytest.mark.parametrize("kind", folders.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_folder_goes_in_and_comes_out_bit_for_bit(kind, dtype, tmp_path):
     theirs = folders.save(kind, tmp_path / "theirs", DTYPES[dtype])
