@@ -95,7 +95,7 @@ def stream(
         carried: the model's other state, for one without a decoder of its own.
 
     Raises:
-        ConfigError: an argument has a value that cannot work. ShapeError: a prompt is not 1-D integers.
+        ConfigError: an argument has a value that cannot work; at once, before the first token is asked for.
     """
     rows = _rows(prompts)
     require(isinstance(max_tokens, int) and max_tokens > 0, "max_tokens", max_tokens, "a positive integer")
