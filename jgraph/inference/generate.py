@@ -73,6 +73,7 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """Continues several texts at once; yields the next token of each as they are drawn, int32 [B], `ENDED` where one has ended.
 
+    >>> from flax import nnx
     >>> class Echo(nnx.Module):
     ...     def logits(self, tokens_BT):
     ...         return 100.0 * jax.nn.one_hot(tokens_BT, 10)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parity
 PROMPTS = [[3, 14, 15, 9, 26], list(range(40, 57))]
 
 
-@pytest.mark.parametrize("kind", folders.CONFIGS)
+@pytest.mark.parametrize("kind", folders.KINDS)
 def test_greedy_text_is_that_of_transformers_token_for_token(kind, tmp_path):
     loaded = jgraph.load(folders.save(kind, tmp_path))
     found = jgraph.generate(loaded.model, loaded.params, PROMPTS, max_tokens=24, temperature=0)
