@@ -4,6 +4,7 @@
   `measure_graph`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
+- Text from a model: `generate`, `stream`, `Decoder`; `load` for that of a run or of a Hugging Face folder.
 - A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
 - What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
 """
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
     from jgraph.graphed import Borrowed as Borrowed
     from jgraph.graphed import fold_key as fold_key
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
+    from jgraph.inference.generate import generate as generate
+    from jgraph.inference.generate import stream as stream
     from jgraph.kernels.norm import rms_norm as rms_norm
     from jgraph.loss import cross_entropy as cross_entropy
+    from jgraph.modules import Decoder as Decoder
     from jgraph.modules import functional as functional
     from jgraph.parallel import FullySharded as FullySharded
     from jgraph.parallel import Loss as Loss
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from jgraph.scopes import scope as scope
     from jgraph.training.config import OptimizerConfig as OptimizerConfig
     from jgraph.training.config import TrainConfig as TrainConfig
+    from jgraph.training.loaded import load as load
     from jgraph.training.presets import preset as preset
     from jgraph.xla.explain import explain as explain
 
@@ -63,13 +68,15 @@ _MODULES = {
     "graphed": "Borrowed fold_key make_graphed_callables",
     "kernels.norm": "rms_norm",
     "loss": "cross_entropy",
-    "modules": "functional",
+    "inference.generate": "generate stream",
+    "modules": "Decoder functional",
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise measure_graph split_embedding train_step",
     "precision.transform": "fp8",
     "precision.config": "FP8Config",
     "schedule": "Order Schedule",
     "scopes": "scope",
     "training.config": "OptimizerConfig TrainConfig",
+    "training.loaded": "load",
     "training.presets": "preset",
     "xla.explain": "explain",
 }

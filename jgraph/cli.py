@@ -56,8 +56,8 @@ def flag(name: str) -> str:
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
-# The model's own settings and where it is read as one thing on the command line.
-_RENAMED = {"module": "model.module"}
+# The model's own settings and where it is read as one thing on the command line; what is given one at a time there.
+_RENAMED = {"module": "model.module", "prompts": "prompt"}
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:

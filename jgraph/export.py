@@ -37,7 +37,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, fields_of(Options))
+    return run(_PROG, _run, argv, fields_of(Options) - {"run"})
 
 
 def _run(args: list[str]) -> None:

@@ -23,6 +23,23 @@ Mode = Literal["train", "evaluate"]
 
 
 @dataclass(frozen=True, eq=False)
+class Decoder:
+    """A model in the pieces that draw text token by token, for `generate`. A Flax module may have one: `cached_decoder()`.
+
+    Attributes:
+        prepare: `prepare(params, carried)` returns the weights as the other two read them, made once: cast, laid out.
+        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads prompts, padded on the right to T. Returns the
+            float32 logits of the token after each, [B, V], and a cache of `slots` tokens, the last ones of texts of `length`.
+        decode: `decode(weights, tokens_B, cache, positions_B)` reads a token more of each text, at its 0-based position.
+            Returns the logits after it and the cache, of the same shapes.
+    """
+
+    prepare: Callable[[Tree, Tree], Tree]
+    prefill: Callable[..., tuple[Array, Tree]]
+    decode: Callable[[Tree, Array, Tree, Array], tuple[Array, Tree]]
+
+
+@dataclass(frozen=True, eq=False)
 class FunctionalModel:
     """A Flax model as pure functions. Made by `functional`.
 
@@ -32,6 +49,7 @@ class FunctionalModel:
         init: `init()` makes (parameters, carried state); can be jitted.
         call: `call(name, mode, params, carried, key, *args)` returns a method's result and the carried state after it.
         annotations: Flax's partition names, a PartitionSpec or None by the name of a parameter.
+        decoder: that of the module's `cached_decoder()`; None where it has none.
     """
 
     shapes: Tree
@@ -39,6 +57,7 @@ class FunctionalModel:
     init: Callable[[], tuple[Tree, Tree]]
     call: Callable[..., tuple[Any, Tree]]
     annotations: dict[str, PartitionSpec | None] = field(default_factory=dict)
+    decoder: Decoder | None = None
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
         """Returns the model's `loss(batch)` in training, and the carried state after it."""
@@ -98,13 +117,18 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         found = getattr(model, name)(*args)
         return found, split(model)[3]
 
-    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs))
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model))
 
 
 def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
     """Returns PartitionSpecs by the name of their parameter."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     return dict(zip(leaf_names(shapes), leaves, strict=True))
+
+
+def _decoder(module: Any) -> Decoder | None:
+    make = getattr(module, "cached_decoder", None)
+    return None if make is None else make()
 
 
 def _seeded(streams: Tree, key: Array) -> Tree:
@@ -140,7 +164,8 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
 
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)
-    return FunctionalModel(shapes, carried, init, call, _named(shapes, nn.get_partition_spec(abstract)["params"]))
+    specs = nn.get_partition_spec(abstract)["params"]
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(module))
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:

@@ -335,3 +335,10 @@ def test_the_split_backward_is_timed_beside_the_vjp(run_here):
     (result,) = run_here("split_backward", "--sizes", "tiny", *SHORT).values()
     assert {row["system"] for row in result["rows"]} == {"jax", "jgraph"}
     assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 2 for row in result["rows"])
+
+
+def test_greedy_text_is_timed_beside_a_plain_loop_of_torch(run_here):
+    pytest.importorskip("torch")
+    (result,) = run_here("decode", "--sizes", "tiny", "--models", "gpt-1b3", *SHORT).values()
+    assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
+    assert all(row["ms"] > 0 for row in result["rows"])

@@ -113,7 +113,7 @@ PUBLISHED = {name: jgraph.preset(name).model for name in ("llama3-1b", "llama3-8
 def test_settings_survive_config_json(config):
     found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
     assert dataclasses.replace(config, **found) == config
-    free = {"attention", "compute_dtype", "scan_layers", "loss_chunk"}
+    free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk"}
     assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "and config.json determines the others"
 
 

@@ -14,4 +14,5 @@ from jgraph.data.tokenfile import read_header as read_header
 from jgraph.data.tokenfile import read_tokens as read_tokens
 from jgraph.data.tokenfile import verify as verify
 from jgraph.data.tokenfile import write_tokens as write_tokens
+from jgraph.data.tokenizer import Tokenizer as Tokenizer
 from jgraph.data.verification import verify_in_background as verify_in_background

@@ -19,7 +19,7 @@ import numpy as np
 from jgraph.data.documents import count_heldout, cut, digest
 from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
 from jgraph.data.tokenfile import Concatenated, TokenFile, Tokens, token_dtype
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, load_decoder
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
 from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
@@ -131,10 +131,7 @@ def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None) -
         fingerprint=hashlib.sha256(b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")).hexdigest(),
         zlib_nats_per_token=None if encoder else _zlib_nats(documents),
         entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" and not encoder else None,
-        # 0xFF occurs in no UTF-8 text: an id beyond the bytes, from a model with more rows than 256, shows as U+FFFD too.
-        decoder=load_decoder(tokenizer)
-        if tokenizer
-        else lambda ids: bytes(min(token, 0xFF) for token in ids).decode(errors="replace"),
+        decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,66 @@ import numpy as np
 from jgraph.errors import DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
 # A tokenizer.json does not say which of its tokens ends a text; these are the usual names.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _DOCUMENTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+        encode: a text to ids.
+        decode: ids to text. What is no UTF-8 reads as U+FFFD; without a tokenizer.json, ids read as numbers.
+        ends: ids that end a text; empty where none is known to.
+        name: of its file, or `bytes`.
+    """
+
+    encode: Callable[[str], list[int]] = field(repr=False)
+    decode: Callable[[Sequence[int]], str] = field(repr=False)
+    ends: tuple[int, ...] = ()
+    name: str = "bytes"
+
+    @classmethod
+    def of_bytes(cls) -> "Tokenizer":
+        """Returns that of models of bytes."""
+        return cls(lambda text: list(text.encode(errors="surrogateescape")), decode_bytes)
+
+    @classmethod
+    def of_file(cls, path: Path, *, ends: Sequence[int] = (), add_special_tokens: bool = False) -> "Tokenizer":
+        """Returns that of a tokenizer.json; `ends` are known besides the usual ones. Raises DataError as `Encoder`."""
+        tokenizer = _load(path)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        ends = tuple(dict.fromkeys((*ends, *(ids[name] for name in _END_OF_TEXT if name in ids))))
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+        return cls(encode, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), ends, str(path))
+
+    @classmethod
+    def of_numbers(cls, why: str) -> "Tokenizer":
+        """Returns one that has no text for ids, and raises DataError for a text."""
+
+        def encode(text: str) -> list[int]:
+            raise DataError(f"{why}: prompts must be ids, or bring the {TOKENIZER_FILE}")
+
+        return cls(encode, _numbers, name="numbers")
+
+
+def decode_bytes(ids: Sequence[int]) -> str:
+    """Returns the text of bytes. 0xFF is in no UTF-8: an id beyond the bytes, of a model with more rows, shows as U+FFFD."""
+    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
+
+
+def _numbers(ids: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in ids)
 
 
 class Encoder:
@@ -64,14 +119,14 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _load(path: Path) -> "Tokenizer":
+def _load(path: Path) -> "tokenizers.Tokenizer":
     try:
-        from tokenizers import Tokenizer
+        import tokenizers
     except ImportError as e:
         raise DataError(f"{path}: needs the tokenizers library: pip install 'jgraph[tokenizers]'") from e
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return Tokenizer.from_str(text)
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the library raises Exception itself
         raise DataError(f"{path}: is not a tokenizer.json of the tokenizers library ({e})") from e
 

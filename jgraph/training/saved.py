@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,6 +49,11 @@ class SavedRun:
     def read(self, name: str) -> np.ndarray:
         """Returns a parameter by its name, as it was saved."""
         return self._reader.read(self._leaves[name])
+
+    def read_carried(self, path: Any) -> np.ndarray:
+        """Returns a leaf of the model's other state, by its path of keys, as it was saved."""
+        within = ".model" if self.config.is_delayed else ""  # beside it are the histories of FP8
+        return self._reader.read(f".carried{within}{jax.tree_util.keystr(path)}")
 
     def close(self) -> None:
         """Ends the reader's threads."""

@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
+from jgraph.inference.generate import windowed
 from jgraph.interop.folder import Folder
 from jgraph.interop.load import load
 from jgraph.mesh import Axis
-from jgraph.modules import FunctionalModel, functional
+from jgraph.modules import Decoder, FunctionalModel, functional
 from jgraph.parallel import (
     FullySharded,
     Loss,
@@ -142,6 +143,25 @@ class TrainSetup:
     def logits(self, state: TrainState, tokens_BT: Array) -> Array:
         """Returns the logits (B, T, V) of a state in evaluation."""
         return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.model_state, tokens_BT)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Draws text from a state, over all devices."""
+        own = self.model.decoder
+        if own is None:
+            return windowed(lambda weights, tokens_BT: self.logits(weights[0], tokens_BT))
+
+        def prepare(state: TrainState) -> Tree:
+            return own.prepare(self.step.bound.unpack(state.params), {})
+
+        if self.num_devices == 1:
+            return replace(own, prepare=lambda state, _: prepare(state))
+        # Whole on no device: what is sharded is gathered where it is used.
+        return Decoder(
+            lambda state, _: state,
+            lambda state, *args, **sizes: own.prefill(prepare(state), *args, **sizes),
+            lambda state, *args: own.decode(prepare(state), *args),
+        )
 
     @cached_property
     def flops_per_step(self) -> float:

@@ -39,6 +39,7 @@ from jgraph.training.watchdog import Wait, Watchdog, hang_message
 from jgraph.xla import cache, compiler_options
 
 _PROMPT_TOKENS = 64
+_TEMPERATURE = 0.8
 
 
 def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
@@ -311,6 +312,6 @@ def _sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, 
     """Returns a held-out prompt and its continuation."""
     config = setup.config
     prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, config.seq_len)]).astype(np.int32)
-    sizes = {"num_tokens": config.sample_tokens, "window": config.seq_len}
-    tokens = generate(setup.logits, state, prompt, jax.random.key(config.seed), **sizes)
-    return corpus.decode(prompt), corpus.decode(np.asarray(tokens))
+    how = {"max_tokens": config.sample_tokens, "temperature": _TEMPERATURE, "key": config.seed, "window": config.seq_len}
+    (tokens,) = generate(setup.decoder, state, [prompt], **how)
+    return corpus.decode(prompt), corpus.decode(tokens)

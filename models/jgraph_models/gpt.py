@@ -18,7 +18,9 @@ from jax import Array
 import jgraph
 from jgraph.errors import ConfigError
 from jgraph.kernels.attention import choose, rotary_attention
+from jgraph.modules import Decoder
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
+from jgraph_models.decoding import decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
@@ -52,6 +54,10 @@ class GPT(nnx.Module):
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         """Returns the model in the pieces of a pipeline."""
         return pipeline_model(config, ranks)
+
+    def cached_decoder(self) -> Decoder:
+        """Returns the model in the pieces that draw text, with a cache of keys and values."""
+        return decoder(self.config, rotary_of, library_attention)
 
     def loss(self, tokens_BS: Array) -> Array:
         """Returns the mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 predicted per row."""
@@ -208,17 +214,20 @@ def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, ker
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
-    """Returns the kernel for sequences of a length; `auto` by the device.
-
-    Raises:
-        ConfigError: cuDNN or the device would refuse it.
-    """
-    if config.attention in ("fused", "xla"):
-        return config.attention
+    """Returns the kernel for sequences of a length; `auto` by the device. Raises ConfigError as `library_attention`."""
+    if config.attention == "fused":
+        return "fused"
     if config.attention == "auto" and config.can_fuse_attention:
         heads = config.num_heads + 2 * config.num_kv_heads
         if choose((1, length, heads, config.head_size), jnp.dtype(config.compute_dtype)) == "mosaic":
             return "fused"
+    return library_attention(config)
+
+
+def library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
+    """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError where cuDNN or the device would refuse it."""
+    if config.attention in ("fused", "xla"):
+        return "xla"
     is_gpu = jax.default_backend() == "gpu"
     if config.attention == "cudnn" and not is_gpu:
         kind = jax.devices()[0].device_kind

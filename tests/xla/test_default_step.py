@@ -69,12 +69,10 @@ def test_sixteen_microbatches_are_a_loop_around_a_command_buffer_and_the_report_
     compiled, report, state = compile_step(SMALL, num_microbatches=16)
     assert (report.command_buffers, report.captured) == (3, report.total - 1)
     (outside,) = report.outside
-    assert (outside.kind, outside.count, outside.reason, outside.remedy) == (
-        "While",
-        1,
-        "WHILE is off by default",
-        "`graph` full",
-    )
+    assert (outside.kind, outside.count) == ("While", 1)
+    # From jax 0.11 on norms are kernels, which XLA lets read their scales out of a packed array.
+    assert outside.reason.startswith("WHILE is off by default")
+    assert "`graph` full" in outside.remedy
     check_identity(compiled, state)
 
 

@@ -1,0 +1,165 @@
+"""A model to use: that of a run, whatever devices it was on, or of a Hugging Face folder; on one device."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.data import CORPORA, Tokenizer
+from jgraph.data.tokenizer import TOKENIZER_FILE
+from jgraph.errors import ConfigError, require
+from jgraph.inference.generate import ENDED, stream
+from jgraph.inference.text import TextStream
+from jgraph.interop.folder import Folder
+from jgraph.interop.load import load as load_folder
+from jgraph.modules import FunctionalModel
+from jgraph.training.config import TrainConfig
+from jgraph.training.origin import kept_config, names_of
+from jgraph.training.saved import SavedRun
+from jgraph.training.setup import functional_model
+from jgraph.tree import leaf_names, path_name
+
+Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model with its parameters and its tokenizer, on one device. Made by `jgraph.load`.
+
+    Attributes:
+        model: as pure functions.
+        params: in the model's own tree.
+        carried: the model's other state.
+        tokenizer: `encode` and `decode`.
+        config: of the run; of a folder, with the model's settings.
+        window: tokens that the model was trained to see at most; None where that is not known.
+        source: where it came from.
+    """
+
+    model: FunctionalModel = field(repr=False)
+    params: Tree = field(repr=False)
+    carried: Tree = field(repr=False)
+    tokenizer: Tokenizer
+    config: TrainConfig = field(repr=False)
+    window: int | None
+    source: str
+
+    def __repr__(self) -> str:
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        name = self.config.module.rpartition(":")[2]
+        return f"{name} of {self.source}: {size:,} parameters, tokenizer {self.tokenizer.name}, window {self.window}"
+
+    def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
+        """Continues a text, or several at once; returns the new text, or a list of them. Takes what `stream` takes."""
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = ["" for _ in several]
+        for number, piece in self.stream(several, **settings):
+            texts[number] += piece
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def stream(self, prompts: Sequence[str], *, stop: Sequence[str] = (), **settings: Any) -> Iterator[tuple[int, str]]:
+        """Continues several texts at once; yields (index of the prompt, a piece of new text) as they come.
+
+        Args:
+            prompts: texts.
+            stop: texts that end a continuation; they are not part of it, nor are the tokenizer's end-of-text tokens.
+            settings: `max_tokens`, `temperature`, `top_k`, `top_p`, `key`, `window` of `jgraph.generate`.
+
+        Raises:
+            ConfigError: an argument has a value that cannot work. DataError: there is no tokenizer.
+        """
+        require(all(stop), "stop", "an empty text", "a text")
+        rows = [self.tokenizer.encode(prompt) for prompt in prompts]
+        settings = {"window": self.window, "carried": self.carried} | settings
+        steps = stream(self.model, self.params, rows, stop=self.tokenizer.ends, **settings)
+        return _pieces(steps, [TextStream(self.tokenizer.decode, row, stop) for row in rows])
+
+
+def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tuple[int, str]]:
+    for tokens_B in steps:
+        for number, (text, token) in enumerate(zip(texts, tokens_B.tolist(), strict=True)):
+            if token != ENDED and (piece := text.push(token)):
+                yield number, piece
+        if all(text.ended for text in texts):
+            return
+    for number, text in enumerate(texts):
+        if piece := text.finish():
+            yield number, piece
+
+
+def load(path: str | Path, step: int | None = None) -> Loaded:
+    """Loads the model of a run directory or of a Hugging Face folder onto the first device.
+
+    Args:
+        path: of either. A run may be over any devices, of any layout, and may be going on.
+        step: of a run's checkpoint; None for the newest.
+
+    Raises:
+        ConfigError: there is neither. CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    path = Path(path)
+    if not (path / "config.json").exists():
+        must = "a run directory or a Hugging Face folder, which have a config.json"
+        raise ConfigError(f"`run` is {path}: must be {must}", field="run")
+    return _of_folder(path, step) if _is_folder(path) else _of_run(path, step)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return "architectures" in json.loads((path / "config.json").read_text())
+    except (ValueError, RecursionError):
+        return False  # which its reader says
+
+
+def _of_run(path: Path, step: int | None) -> Loaded:
+    saved = SavedRun(path, step)
+    model = saved.model
+    params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
+    carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
+    saved.close()
+    source = f"{path} after {saved.step} steps"
+    return Loaded(model, params, carried, _tokenizer_of(saved), saved.config, saved.config.seq_len, source)
+
+
+def _tokenizer_of(saved: SavedRun) -> Tokenizer:
+    data, vocab_size = Path(saved.config.data), getattr(saved.config.model, "vocab_size", 256)
+    for file in (saved.dir.origin / TOKENIZER_FILE, data / TOKENIZER_FILE):
+        if file.exists():
+            return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
+    if saved.config.data in CORPORA or data.is_file() or vocab_size <= 256:
+        return Tokenizer.of_bytes()
+    return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
+
+
+def _of_folder(path: Path, step: int | None) -> Loaded:
+    require(step is None, "step", step, "left out for a Hugging Face folder")
+    config = TrainConfig()
+    folder, names = Folder(path, field="run"), names_of(config.module, field="run")
+    # In the folder's own dtype: nothing here sums up updates, for which float32 would be needed.
+    dtype: Any = folder.config.get("dtype", folder.config.get("torch_dtype"))
+    dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+    settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=dtype)
+    window = folder.config.get("max_position_embeddings")
+    config = dataclasses.replace(config, model=settings, init_from=str(path), preset="")
+    model = functional_model(config)
+    parts, leaves = names.parts(settings), jax.tree.leaves(model.shapes)
+    by_name = dict(zip(leaf_names(model.shapes), (leaf.shape for leaf in leaves), strict=True))
+    folder.check(parts, by_name, names.ignored(settings))
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), model.shapes)
+    file = path / TOKENIZER_FILE
+    of_file = partial(Tokenizer.of_file, file, ends=_ends(folder.config), add_special_tokens=True)
+    tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
+    return Loaded(model, load_folder(folder, parts, like), model.carried, tokenizer, config, window, str(path))
+
+
+def _ends(config: dict[str, Any]) -> list[int]:
+    """Returns the tokens that end a text, by a folder's config.json."""
+    found = config.get("eos_token_id")
+    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]

@@ -1,0 +1,175 @@
+"""A GPT that draws one token after the other: the keys and values of those before stay in a cache.
+
+The same numbers as `GPT.logits`, in other shapes: a single token's products are bound by reading the weights. So these are cast
+once, and every matrix lies with the axis that a product sums over last: a kernel takes whole rows as they lie.
+"""
+
+# B batch, T prompt, C slots of the cache, D model, F output of a product, H query heads, G key/value heads, R = H / G,
+# E = 2G keys and values, K head size, V vocabulary
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jgraph
+from jgraph.kernels.matvec import fits, matvec
+from jgraph.modules import Decoder
+from jgraph_models.gpt_config import GPTConfig
+from jgraph_models.rotary import rotate
+
+Tree = Any
+
+
+def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
+    """Returns a GPT in the pieces that draw text.
+
+    Args:
+        rotary_of, kernel_of: give the tables of so many positions, and the attention kernel of a prompt.
+    """
+    dtype = jnp.dtype(config.compute_dtype)
+    H, G, K = config.num_heads, config.num_kv_heads, config.head_size
+
+    def prepare(params: Tree, carried: Tree) -> Tree:
+        def ready(path: Any, leaf: Array) -> Array:
+            name = path[-1].key
+            return leaf.T.astype(dtype) if name == "kernel" else leaf.astype(dtype) if name == "bias" else leaf
+
+        blocks, numbers = params["blocks"], range(config.num_layers)
+        layers = [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
+        embedding_VD = params["embedding_VD"].astype(dtype)
+        weights = {"embedding_VD": embedding_VD, "norm": params["norm"]}
+        if config.head == "untied":
+            weights["head_VD"] = params["head_DV"].T.astype(dtype)
+        return weights | {"layers": [jax.tree_util.tree_map_with_path(ready, layer) for layer in layers]}
+
+    def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Tree]:
+        tables = rotary_of(config, length)
+        T = tokens_BT.shape[1]
+        rotary_T1K = tuple(table[:T] for table in tables)
+        x_BTD, caches = weights["embedding_VD"][tokens_BT], []
+        for layer in weights["layers"]:
+
+            def attend(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array) -> Array:
+                k_BTGK = rotate(k_BTGK, rotary_T1K)
+                kv_BETK = jnp.concatenate([k_BTGK, v_BTGK], axis=2).swapaxes(1, 2)
+                caches.append(jnp.pad(kv_BETK, ((0, 0), (0, 0), (0, slots - T), (0, 0))))
+                q_BTHK = rotate(q_BTHK, rotary_T1K)
+                with jgraph.scope("attention"):
+                    kernel = kernel_of(config)
+                    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation=kernel)
+
+            x_BTD = block(layer, x_BTD, attend)
+        x_BD = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+        return logits(weights, x_BD), {"layers": caches, "rotary": [jnp.asarray(table) for table in tables]}
+
+    def decode(weights: Tree, tokens_B: Array, cache: Tree, positions_B: Array) -> tuple[Array, Tree]:
+        rotary_B1K: Any = tuple(table[positions_B] for table in cache["rotary"])
+        x_BD, caches = weights["embedding_VD"][tokens_B], []
+        for layer, kv_BECK in zip(weights["layers"], cache["layers"], strict=True):
+
+            def attend(q_BHK: Array, k_BGK: Array, v_BGK: Array, kv_BECK: Array = kv_BECK) -> Array:
+                new_BEK = jnp.concatenate([rotate(k_BGK, rotary_B1K), v_BGK], axis=1)
+                kv_BECK = write(kv_BECK, new_BEK, positions_B)
+                caches.append(kv_BECK)
+                with jgraph.scope("attention"):
+                    return read(rotate(q_BHK, rotary_B1K), kv_BECK, positions_B)
+
+            x_BD = block(layer, x_BD, attend)
+        return logits(weights, x_BD), {"layers": caches, "rotary": cache["rotary"]}
+
+    def block(layer: Tree, x: Array, attend: Any) -> Array:
+        """Attention and MLP of tokens [..., D]; `attend` takes queries, keys and values [..., heads, K]."""
+        own = layer["attention"]
+        qkv = linear(x, **own["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
+        q, k, v = jnp.split(qkv, [H, H + G], axis=-2)
+        if config.qk_norm == "head":
+            q, k = norm(q, own["q_norm"]), norm(k, own["k_norm"])
+        x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
+        own, activation = layer["mlp"], gated if config.mlp == "swiglu" else jax.nn.gelu
+        hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
+        return linear(hidden, **own["down"], bias=x)
+
+    def linear(
+        x: Array,
+        kernel: Array,
+        bias: Array | None = None,
+        *,
+        normed: Tree | None = None,
+        activation: Any = None,
+        dtype: Any = dtype,
+    ) -> Array:
+        """Applies a linear layer, whose matrix is [F, D], to tokens [..., D] or to their norm; `bias` is added at the end."""
+        parts = 2 if activation is gated else 1
+
+        def of_one(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+            scale_D, add_F = normed and normed["scale"], None if bias is None else bias.reshape(-1)
+            before: Any = {"scale_D": scale_D, "epsilon": config.norm_eps}
+            y_F = matvec(x.reshape(-1), kernel, **before, activation=activation, parts=parts, add_F=add_F, dtype=dtype)
+            return y_F.reshape(*x.shape[:-1], -1)
+
+        def of_any(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+            x = norm(x, normed) if normed else x
+            y = jnp.einsum("...d,fd->...f", x, kernel, preferred_element_type=jnp.float32)
+            y = (activation(*jnp.split(y, parts, axis=-1)) if activation else y).astype(dtype)
+            return y if bias is None else y + bias
+
+        if x.size > x.shape[-1] or not fits(x.reshape(-1), kernel, parts):
+            return of_any(x, kernel, bias, normed)
+        return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=of_one, default=of_any)
+
+    def norm(x: Array, own: Tree) -> Array:
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps) * own["scale"].astype(jnp.float32)
+        return (x32 * scale).astype(dtype)
+
+    def logits(weights: Tree, x_BD: Array) -> Array:
+        head_VD = weights["head_VD" if config.head == "untied" else "embedding_VD"]
+        return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
+
+    def read(q_BHK: Array, kv_BECK: Array, positions_B: Array) -> Array:
+        """Attends to what is in the cache, up to each row's position; all of it, once that is beyond the last slot."""
+        q_BGRK = q_BHK.reshape(-1, G, H // G, K)
+        k_BGCK, v_BGCK = kv_BECK[:, :G], kv_BECK[:, G:]
+        scores_BGRC = K**-0.5 * contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
+        seen_BC = jnp.arange(kv_BECK.shape[2]) <= positions_B[:, None]
+        shares_BGRC = jax.nn.softmax(jnp.where(seen_BC[:, None, None], scores_BGRC, -jnp.inf)).astype(dtype)
+        return contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
+
+    return Decoder(prepare, prefill, decode)
+
+
+def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
+    """Puts each row's newest keys and values in the slot of its position; the oldest make room."""
+    slots_B = positions_B % kv_BECK.shape[2]
+    if len(positions_B) == 1:
+        return jax.lax.dynamic_update_slice_in_dim(kv_BECK, new_BEK[:, :, None], slots_B[0], axis=2)
+    rows_B = jnp.arange(len(positions_B))
+    return kv_BECK.at[rows_B, :, slots_B].set(new_BEK, unique_indices=True, indices_are_sorted=True)
+
+
+def gated(gate: Array, up: Array) -> Array:
+    """SwiGLU, after its products."""
+    return jax.nn.silu(gate) * up
+
+
+def contract(subscripts: str, x: Array, y: Array) -> Array:
+    """Returns an einsum in float32, on NVIDIA GPUs as a sum of products, which XLA fuses with what is around it."""
+
+    def by_sum(x: Array, y: Array) -> Array:
+        inputs, out = subscripts.split("->")
+        of_x, of_y = inputs.split(",")
+        (summed,) = (set(of_x) | set(of_y)) - set(out)
+        axes = out + summed if of_y.endswith(summed) else out[:-1] + summed + out[-1]
+
+        def aligned(array: Array, own: str) -> Array:
+            array = jnp.transpose(array.astype(jnp.float32), [own.index(axis) for axis in axes if axis in own])
+            return jnp.expand_dims(array, [i for i, axis in enumerate(axes) if axis not in own])
+
+        return jnp.sum(aligned(x, of_x) * aligned(y, of_y), axis=axes.index(summed))
+
+    def by_product(x: Array, y: Array) -> Array:
+        return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+    return jax.lax.platform_dependent(x, y, cuda=by_sum, default=by_product)

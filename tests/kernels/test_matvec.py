@@ -1,0 +1,70 @@
+"""The kernel's own body, interpreted on the CPU, against numpy in float64; compiled for a GPU that is not here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph.errors import ShapeError
+from jgraph.kernels.matvec import matvec
+from jgraph.xla import aot
+
+
+def arrays(D, F, dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = {"x_D": (D,), "weights_FD": (F, D), "scale_D": (D,), "add_F": (F,)}
+    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+
+
+def gated(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def reference(x_D, weights_FD, scale_D=None, add_F=0.0, epsilon=0.0):
+    x_D, weights_FD = np.asarray(x_D, np.float64), np.asarray(weights_FD, np.float64)
+    if scale_D is not None:
+        x_D = x_D / np.sqrt(np.mean(x_D**2) + epsilon) * np.asarray(scale_D, np.float64)
+    return weights_FD @ x_D + np.asarray(add_F, np.float64)
+
+
+# A single power of two; pieces of four sizes; more than one piece of the largest.
+@pytest.mark.parametrize("D", [64, 240, 4112])
+@pytest.mark.parametrize("given", [(), ("add_F",), ("scale_D",), ("scale_D", "add_F")])
+def test_norm_product_and_sum_are_those_of_numpy(D, given):
+    every = arrays(D, 8)
+    own = {name: every[name] for name in ("x_D", "weights_FD", *given)}
+    choices = {"epsilon": 0.5} if "scale_D" in given else {}
+    found = matvec(**own, **choices, interpret=True)
+    np.testing.assert_allclose(found, reference(**own, **choices), atol=2e-5 * D**0.5)
+
+
+def test_an_activation_joins_the_parts_of_the_rows():
+    own = arrays(64, 16)
+    del own["scale_D"], own["add_F"]
+    found = matvec(**own, activation=gated, parts=2, interpret=True)
+    np.testing.assert_allclose(found, gated(*np.split(reference(**own).astype(np.float32), 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_sums_are_in_float32_and_results_of_the_dtype_asked_for():
+    x_D, weights_FD = jnp.ones(2064, jnp.bfloat16), jnp.ones((4, 2064), jnp.bfloat16)
+    assert matvec(x_D, weights_FD, dtype=jnp.float32, interpret=True).tolist() == [2064.0] * 4
+    assert matvec(x_D, weights_FD, interpret=True).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("D", "F", "parts"), [(60, 8, 1), (64, 6, 1), (64, 12, 2)])
+def test_sizes_that_the_kernel_does_not_take_are_refused(D, F, parts):
+    own = arrays(D, F)
+    with pytest.raises(ShapeError) as error:
+        matvec(own["x_D"], own["weights_FD"], parts=parts)
+    assert error.value.field == "weights_FD"
+
+
+@pytest.mark.target
+@pytest.mark.long
+@pytest.mark.parametrize("activation", [jax.nn.gelu, gated])
+def test_it_is_one_kernel_for_an_h200(h200, activation):
+    own = jax.eval_shape(lambda: arrays(2048, 8192, "bfloat16"))
+    del own["add_F"]
+    parts = 2 if activation is gated else 1
+    _, report = aot.compile_for(jax.jit(lambda own: matvec(**own, activation=activation, parts=parts)), own)
+    assert report.total == 1
