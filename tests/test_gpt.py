@@ -177,6 +177,22 @@ def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monk
         attention_kernel(config, 64)
 
 
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_what_is_made_again_is_not_kept_and_gives_the_same_gradients(scan_layers):
+    def trained(remat):
+        model = GPT(replace(num_layers=4, scan_layers=scan_layers), rngs=nnx.Rngs(0))
+        model.remat = remat
+        graphdef, params = nnx.split(model, nnx.Param)
+        residuals = jax.eval_shape(lambda p: jax.vjp(lambda p: nnx.merge(graphdef, p).loss(TOKENS), p)[1], params)
+        return sum(leaf.size for leaf in jax.tree.leaves(residuals)), loss_and_grads(graphdef, params)
+
+    (kept, expected), (few, found) = trained("nothing"), trained("layer")
+    weights = sum(leaf.size for leaf in jax.tree.leaves(expected[1]))
+    assert few - weights < 0.3 * (kept - weights)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 # --- Sizes ---
 
 

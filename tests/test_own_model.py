@@ -67,3 +67,8 @@ def test_a_model_without_settings_can_be_trained_and_has_no_flags(tmp_path, caps
 def test_a_model_that_says_nothing_of_pipelines_is_refused_in_one_with_its_flag(tmp_path, capsys):
     assert run(tmp_path / "run", "Normed", "--pp", "2", "--num-microbatches", "4") == 2
     assert "--pp is 2: must be 1 for tests.own:Normed" in capsys.readouterr().err
+
+
+def test_a_model_that_says_nothing_of_making_layers_again_is_refused(tmp_path, capsys):
+    assert run(tmp_path, "Normed", "--remat", "layer") == 2
+    assert "--remat is layer: must be nothing for tests.own:Normed" in capsys.readouterr().err

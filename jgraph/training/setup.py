@@ -337,9 +337,16 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
         settings = [in_fp8()]
     tokens_BS = jax.ShapeDtypeStruct((1, config.seq_len + 1), jnp.int32)
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
+    remats = config.remat != "nothing" and not config.is_pipeline  # whose stages see to it
 
     def make() -> Any:
-        return call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
+        made = call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
+        if remats and (is_linen or not hasattr(made, "remat")):
+            message = f"must be nothing for {config.module}, which has no attribute `remat`, except in a pipeline"
+            raise ConfigError(f"`remat` is {config.remat}: {message}", field="remat")
+        if remats:
+            made.remat = config.remat
+        return made
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
         return functional(make, tokens_BS, key=config.seed)

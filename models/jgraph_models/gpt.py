@@ -39,6 +39,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.remat: Literal["nothing", "layer"] = "nothing"  # set by who trains it
         self.blocks: Any  # a list of blocks, or one block whose arrays have the layers as their first axis
         init = nnx.initializers.normal(_INIT_SCALE)
         self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
@@ -74,12 +75,22 @@ class GPT(nnx.Module):
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
-            step = nnx.scan(lambda x_BTD, block: block(x_BTD, rotary_T1K), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            x_BTD = step(x_BTD, self.blocks)
+
+            def one(x_BTD: Array, block: Block) -> Array:
+                return block(x_BTD, rotary_T1K)
+
+            # A loop keeps by itself what is made again apart from what was made before.
+            one = nnx.remat(one, prevent_cse=False) if self.remat == "layer" else one
+            x_BTD = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
             add_BTD, kernel = None, "xla" if self.config.norm == "xla" else "fused"
+
+            def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+                return block.parts(x_BTD, add_BTD, rotary_T1K, kernel)
+
+            parts = nnx.remat(parts) if self.remat == "layer" else parts
             for block in self.blocks:
-                x_BTD, add_BTD = block.parts(x_BTD, add_BTD, rotary_T1K, kernel)
+                x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
             return added_and_normed(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
 
