@@ -18,9 +18,7 @@ FLAGS = (
 @pytest.mark.parametrize(
     ("num_devices", "flags"),
     [
-        pytest.param(4, "--pp 4", marks=pytest.mark.once),
         (2, "--fsdp 2 --profile 6:8"),
-        pytest.param(4, "--fsdp 4", marks=pytest.mark.once),
         pytest.param(4, "--pp 2 --dp 2 --schedule zb-v", marks=pytest.mark.once),
         pytest.param(4, "--pp 2 --fsdp 2", marks=pytest.mark.once),
     ],

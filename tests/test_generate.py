@@ -91,7 +91,9 @@ def test_seeds_reproduce_and_differ():
 # --- A cache of keys and values ---
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "gpt")) for kind in MODELS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long, pytest.mark.once] * (kind != "llama")) for kind in MODELS]
+)
 def test_greedy_text_from_a_cache_is_that_of_the_whole_model_and_of_each_prompt_alone(kind):
     model, params = gpt(**MODELS[kind])
     found = rows(jgraph.generate(model, params, PROMPTS, max_tokens=12, temperature=0))

@@ -356,6 +356,7 @@ def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told,
 
 
 @pytest.mark.target
+@pytest.mark.long
 @pytest.mark.once
 def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200, tmp_path):
     file = tmp_path / "report.json"

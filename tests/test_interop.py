@@ -26,6 +26,8 @@ from jgraph_models.gpt import GPT, GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from tests import tiny
 
+pytestmark = pytest.mark.once
+
 LLAMA = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=256, mlp="swiglu", head="untied",
     compute_dtype="float32",

@@ -16,6 +16,8 @@ from jgraph.inference.text import TextStream
 from jgraph.train import main
 from tests import tiny
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):

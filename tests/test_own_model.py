@@ -17,15 +17,15 @@ def run(run_dir, module, *flags):
     return main([*FLAGS, "--run-dir", str(run_dir), *model, *flags])
 
 
-STRATEGIES = [
-    pytest.param((), id="one", marks=pytest.mark.once),
-    pytest.param(("--dp", "2"), id="dp", marks=pytest.mark.once),
-    pytest.param(("--fsdp", "2", "--num-microbatches", "2"), id="fsdp"),
-]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("module", ["Normed", pytest.param("Linen", marks=pytest.mark.once)])
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [
+        pytest.param("Normed", (), marks=pytest.mark.once),
+        ("Normed", ("--fsdp", "2", "--num-microbatches", "2")),
+        pytest.param("Linen", ("--dp", "2"), marks=pytest.mark.once),
+    ],
+    ids=["NNX, one", "NNX, fsdp", "Linen, dp"],
+)
 def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_never_stopped(tmp_path, module, strategy):
     settings = ("--model.width", "8", "--model.rate", "0.1", "--checkpoint-every", "10", "--checkpoint-keep", "3", *strategy)
     assert run(tmp_path, module, *settings) == 0

@@ -131,7 +131,6 @@ def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
     [
         (2, 1, 1, "aligned", 5, "tied", "aligned"),
         (2, 2, 1, "zb-h1", 4, "untied", "general"),
-        (2, 1, 1, "zb-v", 5, "tied", "general"),
     ],
 )
 def test_a_pipeline_trains_and_is_evaluated_as_one_device_does(pp, dp, chunks, schedule, num_layers, head, runtime):

@@ -64,8 +64,6 @@ once = pytest.mark.once
             {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1},
             marks=once,
         ),
-        pytest.param({"pp": 2, "num_microbatches": 2}, {}, marks=once),
-        pytest.param({"pp": 2, "dp": 2, "num_microbatches": 2}, {("all-reduce", FLOAT): 1}, marks=once),
         # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.
         pytest.param(
             {"pp": 2, "fsdp": 2, "dp": 2, "num_microbatches": 2},

@@ -10,6 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from jgraph.inference.sampling import draw, likely, settings_of
 
+pytestmark = pytest.mark.once
+
 LOGITS = np.log(np.array([0.02, 0.4, 0.08, 0.25, 0.05, 0.2], np.float32))
 
 

@@ -219,7 +219,8 @@ def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, ker
     """Returns the stream with what is added to it, and its norm."""
     if kernel == "fused":
         assert norm.scale is not None
-        return jgraph.rms_norm(x_BTD, norm.scale[...], add=add_BTD, epsilon=norm.epsilon)
+        scale_D = norm.scale[...].astype(x_BTD.dtype)  # as RMSNorm does; over devices it is gathered so
+        return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 

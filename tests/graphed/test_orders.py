@@ -22,7 +22,7 @@ from jgraph.schedule.schedule import Schedule
 from tests.graphed import chain
 from tests.schedule.strategies import random_schedule
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.once]
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
 HAZARDS = {row["name"]: row["args"] for row in GOLDENS["hazardous"]}

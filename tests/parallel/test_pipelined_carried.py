@@ -107,7 +107,7 @@ LONG = pytest.mark.long
     ("schedule", "axes", "choices"),
     [
         ("aligned", [("pipe", 4)], {}),
-        pytest.param("zb-v", [PIPE], {"chunks": 2}, marks=pytest.mark.once),
+        pytest.param("zb-v", [PIPE], {"chunks": 2}, marks=[LONG, pytest.mark.once]),
         pytest.param("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}, marks=pytest.mark.once),
         pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=pytest.mark.once),
         pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=LONG),
@@ -128,7 +128,9 @@ def carried_and_params(step, rows):
     return state.carried, state.params
 
 
-@pytest.mark.parametrize("choices", [{}, {"engine": "dispatch"}, pytest.param({"remat": "layer"}, marks=LONG)], ids=str)
+@pytest.mark.parametrize(
+    "choices", [{}, pytest.param({"engine": "dispatch"}, marks=LONG), pytest.param({"remat": "layer"}, marks=LONG)], ids=str
+)
 def test_a_layer_takes_a_key_and_then_its_state(choices):
     rows = batch()
     step = step_of("zb-h1", PIPE, model=replace(MODEL, layer=keyed, takes_key=True), **choices)

@@ -12,6 +12,8 @@ from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 
+pytestmark = pytest.mark.once
+
 L, M, STEPS = 4, 4, 10
 OPTIMIZERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(1e-2)}
 
