@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from tests.test_pipeline_training import FAST_COMPILE
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.once]
 
 # Few lines, so that nothing but the loop itself waits for a step.
 FLAGS = (
@@ -17,11 +17,7 @@ FLAGS = (
 
 @pytest.mark.parametrize(
     ("num_devices", "flags"),
-    [
-        (2, "--fsdp 2 --profile 6:8"),
-        pytest.param(4, "--pp 2 --dp 2 --schedule zb-v", marks=pytest.mark.once),
-        pytest.param(4, "--pp 2 --fsdp 2", marks=pytest.mark.once),
-    ],
+    [(2, "--fsdp 2 --profile 6:8"), (4, "--pp 2 --dp 2 --schedule zb-v"), (4, "--pp 2 --fsdp 2")],
 )
 def test_a_run_trains_evaluates_and_saves_with_a_device_for_each_rank_and_no_more(tmp_path, num_devices, flags):
     process = tiny.start(tmp_path / "run", *FLAGS, *flags.split(), num_devices=num_devices)

@@ -10,7 +10,7 @@ from jgraph.training.graph import measure_graph
 from jgraph.training.setup import TrainSetup
 from tests import tiny
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.once]
 
 FLAGS = ("--steps", "6", "--checkpoint-every", "3", "--dp", "2", "--sample-tokens", "0", "--graph", "measure")
 
@@ -64,7 +64,6 @@ def test_a_run_that_goes_on_takes_its_choice_without_measuring(half, measurement
     assert len(measurements) == 1
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("change", ["devices", "damage"])
 def test_other_devices_and_a_damaged_file_are_measured_again(half, measurements, change):
     flags = FLAGS
