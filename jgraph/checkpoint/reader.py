@@ -26,7 +26,8 @@ class CheckpointReader:
         self._directory = Path(directory).absolute()
         if not self._directory.is_dir():
             raise CheckpointError(f"{directory}: there is no checkpoint yet")
-        options = ocp.CheckpointManagerOptions(read_only=True)
+        # The others follow from the first; unsaid, Orbax warns of each.
+        options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         steps = sorted(self._manager.all_steps())
         if not steps:
