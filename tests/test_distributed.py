@@ -197,14 +197,19 @@ def free_port() -> int:
 
 
 def start(run_dir, *flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """A tiny run of replicas, as `start_two`."""
+    return start_two(*FLAGS, "--run-dir", str(run_dir), "--dp", "2", *flags, odd_flags=odd_flags)
+
+
+def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
     """A run of two processes with a device each; `odd_flags` are for the second alone."""
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", "2")
     return [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "jgraph.train", *FLAGS, "--run-dir", str(run_dir), "--dp", "2", *flags),
-                *(*address, "--distributed.process-id", str(process), *(odd_flags if process else ())),
+                *(sys.executable, "-m", "jgraph.train", *flags, *address),
+                *("--distributed.process-id", str(process), *(odd_flags if process else ())),
             ],
             cwd=tiny.ROOT,
             env=environ,

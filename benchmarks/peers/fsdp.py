@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
-from benchmarks.peers.torch_gpt import GPT, adamw, to_float8
+from benchmarks.peers.torch_gpt import GPT, adamw, to_float8, warm_up
 from jgraph.training.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -168,12 +168,7 @@ def flat_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:
 
 def captured(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     """Captures a step, whose inputs stay where they are, with its all-reduce."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(4):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog is another thread and asks for events meanwhile.

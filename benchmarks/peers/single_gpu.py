@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.peers.torch_gpt import GPT, adamw, to_float8
+from benchmarks.peers.torch_gpt import GPT, adamw, to_float8, warm_up
 from jgraph.training.config import TrainConfig
 
 
@@ -38,12 +38,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(4):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(step)
     run: Any = step
     if "graph" in variant:
         graph = torch.cuda.CUDAGraph()

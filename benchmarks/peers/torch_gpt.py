@@ -6,6 +6,7 @@ Dtype policy as ours: float32 weights cast at use (what autocast does without it
 
 # B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -142,3 +143,13 @@ def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False
         fused=True,
         capturable=capturable,
     )
+
+
+def warm_up(step: Callable[[], Any]) -> None:
+    """Runs a step on a stream of its own until all that it makes once is made, so that it can be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)

@@ -34,7 +34,7 @@ _AHEAD = 4
 
 
 class Carry(NamedTuple):
-    """What a token's program donates and gives back.
+    """Holds what a token's program donates and gives back.
 
     Attributes:
         tokens: [B], drawn last, `ENDED` in rows that have ended.

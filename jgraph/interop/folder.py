@@ -42,7 +42,7 @@ class Folder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What config.json says."""
+        """The content of config.json."""
         return self._json(CONFIG_FILE)
 
     def settings(self, names: HuggingFace, base: Any) -> Any:

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.device import find
 from jgraph.errors import ShapeError, check_choice
+from jgraph.kernels.target import target
 
 _ROWS = 64
 """Tokens of a group of threads, which are the rows of one product."""
@@ -68,8 +68,7 @@ def choose(shape: tuple[int, ...], dtype: Any) -> str:
 
 def has_kernel() -> bool:
     """Returns if the device that is compiled for has the kernel's products, which are Hopper's alone."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    device = find((target or jax.devices()[0]).device_kind)
+    device = target()
     return device is not None and device.capability == (9, 0) and jax.__version_info__ >= (0, 11)
 
 
@@ -216,7 +215,7 @@ def _call(kernel: Any, qkv: Array, outs: list[tuple[int, ...]], room: dict[str, 
 
 
 class _Head:
-    """What forward and backward have in common: a head in shared memory, rotated; `wg` has its own 64 tokens of it."""
+    """Holds what forward and backward have in common: a head in shared memory, rotated; `wg` has its own 64 tokens of it."""
 
     def __init__(
         self, qkv: Any, q: Any, k: Any, v: Any, cos: Any, sin: Any, loaded: Any, ready: Any, dy: Any = None, g: Any = None

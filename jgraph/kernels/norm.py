@@ -8,6 +8,7 @@ one, XLA moves 151 MB forward, copies included, and 151 backward.
 # M rows, D model
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.device import find
 from jgraph.errors import ShapeError, check_choice
+from jgraph.kernels.target import target
 
 _ROWS = 4
 """A row is a warp's: sums over it need no shared memory."""
@@ -48,7 +49,7 @@ def rms_norm(
 
     Args:
         x: [..., D], bfloat16 or float32.
-        scale_D: float32.
+        scale_D: float32, or as x.
         add: as x; None adds nothing.
         epsilon: added to the mean square.
         implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, D a multiple of 128 and at most 2048, rows a
@@ -76,8 +77,7 @@ def rms_norm(
 
 def choose(shape: tuple[int, ...], dtype: Any) -> str:
     """Returns the implementation for an array on the device that is compiled for."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    device = find((target or jax.devices()[0]).device_kind)
+    device = target()
     has_kernel = device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
     return "mosaic" if has_kernel and _fits(shape, dtype) else "xla"
 
@@ -89,7 +89,7 @@ def _fits(shape: tuple[int, ...], dtype: Any) -> bool:
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape[:-1], 1)
+    return math.prod(shape[:-1])
 
 
 def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float, interpret: bool) -> tuple[Array, Array]:

@@ -16,9 +16,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.device import find
 from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
+from jgraph.kernels.target import target
 
 Want = Literal["both", "rows", "columns", "amax"]
 _WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}
@@ -123,7 +123,7 @@ def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want
 
 _NAMES: dict[Want, str] = {want: f"_jgraph_quantize_{want}" for want in get_args(Want)}
 CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgraph_amax": "amax"}
-"""What is wanted of each jitted function, by its name, by which its calls are found in a trace."""
+"""Names of the jitted functions, by which their calls are found in a trace, and what is wanted of each."""
 
 
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
@@ -154,9 +154,8 @@ def choose(shape: tuple[int, ...]) -> str:
 
 
 def has_kernel() -> bool:
-    """Returns if the device that is compiled for has a kernel: the abstract device of the mesh in context, else jax's first."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    device = find((target or jax.devices()[0]).device_kind)
+    """Returns if the device that is compiled for has a kernel."""
+    device = target()
     # Mosaic of jax 0.10 finds no way to store these tiles.
     return device is not None and device.has_fp8 and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
 

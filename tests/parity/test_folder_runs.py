@@ -1,9 +1,6 @@
 """Folders of transformers through a run and out again, and loaded by transformers."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -21,7 +18,7 @@ from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.parity import folders  # noqa: E402
 from tests.parity.test_hugging_face import TOKENS, opened  # noqa: E402
-from tests.test_distributed import finish, free_port  # noqa: E402
+from tests.test_distributed import finish, start_two  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -70,29 +67,12 @@ def text(tmp_path):
     return path
 
 
-def started(*flags):
-    """A run of two processes with a device each."""
-    address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", "2")
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "jgraph.train", *FLAGS, *flags, *address, "--distributed.process-id", str(process)],
-            cwd=tiny.ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-
-
 @pytest.mark.long
 @pytest.mark.once
 def test_two_processes_bring_a_folder_in_and_out_bit_for_bit(text, tmp_path):
     theirs = folders.save("qwen2", tmp_path / "theirs", torch.bfloat16)
     flags = ("--init-from", str(theirs), "--data", str(text), "--run-dir", str(tmp_path / "run"))
-    (code, _, err), quiet = finish(started(*flags, "--fsdp", "2", "--steps", "1", "--freeze", "*"))
+    (code, _, err), quiet = finish(start_two(*FLAGS, *flags, "--fsdp", "2", "--steps", "1", "--freeze", "*"))
     assert (code, err, quiet) == (0, "", (0, "", ""))
     assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "ours")]) == 0
     assert_same_tensors(tmp_path / "ours", theirs)

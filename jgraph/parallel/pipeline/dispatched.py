@@ -145,7 +145,7 @@ class Dispatched:
 
     @cached_property
     def _homes(self) -> list[tuple[Replica, int]]:
-        """Which replica's rank each device is, in their order."""
+        """The replica and rank of each device, in their order."""
         places = {replica.shards[rank]: (replica, rank) for replica in self.replicas for rank in range(len(replica.devices))}
         return [places[place] for place in sorted(places)]
 

@@ -88,7 +88,7 @@ class RankRuntime:
         return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 
     def nothing(self) -> Array:
-        """What an action would make for another rank, where there is none: anything."""
+        """Returns what stands for an action's result where there is none: an array of its shape, not cleared."""
         return lax.empty(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
 
     # What goes in
