@@ -122,5 +122,7 @@ def soak(
         faulthandler.cancel_dump_traceback_later()
         if step * 10 // steps > (step - 1) * 10 // steps:
             median = statistics.median(times)
-            told = {"ms": median, "slowest_ms": max(times), "late": sum(time > 2 * median for time in times)}
+            slowest = sorted(range(step), key=times.__getitem__)[:-6:-1]
+            told = {"ms": median, "slowest_ms": times[slowest[0]], "late": sum(time > 2 * median for time in times)}
+            told |= {"slowest": [[index + 1, times[index]] for index in slowest]}
             yield {"done": step, **told, **memory(), **facts()}
