@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -151,12 +151,15 @@ def write_file(field: str, path: Path, write: Callable[[Path], Any]) -> None:
 _RULE = r"[─-]{3,}"
 
 
-def parse(kind: Any, prog: str, about: str | None, args: Sequence[str], **settings: Any) -> Any:
+def parse(
+    kind: Any, prog: str, about: str | None, args: Sequence[str], *, elsewhere: Mapping[str, str] | None = None, **settings: Any
+) -> Any:
     """Parses arguments through tyro; returns the instance that they make, or None after --help, which is printed.
 
     Args:
         kind: a dataclass or a function; or those of the subcommands, by name.
         prog, about: name of the command, and the text of its help.
+        elsewhere: flags of other programs, and what is written here instead.
         settings: for `tyro.cli`.
 
     Raises:
@@ -176,7 +179,11 @@ def parse(kind: Any, prog: str, about: str | None, args: Sequence[str], **settin
             if isinstance(cause, JgraphError):
                 raise cause from None
             cause = cause.__context__
-        raise ConfigError(_unboxed(messages.getvalue()), field="") from None
+        told = _unboxed(messages.getvalue())
+        unknown = re.match(r"Unrecognized options: (--[\w.-]+)", told)
+        if unknown and (here := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
+            told = f"{unknown[1]} is no flag here: write {here}"
+        raise ConfigError(told, field="") from None
 
 
 def _unboxed(text: str) -> str:

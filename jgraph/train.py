@@ -27,6 +27,39 @@ from jgraph.training.presets import PRESETS, preset
 
 _PROG = "jgraph.train"
 _FIELDS = fields_of(TrainConfig)
+# As other trainers call them.
+ELSEWHERE = {
+    other: here
+    for here, others in {
+        "--optimizer.learning-rate": "lr learning-rate max-lr peak-lr",
+        "--optimizer.final-learning-rate": "min-lr",
+        "--optimizer.warmup-steps": "warmup warmup-steps warmup-iters lr-warmup-iters",
+        "--optimizer.weight-decay": "wd weight-decay",
+        "--optimizer.clip-norm": "clip-grad grad-clip max-grad-norm clip-norm",
+        "--optimizer.beta1": "beta1 adam-beta1",
+        "--optimizer.beta2": "beta2 adam-beta2",
+        "--steps": "max-steps num-steps train-steps train-iters max-iters iterations",
+        "--steps, in optimizer steps": "epochs num-epochs num-train-epochs",
+        "--batch-size, in sequences a step": "global-batch-size train-batch-size per-device-train-batch-size bs batch",
+        "--num-microbatches": "gradient-accumulation-steps grad-accum accumulate-grad-batches micro-batch-size",
+        "--seq-len": "seq-length sequence-length max-seq-len max-seq-length block-size context-length",
+        "--precision fp8": "fp8",
+        "--precision bf16": "bf16",
+        "--run-dir": "output-dir out-dir save-dir",
+        "--data": "dataset data-path train-data",
+        "--eval-every": "eval-interval eval-steps",
+        "--checkpoint-every": "save-interval save-steps save-every",
+        "--log-every": "log-interval logging-steps",
+        "--pp": "pipeline-parallel-size pipeline-model-parallel-size",
+        "--dp": "data-parallel-size",
+        "--remat layer": "gradient-checkpointing activation-checkpointing recompute",
+        "--init-from": "model-name-or-path load pretrained",
+        "--model.num-layers": "num-layers n-layer",
+        "--model.d-model": "d-model hidden-size n-embd",
+        "--model.num-heads": "num-heads num-attention-heads n-head",
+    }.items()
+    for other in map("--".__add__, others.split())
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +117,7 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
     flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
     default = flags(**_shallow(base) | {"module": module, "model": model})
     about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
-    found = cli.parse(flags, _PROG, about, args, default=default)
+    found = cli.parse(flags, _PROG, about, args, elsewhere=ELSEWHERE, default=default)
     return found and TrainConfig(**_shallow(found))
 
 

@@ -13,7 +13,7 @@ import tyro
 
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
-from jgraph.train import main, parse
+from jgraph.train import ELSEWHERE, main, parse
 from jgraph.training.presets import PRESETS
 from jgraph.training.setup import TrainSetup
 from tests import tiny
@@ -48,6 +48,26 @@ def test_an_unknown_preset_is_refused_with_the_list_of_presets(refused):
 
 def test_an_unknown_flag_is_refused_with_the_closest_one(refused):
     assert_names(refused("--stepps", "3"), "--stepps", "3", "did you mean --steps INT?")
+
+
+@pytest.mark.parametrize(
+    ("flag", "here"),
+    [
+        ("--lr=1", "--optimizer.learning-rate"),
+        ("--max_steps", "--steps"),
+        ("--fp8", "--precision fp8"),
+        ("--output-dir", "--run-dir"),
+    ],
+)
+def test_what_other_trainers_call_a_flag_is_refused_with_its_name_here(refused, flag, here):
+    assert_names(refused(flag), flag.partition("=")[0], f"write {here}")
+
+
+def test_every_name_here_of_another_trainers_flag_is_a_flag(capsys):
+    assert parse(["--help"]) is None
+    flags = set(re.findall(r"--[a-z0-9.-]+", capsys.readouterr().out))
+    assert {re.split(r"[ ,]", here)[0] for here in ELSEWHERE.values()} <= flags
+    assert not flags & set(ELSEWHERE)
 
 
 def test_a_bad_choice_is_refused_with_the_choices(refused):

@@ -198,6 +198,8 @@ BAD = [
     ([*SMALL, "--execution", "fast"], ["--execution", "fast", "dataflow", "neighbours", "lockstep"]),
     ([*SMALL, "--microbatchs", "3"], ["--microbatchs", "did you mean --microbatches INT?"]),
     ([*SMALL, "--svg"], ["--svg", "Expected 1 value"]),
+    ([*SMALL, "--svg", "a.png"], ["--svg is a.png", ".svg"]),
+    (["schedule", "a.csv"], ["a.csv", "--order"]),
     ([*SMALL, "--svg", "no/such/a.svg"], ["--svg", "no/such/a.svg", "No such file or directory"]),
     ([*SMALL, "--json", "."], ["--json", "Is a directory"]),
     ([*SMALL, "gpipe"], ["gpipe"]),

@@ -60,6 +60,7 @@ def test_a_run_shows_its_config_progress_summary_and_a_sample(run):
         "zlib -9 needs 1.",
         str(run_dir),
         "sample, from the held-out prompt",
+        f"python -m jgraph.sample {run_dir} --prompt",
     ):
         assert text in out
 

@@ -50,6 +50,7 @@ class ScheduleOptions:
         for name in given:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(0 <= self.latency <= _LONGEST, "latency", f"{self.latency:g}", f"a time, 0 to {_LONGEST:g}")
+        require(self.svg is None or self.svg.suffix == ".svg", "svg", self.svg, "a file that ends in .svg")
         self.times()
         if self.order is not None and (words := [self.name] * bool(self.name) + [f"`{name}`" for name in given]):
             raise ConfigError(f"`order` {self.order} says everything: leave out {', '.join(words)}", field="order")
@@ -104,7 +105,9 @@ def _schedule(options: ScheduleOptions) -> schedules.Schedule:
     if options.order is not None:
         return schedules.read(options.order)
     if options.name not in schedules.NAMES:
-        raise ConfigError(f"no schedule is called {options.name!r}: take one of {', '.join(schedules.NAMES)}", field="name")
+        file = f"; a file is given as `order` {options.name}" if options.name.endswith((".csv", ".json")) else ""
+        known = ", ".join(schedules.NAMES)
+        raise ConfigError(f"no schedule is called {options.name!r}: take one of {known}{file}", field="name")
     if options.pp is None or options.microbatches is None:
         missing = [name for name in ("pp", "microbatches") if getattr(options, name) is None]
         raise ConfigError(f"{options.name} needs `{'` and `'.join(missing)}`", field=missing[0])

@@ -79,6 +79,8 @@ class Trace:
 
 def find(path: Path) -> Path:
     """Returns the trace that a path means: itself, or the newest under a directory. Raises ProfileError if there is none."""
+    if not path.exists():
+        raise ProfileError(f"{path}: no such file or directory; must be, or have in it, a *.xplane.pb")
     if path.is_file():
         return path
     files = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)

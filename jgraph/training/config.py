@@ -233,10 +233,10 @@ class TrainConfig:
             require(False, f"fp8.{name}", getattr(self.fp8, name), "left out where `precision` is bf16")
         if self.profile:
             first, stop = self.profile_steps
-            steps = 2 * (stop - first) + 1
-            is_window = self.profile.replace(":", "", 1).isdecimal() and first < stop and first + steps < self.steps
-            room = f"FIRST:STOP, FIRST < STOP, with room for 2 x (STOP - FIRST) + 2 steps up to `steps` {self.steps}"
-            must("profile", is_window, room)
+            must("profile", self.profile.replace(":", "", 1).isdecimal() and first < stop, "FIRST:STOP with FIRST < STOP")
+            needed = first + 2 * (stop - first) + 2
+            room = f"in a run of at least {needed} steps (the window twice, and two more); `steps` is {self.steps}"
+            must("profile", needed <= self.steps, room)
         warmup = self.optimizer.warmup_steps
         if not isinstance(warmup, Usual):
             require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")

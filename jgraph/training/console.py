@@ -1,14 +1,18 @@
 """What a user sees of a run: the configuration, a progress line, warnings, the summary."""
 
-import dataclasses
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jgraph.data import Corpus
 from jgraph.training.config import TrainConfig
+from jgraph.training.presets import preset
+from jgraph.training.rundir import flatten
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,24 @@ class Reporter:
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
         self._live.update(self._task, completed=entry["step"] + 1, numbers=numbers)
 
-    def config(self) -> None:
-        """Writes the resolved configuration, compactly."""
-        run = dataclasses.asdict(self._config)
-        del run["distributed"]  # differs from process to process; the trainer says how many there are
-        nested = {title: run.pop(title) or {} for title in ("model", "fp8", "optimizer")}
-        if self._config.precision == "bf16":
-            del nested["fp8"]
-        for title, fields in {"run": run, **nested}.items():
-            words = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
-            self.line(f"{title}: {' '.join(words)}")
+    def begins(self, *, parameters: int, corpus: Corpus, devices: str) -> None:
+        """Writes what the run is: of the configuration, what is not as usual; config.json has all of it."""
+        config, rate = self._config, self._config.optimizer
+        usual = preset(config.preset) if config.preset else TrainConfig(module=config.module, model=config.model)
+        sizes = _differences(config.model, type(config.model)) if config.model is not None else ""
+        run = _differences(replace(config, model=usual.model, distributed=usual.distributed), lambda: usual)
+        slices = f" in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
+        end = f"{rate.learning_rate * rate.final_learning_rate:.3g} at step {config.steps}"
+        self._rows(
+            {
+                "model": f"{config.module.rpartition(':')[2]} of {parameters:,} parameters{sizes and ': '}{sizes}",
+                "data": f"{corpus.name}: {len(corpus.train):,} tokens to train on, {len(corpus.heldout):,} held out",
+                "step": f"{config.batch_size} x {config.seq_len} tokens{slices} on {devices}",
+                "rate": f"{rate.learning_rate:.3g} from step {rate.warmup_steps} on, by a cosine to {end}",
+                "asked for": " ".join(filter(None, [config.preset and f"preset={config.preset}", run])) or "what is usual",
+                "written to": f"{config.run_dir}, where config.json says the rest",
+            }
+        )
 
     def summary(self, summary: Summary) -> None:
         """Writes how the run ended."""
@@ -105,11 +117,15 @@ class Reporter:
         if summary.skipped:
             rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"
         rows["written to"] = f"{summary.run_dir}: config.json, metrics.jsonl, checkpoints/"
-        for label, text in rows.items():
-            self.line(f"{label:11}{text}")
+        self._rows(rows)
         if any(summary.sample):
             prompt, continuation = summary.sample
             self.line(f"sample, from the held-out prompt {prompt!r}:\n{continuation}")
+            self.line(f"ask it for more: python -m jgraph.sample {summary.run_dir} --prompt 'The '")
+
+    def _rows(self, rows: dict[str, str]) -> None:
+        for label, text in rows.items():
+            self.line(f"{label:11}{text}")
 
 
 def _numbers(entry: dict[str, Any]) -> str:
@@ -124,6 +140,15 @@ def _numbers(entry: dict[str, Any]) -> str:
     if entry["skipped"]:
         parts.append(f"{entry['skipped']} skipped")
     return "  ".join(parts)
+
+
+def _differences(config: Any, usual: Callable[[], Any]) -> str:
+    """Returns the fields of a dataclass that are not as usual, NAME=VALUE; all of them where there is nothing usual."""
+    here, there = flatten(asdict(config)), {}
+    with contextlib.suppress(TypeError):  # it has fields without a default
+        there = flatten(asdict(usual()))
+    differing = {name: value for name, value in here.items() if name not in there or there[name] != value}
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in differing.items())
 
 
 def _number(value: float | None, form: str) -> str:

@@ -105,6 +105,8 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
         ConfigError: there is neither. CheckpointError: there is no such checkpoint, or it is damaged.
     """
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"`run` is {path}: no such directory", field="run")
     if not (path / "config.json").exists():
         must = "a run directory or a Hugging Face folder, which have a config.json"
         raise ConfigError(f"`run` is {path}: must be {must}", field="run")

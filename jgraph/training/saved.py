@@ -34,6 +34,8 @@ class SavedRun:
 
     def __init__(self, path: Path, step: int | None = None):
         self.dir = RunDir(path)
+        if not path.exists():
+            raise ConfigError(f"`run` is {path}: no such directory", field="run")
         if not self.dir.config.exists():
             raise ConfigError(f"`run` is {path}: must be a run directory, with a config.json and checkpoints/", field="run")
         fields = self.dir.fields()

@@ -85,11 +85,10 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             setup.check_loss()
             no_sample = setup.sampling_problem() if config.sample_tokens else ""
         _check_alike(config, corpus)
-        reporter.config()
+        size = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
+        reporter.begins(parameters=size, corpus=corpus, devices=_devices(setup))
         if kept_in:
             reporter.line(f"compiled programs are kept in {kept_in}")
-        if jax.process_count() > 1:
-            reporter.line(f"devices: {setup.num_devices}, of {jax.process_count()} processes")
         if folder is not None and (doubt := origin.doubt(config)):
             reporter.warn(doubt)
         if no_sample:
@@ -106,6 +105,12 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         watchdog = held.enter_context(Watchdog(config.hang_seconds, hung))
         samples = bool(config.sample_tokens) and not no_sample
         return _train(setup, corpus, folder, run_dir, reporter, stop, started, watchdog, engine, samples=samples)
+
+
+def _devices(setup: TrainSetup) -> str:
+    """Returns how many of which devices a run has, and of how many processes."""
+    count, kind, processes = setup.num_devices, jax.devices()[0].device_kind, jax.process_count()
+    return f"{count} {kind} device{'s' * (count > 1)}{f' of {processes} processes' if processes > 1 else ''}"
 
 
 def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:

@@ -253,6 +253,12 @@ def test_a_window_that_cannot_be_profiled_is_refused(window, tmp_path):
     assert error.value.field == "profile"
 
 
+def test_a_run_that_is_too_short_for_its_window_is_told_the_steps_it_needs(tmp_path):
+    with pytest.raises(ConfigError, match="at least 14 steps"):
+        TrainConfig(steps=13, run_dir=str(tmp_path), profile="8:10")
+    TrainConfig(steps=14, run_dir=str(tmp_path), profile="8:10")
+
+
 def test_a_window_that_is_past_is_told(tmp_path, capsys):
     assert tiny.train(tmp_path, "--steps", "5", "--checkpoint-every", "3") == 0
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"steps": 5', '"steps": 9'))
