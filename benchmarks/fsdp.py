@@ -3,6 +3,8 @@
     python -m benchmarks run fsdp --work gpt-1b3 gpt-7b
     python -m benchmarks run fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current \
         --peers compile compile:float8 --one-gpu no --together 2      # 1 for gpt-7b on two H200s: one at a time
+    python -m benchmarks run fsdp --work llama3-8b --name fsdp_llama --first "fp8=delayed graph=full grads=float32" \
+        --peers compile:float8 --one-gpu no --together 1
 
 jgraph on one GPU with as many tokens takes part too. Both sides time whole steps handed over one after the other: forward,
 backward, clipping, AdamW.
@@ -24,10 +26,10 @@ from benchmarks.works import training, training_step
 from jgraph import FP8Config
 from jgraph.training.config import TrainConfig
 
-WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b"]
+WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b"]
 
-SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2}  # of a GPU in a step
-ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the other one leaves little of a GPU
+SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2, "llama3-8b": 1}  # of a GPU in a step
+ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the others leaves little of a GPU
 
 NOTES = (
     "torch's is the fastest that keeps parameters, gathers them again, or has them whole, as the row does; whole ones count as "
@@ -45,13 +47,17 @@ class Options(Several, Soaked, Traced):
     """Presets that are trained."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
     """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward, `:float8`
-    for torchao's of the blocks, gathered as bytes; `:graph` for replicas whose whole step with its all-reduce is one CUDA
-    graph, `:whole:graph` with the model compiled in one; none where the flag stands alone."""
+    for torchao's of the blocks, gathered as bytes; `:cudnn` for cuDNN's attention, where PyTorch would take another; `:graph`
+    for replicas whose whole step with its all-reduce is one CUDA graph, `:whole:graph` with the model compiled in one; none
+    where the flag stands alone."""
     first: str = ""
     """The variant of ours that is in every comparison; as it comes if it is left out."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed and layout=dp
-    (every GPU has all parameters) or pp (every GPU has some layers) beside XLA's; may be repeated."""
+    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
+    grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters) and layout=dp (every GPU has
+    all parameters) or pp (every GPU has some layers) beside XLA's; may be repeated."""
+    sequences: int = 0
+    """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
     one_gpu: Literal["yes", "no"] = "yes"
     """Whether to time on one GPU too what fits there."""
 
@@ -83,7 +89,7 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
         {
             "config": asdict(config),
             "compile": how == "compile",
-            **{word: word in words for word in ("reshard", "float8", "graph", "whole")},
+            **{word: word in words for word in ("reshard", "float8", "cudnn", "graph", "whole")},
         },
         ranks=config.fsdp,
         gpus=0 if options.sizes == "tiny" else config.fsdp,
@@ -94,7 +100,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
     config = training(work, options)
     return replace(
         config,
-        batch_size=ranks * SEQUENCES[work],
+        batch_size=ranks * (options.sequences or SEQUENCES[work]),
         fsdp=ranks,
         graph=options.graph,
         xla_options=(*config.xla_options, *options.xla_option),
@@ -111,14 +117,18 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, reshard_after_forward=choice == "yes")
             case ["fp8", "current" | "delayed" as recipe]:
                 config = replace(config, precision="fp8", fp8=FP8Config(recipe=recipe))
+            case ["grads", "float32" | "bfloat16" as dtype]:
+                config = replace(config, main_grads_dtype=dtype, decoupled_grad=True)
             case ["layout", "dp"]:
                 config = replace(config, dp=config.fsdp, fsdp=1)
             case ["layout", "pp"]:
                 config = replace(config, pp=config.fsdp, fsdp=1, num_microbatches=config.batch_size, schedule="aligned")
-            case [name, _] if name not in ("graph", "reshard", "fp8", "layout"):
+            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
-                allowed = "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, layout=dp|pp or XLA's"
+                allowed = (
+                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp or XLA's"
+                )
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config
 

@@ -64,6 +64,8 @@ class Soaked(Options):
     soak: int = 0
     """Steps of each work, by the first variant if there is one, watched for memory and hangs, into soaks.json; nothing else is
     run."""
+    soak_against: Literal["auto", "nothing"] = "auto"
+    """Whether a soak's losses are compared with those of the same steps with graph auto, which run after it."""
     hang_seconds: float = 60.0
     """Longest time of a step of a soak."""
 
@@ -146,7 +148,7 @@ class Benchmark:
             row = ask(ours, timeout=options.timeout, soak=asked) | {"steps": options.soak}
             losses = row.pop("losses", [])
             results.put(name, [row])
-            if losses and graph != "auto":
+            if losses and graph != options.soak_against == "auto":
                 plain = replace(ours, request=ours.request | {"config": ours.request["config"] | {"graph": "auto"}})
                 other = ask(plain, timeout=options.timeout, soak=asked)
                 why = {"failed": f"with graph auto: {other['failed']}"} if "failed" in other else {}

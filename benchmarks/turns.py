@@ -185,7 +185,7 @@ class Process:
 
 def ask(entrant: Entrant, *, timeout: float, soak: Row | None = None) -> Row:
     """Returns the row of a process that takes no turns, or a soak alone; with `failed`, and why, if it stopped early."""
-    with contextlib.closing(Process(entrant, timeout=timeout)) as process:
+    with contextlib.closing(Process(entrant, timeout=timeout, share=0.9 if soak else 0.0)) as process:
         if soak:
             process.build()
             process.soak(soak)

@@ -4,15 +4,17 @@
 #
 #     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3|engines OUT [REVISION]
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
+#     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
-# and what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` on two; torchao must be there.
+# and what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there. 1,000 STEPS of
+# `llama`'s soak take longer than ten minutes.
 #
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
 # running; what it had measured is stored. What one GPU is enough for runs on both at once, another work on each.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/models${PYTHONPATH:+:$PYTHONPATH} # where nothing is installed
-part=$1 out=$2 revision=${3:-}
+part=$1 out=$2 revision=${3:-} steps=${4:-300}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
 failed=$(mktemp)
@@ -42,6 +44,8 @@ pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and PyTorch's no more fit: each builds for a minute
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
+llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
+captured="fp8=delayed graph=full grads=float32"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
 case $part in
@@ -104,6 +108,10 @@ fp8_sharded)
   piece 260 $sharded --work gpt-1b3 --together 2
   piece 300 $sharded --work gpt-7b --together 1
   piece 90 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
+  ;;
+llama) # each alone on both GPUs; the soak's programs are in the cache by then
+  piece 350 $llama --first "$captured" --name fsdp_llama --together 1 --rounds 2 --seconds 2 --peers compile:float8 compile:float8:cudnn
+  piece $((120 + steps)) $llama --variant "$captured" --soak "$steps" --soak-against nothing
   ;;
 esac
 python3 -m benchmarks show "$out"

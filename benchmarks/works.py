@@ -79,9 +79,14 @@ def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
 
 
 def training(name: str, options: Options) -> TrainConfig:
-    """Returns a preset; of tiny sizes, one that a CPU trains."""
+    """Returns a preset; of tiny sizes, one of its family that a CPU trains."""
     config = preset(name)
-    return config if options.sizes == "full" else replace(config, model=TINY, seq_len=32, xla_options=())
+    if options.sizes == "full":
+        return config
+    sizes = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "compute_dtype")
+    groups = max(1, TINY.num_heads * config.model.num_kv_heads // config.model.num_heads)
+    model = replace(config.model, **{name: getattr(TINY, name) for name in sizes}, num_kv_heads=groups)
+    return replace(config, model=model, seq_len=32, xla_options=())
 
 
 def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:

@@ -156,8 +156,8 @@ def run_fsdp(tmp_path, monkeypatch):
     """Runs the benchmark of sharded training and gives back its exit status; results go to `tmp_path`."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
-    def run(*flags: str) -> int:
-        return cli.main(["run", "fsdp", "--work", "gpt-1b3", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
+    def run(*flags: str, work: str = "gpt-1b3") -> int:
+        return cli.main(["run", "fsdp", "--work", work, "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
 
     return run
 
@@ -186,6 +186,25 @@ def test_a_soak_leaves_what_grew_and_compares_its_losses_with_those_of_graph_aut
     assert row["host_bytes"] > 0
 
 
+def test_a_soak_is_compared_with_nothing_where_that_is_asked_for(run_fsdp, monkeypatch):
+    asked: list[Entrant] = []
+
+    def ask(one: Entrant, **_: object) -> dict:
+        asked.append(one)
+        return {"system": "jgraph", "losses": [1.0]}
+
+    monkeypatch.setattr(runner, "ask", ask)
+    assert run_fsdp("--soak", "1", "--variant", "graph=full", "--soak-against", "nothing") == 0
+    assert len(asked) == 1
+
+
+def test_a_tiny_work_is_of_its_presets_family():
+    tiny, full = (fsdp.config_of("llama3-8b", 2, fsdp.Options(sizes=sizes)).model for sizes in ("tiny", "full"))
+    for name in ("mlp", "head", "rope_scaling", "rope_theta"):
+        assert getattr(tiny, name) == getattr(full, name)
+    assert (tiny.num_kv_heads, tiny.num_heads) == (1, 2)
+
+
 def test_losses_are_apart_by_the_largest_difference_from_the_first_step_that_has_one():
     assert runner.apart([3.0, 2.0], [3.0, 2.0]) == {"differs": 0.0, "first_differs": None}
     assert runner.apart([3.0, 2.0, 1.0], [3.0, 2.5, 1.25]) == {"differs": 0.5, "first_differs": 1}
@@ -197,8 +216,8 @@ def test_losses_are_apart_by_the_largest_difference_from_the_first_step_that_has
 def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_like(run_fsdp, tmp_path):
     peers = ["eager:float8", "eager:whole:graph", "eager:reshard"]
     flags = ["--first", "fp8=delayed", "--variant", "reshard=yes", "--one-gpu", "no"]
-    assert run_fsdp("--peers", *peers, *flags) == 0
-    timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    assert run_fsdp("--peers", *peers, *flags, work="llama3-8b") == 0
+    timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["llama3-8b"]["rows"]
     assert not any("failed" in row for row in timed)
     names = ["fp8=delayed", "", *peers[:2], "reshard=yes", peers[2]]
     by_name = dict(zip(names, timed, strict=True))
@@ -230,6 +249,8 @@ def test_a_variant_is_words_for_jgraph_and_options_for_xla():
     assert (config.fsdp, config.batch_size, config.reshard_after_forward) == (4, 8, False)
     assert (varied.graph, varied.reshard_after_forward) == ("full", True)
     assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
+    decoupled = fsdp.vary(config, "grads=bfloat16")
+    assert (decoupled.main_params_dtype, decoupled.read_dtype, decoupled.decoupled_grad) == ("float32", "bfloat16", True)
     assert varied.xla_options == (*config.xla_options, "xla_an_option=a=b")
     with pytest.raises(SystemExit, match="reshard=maybe"):
         fsdp.vary(config, "reshard=maybe")

@@ -16,13 +16,14 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers.ranks import Ranks
-from benchmarks.peers.torch_gpt import GPT, adamw, to_float8, warm_up
+from benchmarks.peers.torch_gpt import GPT, adamw, draw, to_float8, warm_up
 from jgraph.training.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -36,7 +37,9 @@ def main() -> None:
     config = TrainConfig.from_dict(asked["config"])
     how = {name: asked[name] for name in ("compile", "reshard", "float8", "graph", "whole")}
     step = training_step(config, here.rank, here.ranks, here.device, **how)
-    if here.on_gpu:  # the whole model was here before it was sharded
+    if asked["cudnn"]:
+        step = with_cudnn(step)
+    if here.on_gpu:  # a block was whole here before it was sharded, or all of them
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -71,9 +74,10 @@ def training_step(
     """Returns a step on one batch (forward, backward, clipping, update) that gives back the loss of this rank's rows."""
     assert graph or not whole, "what gathers blocks stays outside of what is compiled"
     assert not (graph and (float8 or reshard)), "replicas gather nothing"
-    model = made(config.model, device, compile=compile and not whole, float8=float8)
-    if not graph:
-        shard(model, config.model, device, ranks, reshard=reshard)
+    place = shard_of(config.model, device, ranks) if not graph else lambda part, reshard: None
+    model = made(config.model, device, compile=compile and not whole, float8=float8, place=partial(place, reshard=reshard))
+    # What the root has is needed again as soon as the forward is done.
+    place(model, reshard=False)
     optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
@@ -115,39 +119,57 @@ def precompute_scales(model: GPT) -> None:
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def made(config: GPTConfig, device: torch.device, *, compile: bool, float8: bool) -> GPT:
-    """Makes the whole model on every rank, the same weights.
+def with_cudnn(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Returns a step whose attention is cuDNN's wherever that can be."""
+    backends = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+
+    def run() -> Tensor:
+        with sdpa_kernel([*backends], set_priority=True):
+            return step()
+
+    return run
+
+
+def made(config: GPTConfig, device: torch.device, *, compile: bool, float8: bool, place: Callable[[nn.Module], object]) -> GPT:
+    """Makes the model block by block, the same weights on every rank.
 
     Args:
         compile: each block; what gathers and reduces stays outside.
         float8: of the blocks' projections; a CPU, to try this out, emulates it.
+        place: is given each block as soon as it has its weights.
     """
-    torch.manual_seed(0)
-    with device:
+    with torch.device("meta"):
         model = GPT(config)
-    if float8:
-        to_float8(model, "tensorwise", enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    torch.manual_seed(0)
+
+    def fill(part: nn.Module, *, recurse: bool = True) -> None:
+        part.to_empty(device=device, recurse=recurse)
+        draw(part.parameters(recurse))
+
+    fill(model, recurse=False)
     for block in model.blocks:
+        fill(block)
+        if float8:
+            to_float8(block, "tensorwise", enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
         if compile:
             block.forward = torch.compile(block.forward)
+        place(block)
+    fill(model.norm)
     return model
 
 
-def shard(model: GPT, config: GPTConfig, device: torch.device, ranks: int, *, reshard: bool) -> None:
-    """Leaves each rank its part, each block gathered and reduced alone, embedding, head and last norm together.
-
-    Args:
-        reshard: blocks are gathered again in the backward.
-    """
+def shard_of(config: GPTConfig, device: torch.device, ranks: int) -> Callable[..., None]:
+    """Returns what leaves each rank its part of a block, or of all that is no block, gathered and reduced together."""
     # Without cast_forward_inputs=False the rotary table would lose its float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     mesh = init_device_mesh(device.type, (ranks,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # What the root has is needed again as soon as the forward is done.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+    def place(part: nn.Module, *, reshard: bool) -> None:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    return place
 
 
 def flat_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:

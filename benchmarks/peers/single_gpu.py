@@ -25,7 +25,7 @@ def main() -> None:
     with torch.no_grad():
         model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
     if "float8" in variant:
-        to_float8(model, variant.split()[2])
+        to_float8(model.blocks, variant.split()[2])
     # With the graphs of its own, torch would copy what comes in; the whole step is captured below.
     mode = "max-autotune-no-cudagraphs" if "max-autotune" in variant else None
     loss_fn = torch.compile(model.loss, mode=mode) if "compile" in variant else model.loss

@@ -6,7 +6,8 @@ Dtype policy as ours: float32 weights cast at use (what autocast does without it
 
 # B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,7 @@ class GPT(nn.Module):
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         # Made once: recomputed in every fusion that reads them, they cost torch.compile a quarter of its step (H200, GPT 124M).
         self.rotary = None
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
+        draw(self.parameters())
 
     def _apply(self, *args, **kwargs):
         self.rotary = None  # of another dtype or device from now on
@@ -108,6 +108,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.scale.shape, self.scale.to(x.dtype), self.eps)
 
 
+def draw(parameters: Iterable[nn.Parameter]) -> None:
+    """Draws weights, in the order of the parameters."""
+    for p in parameters:
+        nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
@@ -115,7 +121,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def rotary(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=dtype) / config.head_size
-    angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * config.rope_theta**-exponents
+    frequencies = config.rope_theta**-exponents
+    if config.rope_scaling == "llama3":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        kept = ((config.rope_original_length / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
+    angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequencies
     return angles_TK.cos(), angles_TK.sin()
 
 
@@ -125,11 +136,11 @@ def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
 
 
-def to_float8(model: GPT, recipe: str, **options: Any) -> None:
-    """Puts torchao's float8 in the place of the blocks' projections, by a recipe of its: `tensorwise`, `rowwise`, ..."""
+def to_float8(blocks: nn.Module, recipe: str, **options: Any) -> None:
+    """Puts torchao's float8 in the place of blocks' projections, by a recipe of its: `tensorwise`, `rowwise`, ..."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(model.blocks, config=replace(Float8LinearConfig.from_recipe_name(recipe), **options))
+    convert_to_float8_training(blocks, config=replace(Float8LinearConfig.from_recipe_name(recipe), **options))
 
 
 def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:

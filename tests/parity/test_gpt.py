@@ -34,7 +34,10 @@ _MODEL = GPTConfig(
 )  # fmt: skip
 CASES = {
     "gelu, tied, MHA": _MODEL,
-    "swiglu, untied, GQA": dataclasses.replace(_MODEL, mlp="swiglu", head="untied", num_kv_heads=2),
+    # Of its four frequencies one stays as it is, one is divided, and two are in between.
+    "swiglu, untied, GQA": dataclasses.replace(
+        _MODEL, mlp="swiglu", head="untied", num_kv_heads=2, rope_scaling="llama3", rope_original_length=64
+    ),
 }
 GELU, SWIGLU = CASES
 # Of the ten steps some are clipped and some are not: clipping all alike would hardly show behind Adam, which ignores scale.
