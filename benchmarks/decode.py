@@ -3,7 +3,8 @@
     python -m benchmarks run decode
 
 `torch loop` is the same model in plain PyTorch, a static cache and torch.compile(mode="reduce-overhead"); `transformers` is
-its own generate, with its static cache and compilation, of a Llama of the same sizes. The whole call is timed, prompt included.
+its own generate, with its static cache and compilation, of a Llama of the same sizes; `tuned` adds Inductor's search for tiles.
+The whole call is timed, prompt included. The floor reads every matrix once a token, as fast as the GPU copies.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ class DecodeOptions(Options):
 
     models: tuple[str, ...] = ("llama-1b3", "gpt-1b3")
     """gpt-1b3 is the preset; llama-1b3 has SwiGLU of about as many parameters, and transformers takes part."""
+    peers: tuple[str, ...] = ("loop", "loop tuned", "transformers")
+    """PyTorch's, each with `tuned` or without."""
     prompt_tokens: int = 128
     """Tokens of the prompt."""
     new_tokens: int = 256
@@ -45,7 +48,7 @@ def works(options: DecodeOptions) -> Iterator[Work]:
         lengths = {"prompt": 8, "new": 8}
     for name in options.models:
         size = lengths | {"model": asdict(model_of(name, options.sizes))}
-        peers = ["loop", "transformers"] if name.startswith("llama") else ["loop"]
+        peers = [peer for peer in options.peers if name.startswith("llama") or not peer.startswith("transformers")]
         gpus = int(options.sizes == "full")
         entrants = [Entrant({"system": "jgraph", "variant": ""}, "benchmarks.decode", size, gpus=gpus)]
         for variant in peers:

@@ -6,6 +6,7 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -n 2 -m gpu -rP tests/gpu/test_folder
 import contextlib
 import importlib
 import io
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,11 +31,11 @@ from tests import tiny
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 CONFIG = jgraph.preset("qwen3-0.6b").model
-FLAGS = """
+_FLAGS = """
     --preset qwen3-0.6b --steps 60 --batch-size 8 --seq-len 1024 --log-every 10 --eval-batches 2 --data python-source
     --sample-tokens 0 --checkpoint-keep 1 --optimizer.warmup-steps 10 --optimizer.learning-rate 3e-4
-""".split()
-STOPPED = 20
+"""
+FLAGS, STOPPED = shlex.split(_FLAGS), 20
 PROMPT, NEW = "def __init__(self, ", 64
 
 
