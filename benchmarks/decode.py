@@ -25,6 +25,7 @@ from benchmarks.turns import Entrant
 from benchmarks.works import TINY
 from jgraph.device import find
 from jgraph.training.presets import preset
+from jgraph_models import decoding
 from jgraph_models.gpt import GPT, GPTConfig
 
 
@@ -34,6 +35,8 @@ class DecodeOptions(Options):
 
     models: tuple[str, ...] = ("llama-1b3", "gpt-1b3")
     """gpt-1b3 is the preset; llama-1b3 has SwiGLU of about as many parameters, and transformers takes part."""
+    variants: tuple[str, ...] = ("", "xla attention", "xla")
+    """Of ours: as it comes, with XLA's attention of a token, with XLA's products too."""
     peers: tuple[str, ...] = ("loop", "loop tuned", "transformers")
     """PyTorch's, each with `tuned` or without."""
     prompt_tokens: int = 128
@@ -50,10 +53,14 @@ def works(options: DecodeOptions) -> Iterator[Work]:
         size = lengths | {"model": asdict(model_of(name, options.sizes))}
         peers = [peer for peer in options.peers if name.startswith("llama") or not peer.startswith("transformers")]
         gpus = int(options.sizes == "full")
-        entrants = [Entrant({"system": "jgraph", "variant": ""}, "benchmarks.decode", size, gpus=gpus)]
-        for variant in peers:
-            row = {"system": "torch", "variant": variant}
-            entrants.append(Entrant(row, "benchmarks.peers.decode", size | {"variant": variant}, gpus=gpus))
+        entrants = [
+            Entrant({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
+            for system, module, variants in (
+                ("jgraph", "benchmarks.decode", options.variants),
+                ("torch", "benchmarks.peers.decode", peers),
+            )
+            for variant in variants
+        ]
         yield Work(name, {"ranks": 1, "size": size}, [entrants])
 
 
@@ -74,6 +81,11 @@ def weight_bytes(size: Row) -> int:
 def time_ours(asked: Row) -> None:
     """Answers with the time of a token; runs in a process of its own."""
     config = gpt_of(asked["model"])
+    never = lambda *_: False  # noqa: E731
+    if asked["variant"]:
+        decoding.fits_query = never
+    if asked["variant"] == "xla":
+        decoding.fits = never
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init()[0]))()
