@@ -99,20 +99,21 @@ def _jgraph_one_query(
             start, size = pieces[piece]
             return jnp.where((at_piece[piece] == slot)[:, None], fresh_K[None], kv[head, pl.ds(start, size), :])
 
-        numbers = range(len(pieces))
-        keys = [read(g, i, k_K).astype(jnp.float32) for i in numbers]
-        first = read(G + g, 0, v_K)  # under way while keys are multiplied
+        queries = [rotated(g * R + r, norms and norms[0]).astype(jnp.float32) for r in range(R)]
+        scores: list[list[Any]] = [[] for _ in queries]
+        for i, at in enumerate(at_piece):
+            keys = read(g, i, k_K).astype(jnp.float32)
+            for q_K, own_scores in zip(queries, scores, strict=True):
+                own_scores.append(jnp.where(at <= p, K**-0.5 * jnp.sum(keys * q_K[None], axis=1), -jnp.inf))
+        first = read(G + g, 0, v_K)  # under way during the softmax
         shares = []
-        for r in range(R):
-            q_K = rotated(g * R + r, norms and norms[0]).astype(jnp.float32)
-            scores = [K**-0.5 * jnp.sum(k * q_K[None], axis=1) for k in keys]
-            scores = [jnp.where(at <= p, s, -jnp.inf) for at, s in zip(at_piece, scores, strict=True)]
-            top = functools.reduce(jnp.maximum, [jnp.max(s) for s in scores])
-            exps = [jnp.exp(s - top) for s in scores]
+        for own_scores in scores:
+            top = functools.reduce(jnp.maximum, [jnp.max(s) for s in own_scores])
+            exps = [jnp.exp(s - top) for s in own_scores]
             total = sum(jnp.sum(e) for e in exps)
             shares.append([(e / total).astype(dtype).astype(jnp.float32) for e in exps])
         sums = [jnp.zeros(K, jnp.float32) for _ in range(R)]
-        for i in numbers:
+        for i in range(len(pieces)):
             values = (read(G + g, i, v_K) if i else first).astype(jnp.float32)
             sums = [sums[r] + jnp.sum(shares[r][i][:, None] * values, axis=0) for r in range(R)]
         for r in range(R):
