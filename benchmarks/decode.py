@@ -35,10 +35,10 @@ class DecodeOptions(Options):
 
     models: tuple[str, ...] = ("llama-1b3", "gpt-1b3")
     """gpt-1b3 is the preset; llama-1b3 has SwiGLU of about as many parameters, and transformers takes part."""
-    variants: tuple[str, ...] = ("", "xla attention", "xla")
-    """Of ours: as it comes, with XLA's attention of a token, with XLA's products too."""
-    peers: tuple[str, ...] = ("loop", "loop tuned", "transformers")
-    """PyTorch's, each with `tuned` or without."""
+    variants: tuple[str, ...] = ("",)
+    """Of ours: as it comes, `xla attention` with XLA's attention of a token, `xla` with XLA's products too."""
+    peers: tuple[str, ...] = ("loop", "transformers")
+    """PyTorch's, each also with `tuned` after it."""
     prompt_tokens: int = 128
     """Tokens of the prompt."""
     new_tokens: int = 256

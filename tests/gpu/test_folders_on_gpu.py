@@ -59,7 +59,9 @@ def make(path):
 
 def interrupt(run, flags):
     """Begins a run in a process of its own, and tells it to stop when it has logged step `STOPPED`."""
-    process = subprocess.Popen([sys.executable, "-m", "jgraph.train", *flags], cwd=tiny.ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jgraph.train", *flags], cwd=tiny.ROOT, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         tiny.wait_for(lambda: tiny.num_lines(run / "metrics.jsonl") > STOPPED // 10, process=process)
         process.send_signal(signal.SIGINT)
