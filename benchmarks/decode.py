@@ -3,7 +3,8 @@
     python -m benchmarks run decode
 
 `torch loop` is the same model in plain PyTorch, a static cache and torch.compile(mode="reduce-overhead"); `transformers` is
-its own generate, with its static cache and compilation, of a Llama of the same sizes. The whole call is timed, prompt included.
+its own generate, with its static cache and compilation, of a Llama of the same sizes; `tuned` adds Inductor's search for tiles.
+The whole call is timed, prompt included. The floor reads every matrix once a token, as fast as the GPU copies.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from benchmarks.turns import Entrant
 from benchmarks.works import TINY
 from jgraph.device import find
 from jgraph.training.presets import preset
+from jgraph_models import decoding
 from jgraph_models.gpt import GPT, GPTConfig
 
 
@@ -33,6 +35,10 @@ class DecodeOptions(Options):
 
     models: tuple[str, ...] = ("llama-1b3", "gpt-1b3")
     """gpt-1b3 is the preset; llama-1b3 has SwiGLU of about as many parameters, and transformers takes part."""
+    variants: tuple[str, ...] = ("",)
+    """Of ours: as it comes, `xla attention` with XLA's attention of a token, `xla` with XLA's products too."""
+    peers: tuple[str, ...] = ("loop", "transformers")
+    """PyTorch's, each also with `tuned` after it."""
     prompt_tokens: int = 128
     """Tokens of the prompt."""
     new_tokens: int = 256
@@ -45,12 +51,16 @@ def works(options: DecodeOptions) -> Iterator[Work]:
         lengths = {"prompt": 8, "new": 8}
     for name in options.models:
         size = lengths | {"model": asdict(model_of(name, options.sizes))}
-        peers = ["loop", "transformers"] if name.startswith("llama") else ["loop"]
+        peers = [peer for peer in options.peers if name.startswith("llama") or not peer.startswith("transformers")]
         gpus = int(options.sizes == "full")
-        entrants = [Entrant({"system": "jgraph", "variant": ""}, "benchmarks.decode", size, gpus=gpus)]
-        for variant in peers:
-            row = {"system": "torch", "variant": variant}
-            entrants.append(Entrant(row, "benchmarks.peers.decode", size | {"variant": variant}, gpus=gpus))
+        entrants = [
+            Entrant({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
+            for system, module, variants in (
+                ("jgraph", "benchmarks.decode", options.variants),
+                ("torch", "benchmarks.peers.decode", peers),
+            )
+            for variant in variants
+        ]
         yield Work(name, {"ranks": 1, "size": size}, [entrants])
 
 
@@ -71,6 +81,11 @@ def weight_bytes(size: Row) -> int:
 def time_ours(asked: Row) -> None:
     """Answers with the time of a token; runs in a process of its own."""
     config = gpt_of(asked["model"])
+    never = lambda *_: False  # noqa: E731
+    if asked["variant"]:
+        decoding.fits_query = never
+    if asked["variant"] == "xla":
+        decoding.fits = never
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init()[0]))()

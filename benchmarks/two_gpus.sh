@@ -6,8 +6,8 @@
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
-# and what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there. 1,000 STEPS of
-# `llama`'s soak take longer than ten minutes.
+# what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there (1,000 STEPS of
+# `llama`'s soak take longer than ten minutes); and of Hugging Face folders, on one: `decode`, `folders`; transformers must be there.
 #
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
 # running; what it had measured is stored. What one GPU is enough for runs on both at once, another work on each.
@@ -28,9 +28,8 @@ piece() { # SECONDS BENCHMARK FLAGS...
 on() { # GPU PIECE...
   CUDA_VISIBLE_DEVICES=$1 piece "${@:2}"
 }
-tests() { # mostly compiling, so several processes share the GPUs
-  XLA_CLIENT_MEM_FRACTION=0.12 timeout -k 10 190 python3 -m pytest -p no:benchmark -n 7 -m gpu -q -rs --tb=short tests/gpu >"$out/pytest.txt" 2>&1 ||
-    echo "pytest: exit $?" >>"$failed"
+tests() { # SECONDS FLAGS...; mostly compiling, so several processes share the GPUs
+  timeout -k 10 "$1" python3 -m pytest -p no:benchmark -m gpu -q --tb=short "${@:2}" >"$out/pytest.txt" 2>&1 || echo "pytest: exit $?" >>"$failed"
   tail -n 60 "$out/pytest.txt" | cut -c1-300
 }
 train() { # NAME FLAGS...
@@ -90,7 +89,9 @@ fsdp)
   piece 75 $callables --pipelines launch-bound $short
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
-tests) tests ;;
+tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;
+decode) piece 230 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" "xla attention" --peers transformers "loop tuned" ;;
+folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default -k 'folder or token' tests/gpu/test_folders_on_gpu.py tests/gpu/test_kernels_on_gpu.py ;;
 fp8)
   piece 130 kernels --rounds 2 $short
   piece 200 fp8 --presets gpt-124m --rounds 3

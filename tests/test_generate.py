@@ -135,6 +135,15 @@ def test_a_token_updates_cache_and_position_in_place():
     check_identity(compiled, carry)
 
 
+def test_a_call_like_one_before_traces_nothing_anew():
+    traces = []
+    decoder = generating.windowed(lambda weights, tokens_BT: traces.append(1) or jax.nn.one_hot(tokens_BT, V))
+    for _ in range(2):
+        before = len(traces)
+        jgraph.generate(decoder, {}, [[1, 2]], max_tokens=3)
+    assert len(traces) == before > 0
+
+
 def test_weights_are_cast_before_the_first_token():
     model, params = gpt(compute_dtype="bfloat16")
     weights = jax.eval_shape(model.decoder.prepare, params, {})

@@ -1,11 +1,15 @@
 """Peer: greedy text in PyTorch, from a static cache: a plain loop around a compiled token, or transformers' own generate.
 
+With `tuned`, Inductor searches for the best tiles (`coordinate_descent_tuning`, as gpt-fast does), and the products of a token
+are its own kernels instead of cuBLAS's.
+
 python -m benchmarks.peers.decode '{"variant": "loop", "prompt": 128, "new": 256, "model": {...}}'
 """
 
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import answer, request, take_turns
@@ -21,7 +25,9 @@ def main() -> None:
     torch.manual_seed(0)
     dtype = getattr(torch, config.compute_dtype)
     prompt_1T = torch.randint(0, config.vocab_size, (1, asked["prompt"]), device=device)
-    make = {"loop": plain_loop, "transformers": of_transformers}[asked["variant"]]
+    name, _, tuned = asked["variant"].partition(" ")
+    torch._inductor.config.coordinate_descent_tuning = tuned == "tuned"
+    make = {"loop": plain_loop, "transformers": of_transformers}[name]
     run = make(config, prompt_1T, asked["new"], device, dtype)
     for _ in range(3):  # compiles, then records CUDA graphs
         run()
@@ -88,13 +94,21 @@ def of_transformers(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device
         num_key_value_heads=config.num_kv_heads,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.head == "tied",
+        eos_token_id=None,  # or each token would be compared with it
     )
-    model = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype).to(device).eval()
-    choices: dict[str, Any] = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
-    if device == "cuda":
-        choices["cache_implementation"] = "static"  # which generate compiles for, with CUDA graphs
+    model = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    # Generate compiles a token for it on a GPU. Kept from call to call: for one that lies elsewhere, graphs are recorded anew.
+    cache = transformers.StaticCache(config=own, max_cache_len=prompt_1T.shape[1] + new)
+    choices: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "past_key_values": cache, "pad_token_id": 0}
     mask = torch.ones_like(prompt_1T)
-    return lambda: model.generate(prompt_1T, attention_mask=mask, **choices)[0].tolist()
+
+    def run() -> list[int]:
+        cache.reset()
+        tokens = model.generate(prompt_1T, attention_mask=mask, **choices)[0, prompt_1T.shape[1] :].tolist()
+        assert len(tokens) == new
+        return tokens
+
+    return run
 
 
 if __name__ == "__main__":

@@ -142,6 +142,14 @@ def _prepare(weights: tuple[Tree, Tree], *, decoder: Decoder) -> Tree:
     return decoder.prepare(*weights)
 
 
+# A jitted function keeps what it has traced: a call like one before takes no tenths of a second to be checked.
+@functools.partial(jax.jit, static_argnames=("decoder", "slots", "length"))
+def _read(
+    weights: Tree, tokens_BT: Array, lengths_B: Array, *, decoder: Decoder, slots: int, length: int
+) -> tuple[Array, Tree]:
+    return decoder.prefill(weights, tokens_BT, lengths_B, slots=slots, length=length)
+
+
 @functools.partial(jax.jit, static_argnames=("decoder", "slots", "length", "where"))
 def _begin(
     weights: Tree,
@@ -157,7 +165,7 @@ def _begin(
     where: NamedSharding | None,
 ) -> Carry:
     """Reads the prompts and draws the first token of each."""
-    logits_BV, cache = decoder.prefill(weights, tokens_BT, lengths_B, slots=slots, length=length)
+    logits_BV, cache = _read(weights, tokens_BT, lengths_B, decoder=decoder, slots=slots, length=length)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(tokens_BT)))
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, lengths_B))
     ended_B = jnp.isin(tokens_B, stop_S)
@@ -230,9 +238,9 @@ def _check_ids(
     decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens: Tree, lengths: Tree, sizes: dict[str, Any]
 ) -> None:
     """Raises ConfigError for a model without logits, and for an id that it does not have: jax would take another one."""
-    prefill = functools.partial(decoder.prefill, slots=sizes["slots"], length=sizes["length"])
     try:
-        vocab_size = jax.eval_shape(prefill, weights, tokens, lengths)[0].shape[1]
+        logits, _ = _read.eval_shape(weights, tokens, lengths, decoder=decoder, slots=sizes["slots"], length=sizes["length"])
+        vocab_size = logits.shape[1]
     except AttributeError as e:
         raise ConfigError(f"`model` must have logits(tokens_BT), or a `cached_decoder()` ({e})", field="model") from e
     for number, row in enumerate(rows):

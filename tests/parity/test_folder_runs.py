@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from jgraph import export  # noqa: E402
+import jgraph  # noqa: E402
+from jgraph import export, sample, train  # noqa: E402
 from jgraph.interop.write import write  # noqa: E402
-from jgraph.training.saved import SavedRun  # noqa: E402
 from jgraph.tree import leaf_names  # noqa: E402
 from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -81,25 +81,27 @@ def test_two_processes_bring_a_folder_in_and_out_bit_for_bit(text, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_folder_is_trained_over_four_devices_then_on_one_and_its_export_has_the_same_logits(text, tmp_path):
-    from jgraph.train import main
-
-    theirs = folders.save("llama", tmp_path / "theirs")
-    run = tmp_path / "run"
-    flags = (*FLAGS, "--init-from", str(theirs), "--data", str(text), "--run-dir", str(run), "--steps", "6")
-    assert main([*flags, "--fsdp", "2", "--pp", "2"]) == 0
-    (run / "checkpoints" / "6").rename(tmp_path / "aside")
-    assert main([*flags]) == 0
+def test_a_folder_is_trained_over_four_devices_then_on_one_sampled_and_exported_with_the_same_logits(text, tmp_path, capsys):
+    theirs, ours, run = folders.save("llama", tmp_path / "theirs"), tmp_path / "ours", tmp_path / "run"
+    flags = (*FLAGS, "--init-from", str(theirs), "--data", str(text), "--run-dir", str(run), "--steps", "60")
+    flags += "--checkpoint-every", "50", "--optimizer.learning-rate", "3e-3"
+    assert train.main([*flags, "--fsdp", "2", "--pp", "2"]) == 0
+    (run / "checkpoints" / "60").rename(tmp_path / "aside")  # as if it had been interrupted after 50
+    assert train.main([*flags]) == 0
     losses = [loss for _, loss, _ in tiny.losses(run)]
-    assert losses[-1] < losses[0]
-    assert export.main([str(run), "--to", str(tmp_path / "ours"), "--dtype", "float32"]) == 0
-    saved = SavedRun(run)
-    leaves = [saved.read(name) for name in leaf_names(saved.model.shapes)]
-    params = jax.tree.unflatten(jax.tree.structure(saved.model.shapes), leaves)
-    logits = saved.model.evaluate("logits", params, {}, TOKENS)
+    assert len(losses) == 60
+    assert losses[49] < losses[0] - 0.3
+
+    assert export.main([str(run), "--to", str(ours), "--dtype", "float32"]) == 0
+    model, loaded = folders.load(ours), jgraph.load(run)
+    logits = loaded.model.evaluate("logits", loaded.params, {}, TOKENS)
     with torch.no_grad():
-        of_theirs, before = (
-            folders.load(path)(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy() for path in (tmp_path / "ours", theirs)
-        )
+        of_theirs = model(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy()
     np.testing.assert_allclose(of_theirs, logits, rtol=1e-5, atol=1e-5)
-    assert np.abs(before - of_theirs).max() > 1e-2, "and the run has changed them"
+
+    capsys.readouterr()
+    prompt = " !2:+"
+    assert sample.main([str(run), "--prompt", prompt, "--temperature", "0", "--max-tokens", "24"]) == 0
+    ids = torch.tensor([loaded.tokenizer.encode(prompt)])
+    told = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)[0].tolist()
+    assert capsys.readouterr().out == loaded.tokenizer.decode(told) + "\n"
