@@ -36,7 +36,7 @@ class DecodeOptions(Options):
     models: tuple[str, ...] = ("llama-1b3", "gpt-1b3")
     """gpt-1b3 is the preset; llama-1b3 has SwiGLU of about as many parameters, and transformers takes part."""
     variants: tuple[str, ...] = ("",)
-    """Of ours: as it comes, `xla attention` with XLA's attention of a token, `xla` with XLA's products too."""
+    """Of ours: as it comes, `xla` with XLA's products."""
     peers: tuple[str, ...] = ("loop", "transformers")
     """PyTorch's, each also with `tuned` after it."""
     prompt_tokens: int = 128
@@ -81,11 +81,8 @@ def weight_bytes(size: Row) -> int:
 def time_ours(asked: Row) -> None:
     """Answers with the time of a token; runs in a process of its own."""
     config = gpt_of(asked["model"])
-    never = lambda *_: False  # noqa: E731
-    if asked["variant"]:
-        decoding.fits_query = never
     if asked["variant"] == "xla":
-        decoding.fits = never
+        decoding.fits = lambda *_: False
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init()[0]))()

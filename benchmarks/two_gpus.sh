@@ -90,8 +90,8 @@ fsdp)
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;
-decode) piece 230 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" "xla attention" --peers transformers "loop tuned" ;;
-folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default -k 'folder or token' tests/gpu/test_folders_on_gpu.py tests/gpu/test_kernels_on_gpu.py ;;
+decode) piece 280 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" xla --peers transformers "loop tuned" ;;
+folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default tests/gpu/test_folders_on_gpu.py ;;
 fp8)
   piece 130 kernels --rounds 2 $short
   piece 200 fp8 --presets gpt-124m --rounds 3

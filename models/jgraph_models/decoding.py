@@ -4,8 +4,8 @@ The same numbers as `GPT.logits`, in other shapes: a single token's products are
 once, and every matrix lies with the axis that a product sums over last: a kernel takes whole rows as they lie.
 """
 
-# B batch, T prompt, C slots of the cache, L positions, D model, F output of a product, H query heads, G key/value heads,
-# R = H / G, E = 2G keys and values, N = H + E, K head size, V vocabulary
+# B batch, T prompt, C slots of the cache, D model, F output of a product, H query heads, G key/value heads, R = H / G,
+# E = 2G keys and values, K head size, V vocabulary
 
 from typing import Any
 
@@ -15,8 +15,6 @@ from jax import Array
 
 import jgraph
 from jgraph.kernels.matvec import fits, matvec
-from jgraph.kernels.one_query import fits as fits_query
-from jgraph.kernels.one_query import one_query
 from jgraph.modules import Decoder
 from jgraph_models.gpt_config import GPTConfig
 from jgraph_models.rotary import rotate
@@ -53,8 +51,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         x_BTD, caches = weights["embedding_VD"][tokens_BT], []
         for layer in weights["layers"]:
 
-            def attend(qkv_BTNK: Array, own: Tree) -> Array:
-                q_BTHK, k_BTGK, v_BTGK = heads(qkv_BTNK, own)
+            def attend(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array) -> Array:
                 k_BTGK = rotate(k_BTGK, rotary_T1K)
                 kv_BETK = jnp.concatenate([k_BTGK, v_BTGK], axis=2).swapaxes(1, 2)
                 caches.append(jnp.pad(kv_BETK, ((0, 0), (0, 0), (0, slots - T), (0, 0))))
@@ -68,31 +65,31 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         return logits(weights, x_BD), {"layers": caches, "rotary": [jnp.asarray(table) for table in tables]}
 
     def decode(weights: Tree, tokens_B: Array, cache: Tree, positions_B: Array) -> tuple[Array, Tree]:
+        rotary_B1K: Any = tuple(table[positions_B] for table in cache["rotary"])
         x_BD, caches = weights["embedding_VD"][tokens_B], []
         for layer, kv_BECK in zip(weights["layers"], cache["layers"], strict=True):
 
-            def attend(qkv_BNK: Array, own: Tree, kv_BECK: Array = kv_BECK) -> Array:
-                with jgraph.scope("attention"):
-                    y_BHK, kv_BECK = answer(qkv_BNK, own, kv_BECK, cache["rotary"], positions_B)
+            def attend(q_BHK: Array, k_BGK: Array, v_BGK: Array, kv_BECK: Array = kv_BECK) -> Array:
+                new_BEK = jnp.concatenate([rotate(k_BGK, rotary_B1K), v_BGK], axis=1)
+                kv_BECK = write(kv_BECK, new_BEK, positions_B)
                 caches.append(kv_BECK)
-                return y_BHK
+                with jgraph.scope("attention"):
+                    return read(rotate(q_BHK, rotary_B1K), kv_BECK, positions_B)
 
             x_BD = block(layer, x_BD, attend)
         return logits(weights, x_BD), {"layers": caches, "rotary": cache["rotary"]}
 
     def block(layer: Tree, x: Array, attend: Any) -> Array:
-        """Attention and MLP of tokens [..., D]; `attend` takes queries, keys and values [..., N, K], and the layer's norms."""
+        """Attention and MLP of tokens [..., D]; `attend` takes queries, keys and values [..., heads, K]."""
         own = layer["attention"]
         qkv = linear(x, **own["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
-        x = linear(attend(qkv, own).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
+        q, k, v = jnp.split(qkv, [H, H + G], axis=-2)
+        if config.qk_norm == "head":
+            q, k = norm(q, own["q_norm"]), norm(k, own["k_norm"])
+        x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
         own, activation = layer["mlp"], gated if config.mlp == "swiglu" else jax.nn.gelu
         hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
         return linear(hidden, **own["down"], bias=x)
-
-    def heads(qkv: Array, own: Tree) -> list[Array]:
-        """Returns queries, keys and values, normed but not rotated."""
-        q, k, v = jnp.split(qkv, [H, H + G], axis=-2)
-        return [norm(q, own["q_norm"]), norm(k, own["k_norm"]), v] if config.qk_norm == "head" else [q, k, v]
 
     def linear(
         x: Array,
@@ -130,26 +127,6 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
     def logits(weights: Tree, x_BD: Array) -> Array:
         head_VD = weights["head_VD" if config.head == "untied" else "embedding_VD"]
         return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
-
-    def answer(qkv_BNK: Array, own: Tree, kv_BECK: Array, tables: Any, positions_B: Array) -> tuple[Array, Array]:
-        """Returns what each row's queries take from its cache, and the cache with the row's keys and values."""
-
-        def of_one(qkv_BNK: Array, own: Tree, kv_BECK: Array, tables: Any, positions_B: Array) -> tuple[Array, Array]:
-            scales = {f"{name}_scale_K": own[f"{name}_norm"]["scale"] for name in "qk" if config.qk_norm == "head"}
-            cos_LK, sin_LK = (table[:, 0] for table in tables)
-            y_HK, kv_ECK = one_query(qkv_BNK[0], kv_BECK[0], positions_B[0], cos_LK, sin_LK, **scales, epsilon=config.norm_eps)
-            return y_HK[None], kv_ECK[None]
-
-        def of_any(qkv_BNK: Array, own: Tree, kv_BECK: Array, tables: Any, positions_B: Array) -> tuple[Array, Array]:
-            rotary_B1K: Any = tuple(table[positions_B] for table in tables)
-            q_BHK, k_BGK, v_BGK = heads(qkv_BNK, own)
-            kv_BECK = write(kv_BECK, jnp.concatenate([rotate(k_BGK, rotary_B1K), v_BGK], axis=1), positions_B)
-            return read(rotate(q_BHK, rotary_B1K), kv_BECK, positions_B), kv_BECK
-
-        given = qkv_BNK, own, kv_BECK, tables, positions_B
-        if len(qkv_BNK) > 1 or not fits_query(qkv_BNK[0], kv_BECK[0]):
-            return of_any(*given)
-        return jax.lax.platform_dependent(*given, cuda=of_one, default=of_any)
 
     def read(q_BHK: Array, kv_BECK: Array, positions_B: Array) -> Array:
         """Attends to what is in the cache, up to each row's position; all of it, once that is beyond the last slot."""

@@ -11,7 +11,6 @@ from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
 from tests.kernels import test_attention as attention
 from tests.kernels import test_norm as norm
-from tests.kernels import test_one_query as one_query
 from tests.kernels.test_quantize import (
     DTYPES,
     FUNCTIONS,
@@ -83,18 +82,3 @@ def test_a_kernel_is_as_near_to_float32_as_plain_jax_is(kernel):
         for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
             off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
             assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
-
-
-@pytest.mark.parametrize("position", [0, 200, 383, 400])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_token_is_answered_from_the_cache_within_bfloat16_of_plain_jax(position, scaled):
-    qkv_NK, kv_ECK, _, *tables = one_query.arrays(16, 8, 384, 128, "bfloat16")
-    scales = (jnp.linspace(0.5, 2, 128), jnp.linspace(2, 0.5, 128)) if scaled else None
-    names = {"q_scale_K": scales[0], "k_scale_K": scales[1]} if scales else {}
-    found = captured(lambda *own: one_query.one_query(*own, **names), qkv_NK, kv_ECK, jnp.int32(position), *tables)
-    y_HK, kept_ECK = found(qkv_NK, kv_ECK, jnp.int32(position), *tables)
-    exact = (x.astype(jnp.float32) for x in (qkv_NK, kv_ECK))
-    with jax.default_matmul_precision("highest"):
-        wanted = one_query.reference(*exact, position, *tables, scales)
-    for one, other in zip((y_HK, kept_ECK), wanted, strict=True):
-        assert jnp.abs(one.astype(jnp.float32) - other).max() < 0.05

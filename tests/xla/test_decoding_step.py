@@ -46,4 +46,4 @@ def test_a_token_is_a_single_command_buffer_that_updates_its_cache_in_place(h200
 
 def test_a_layer_of_one_text_takes_few_kernels_and_splits_no_product(h200):
     totals = [compiled("gpt-1b3", 1, layers, {})[1].total for layers in (2, 4)]
-    assert (totals[1] - totals[0]) / 2 <= 5
+    assert (totals[1] - totals[0]) / 2 <= 7
