@@ -149,7 +149,7 @@ class Split:
         self._plans: dict[Any, Plan] = {}
         traced = self._own_products.traced if self._own_products else lambda part: part
         # Jitted, so that outside of a jit too what is not needed is not computed.
-        self._forward = jax.jit(traced(self._run_forward))
+        self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
         self._dgrad = jax.jit(traced(_run_dgrad))
         self._wgrad = jax.jit(traced(_run_wgrad))
         self._accumulate = jax.jit(traced(_run_accumulate))
