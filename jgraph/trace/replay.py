@@ -5,6 +5,7 @@ Nothing is built by hand: an equation runs again as the one-equation program it 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import jax
@@ -190,6 +191,7 @@ def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
     `jax.checkpoint` rounds what it keeps. Behind such a rounding, XLA does not make a GELU the epilogue of its product.
     """
 
+    @wraps(fn)
     def run(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         products, same, eqns = set[Any](), dict[Any, Any](), []
