@@ -89,7 +89,7 @@ class DelayedProduct:
 
     def computed_as(self) -> Any:
         """Returns the shapes and the dimension numbers of the `dot_general` that computes it."""
-        lhs, rhs = (v.aval.shape for v in self.eqn.invars)
+        lhs, rhs = (v.aval.shape for v in self.eqn.invars)  # pyright: ignore[reportAttributeAccessIssue]
         return lhs, rhs, self.eqn.params["dimension_numbers"]
 
     def tap(self) -> Any:

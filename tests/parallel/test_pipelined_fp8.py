@@ -233,10 +233,19 @@ def test_a_run_goes_on_with_the_other_engine():
     assert_same((found + more, state), (wanted, after))
 
 
-def test_a_weight_waits_for_a_steps_stages_in_fp8_alone():
-    microbatches, rows = 2, 96  # so that no array of data has the shape of a weight
-    run = piped("gpipe", microbatches=microbatches, rows=rows, layers=2, **DISPATCH).compile(batch_of(rows))
-    weights = [leaf for leaf in run.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
+@pytest.fixture(scope="module")
+def hosted():
+    rows = 96  # so that no array of data has the shape of a weight
+    return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
+
+
+def test_a_product_that_is_made_again_waits_in_neither_engine(hosted):
+    (replica,) = hosted.gradients.replicas
+    assert not [leaf for stage in replica.stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
+
+
+def test_a_weight_waits_for_a_steps_stages_in_fp8_alone(hosted):
+    weights = [leaf for leaf in hosted.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns
 
 
