@@ -239,7 +239,7 @@ def hosted():
     return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
 
 
-def test_a_product_that_is_made_again_waits_in_neither_engine(hosted):
+def test_a_product_that_is_made_again_does_not_wait_with_the_other_engine(hosted):
     (replica,) = hosted.gradients.replicas
     assert not [leaf for stage in replica.stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
