@@ -26,7 +26,13 @@ from benchmarks.works import Size, size_from, sizes_of, torchs
 WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3", "gpt-7b"]
 KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
-WORDS = {"engine": ("program", "dispatch"), "fp8": ("current", "delayed"), "graph": ("auto", "off", "full")}
+WORDS = {
+    "engine": ("program", "dispatch"),
+    "fp8": ("current", "delayed"),
+    "graph": ("auto", "off", "full"),
+    "remat": ("nothing", "wide", "layer"),
+    "norm": ("xla", "fused"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +43,12 @@ class Options(Several):
     """What is trained; 4 MLP layers a rank."""
     schedules: tuple[str, ...] = ("aligned", "aligned:2", "zb-h1", "1f1b", "zb-v:2 engine=dispatch", "1f1b engine=dispatch")
     """Schedules of `jgraph.schedule`, with chunks per rank after a colon, then words for how it is played: engine=dispatch (the
-    host dispatches executables), fp8=current|delayed, graph=auto|off|full, XLA's NAME=VALUE; none where the flag stands
-    alone."""
+    host dispatches executables), fp8=current|delayed, graph=auto|off|full, remat=nothing|wide|layer, norm=xla|fused (of a
+    GPT), XLA's NAME=VALUE; none where the flag stands alone."""
     peers: tuple[str, ...] = (*KINDS, *(f"{kind}:compile" for kind in KINDS))
     """Schedules of torch.distributed.pipelining, `:compile` for torch.compile; none where the flag stands alone."""
-    remat: Literal["nothing", "layer"] = "nothing"
-    """What of a layer is made again in its backward."""
+    remat: Literal["nothing", "wide", "layer"] = "nothing"
+    """What of a layer is made again in its backward, where the schedule's words do not say it."""
     actions: Literal["yes", "no"] = "yes"
     """Whether actions are timed alone too."""
 
@@ -58,10 +64,11 @@ def works(options: Options) -> Iterator[Work]:
 
 def jgraphs(text: str, size: Size, ranks: int, options: Options) -> Entrant:
     schedule, _, variant = text.partition(" ")
-    how, xla = {"engine": "program", "fp8": "", "graph": options.graph}, list(options.xla_option)
+    how = {"engine": "program", "fp8": "", "graph": options.graph, "remat": options.remat, "norm": ""}
+    xla = list(options.xla_option)
     for word in variant.split():
         match word.split("=", 1):
-            case ["engine" | "fp8" | "graph" as name, value] if value in WORDS[name]:
+            case ["engine" | "fp8" | "graph" | "remat" | "norm" as name, value] if value in WORDS[name]:
                 how[name] = value
             case [name, _] if name not in how:
                 xla.append(word)
@@ -74,7 +81,6 @@ def jgraphs(text: str, size: Size, ranks: int, options: Options) -> Entrant:
         "ranks": ranks,
         "size": asdict(size),
         "xla_options": xla,
-        "remat": options.remat,
         "clock": asdict(options.clock),
         "actions": options.actions == "yes",
     }

@@ -31,6 +31,7 @@ FIELDS = {
     "steps, done": "that were asked of a soak and that it did; those that were logged",
     "differs, first_differs": "largest difference of a soak's losses from those with graph auto; the first step that has one",
     "peak_bytes, init_peak_bytes, step_bytes": "of the device that had most; when the state was made; of the program alone",
+    "peaks_bytes": "of each rank of a pipeline; 0 for the first where the whole model took more before it was spread",
     "argument_bytes, temp_bytes, output_bytes, alias_bytes": "of the compiled step",
     "moved_bytes": "that the kernels of a step must read and write",
     "device_bytes, host_bytes, first_device_bytes, first_host_bytes": "in use, and before the first step of a soak",

@@ -59,12 +59,12 @@ pipelines)
     --peers ScheduleZBVZeroBubble:compile Schedule1F1B:compile ScheduleZBVZeroBubble
   ;;
 pipelines_gpt)
-  piece 540 $gpt --schedules "zb-v:2 engine=dispatch" aligned --name pipeline2 \
-    --peers Schedule1F1B:compile ScheduleZBVZeroBubble:compile
+  piece 540 $gpt --schedules "zb-v:2 engine=dispatch norm=fused" "zb-v:2 engine=dispatch" aligned --name pipeline2 \
+    --peers Schedule1F1B:compile
   ;;
 pipelines_fp8)
-  piece 540 $gpt --schedules "zb-v:2 engine=dispatch fp8=delayed" "zb-v:2 engine=dispatch" "aligned fp8=delayed" \
-    --name pipeline_fp8 --peers Schedule1F1B:compile
+  piece 540 $gpt --schedules "zb-v:2 engine=dispatch fp8=delayed remat=wide" "zb-v:2 engine=dispatch" \
+    "zb-v:2 engine=dispatch norm=fused" --timeout 200 --name pipeline_fp8 --peers Schedule1F1B:compile
   ;;
 soaks) # every collective in one graph, and the same batches with `auto`
   piece 130 fsdp --work launch-bound --variant graph=full --soak 10000

@@ -162,6 +162,13 @@ def test_gathering_again_is_refused_in_a_pipeline_with_what_helps_instead():
     assert error.value.field == "reshard_after_forward"
 
 
+def test_wide_products_are_made_again_in_a_pipeline_alone():
+    with pytest.raises(ConfigError) as error:
+        TrainConfig(remat="wide")
+    assert error.value.field == "remat"
+    assert TrainConfig(remat="wide", schedule="zb-h1").is_pipeline
+
+
 def test_a_changed_copy_is_checked_too():
     with pytest.raises(ConfigError, match="`steps` is 0"):
         dataclasses.replace(TrainConfig(), steps=0)

@@ -18,7 +18,7 @@ from benchmarks.peers.protocol import Clock, answer, request, take_turns
 from benchmarks.programs.models import Model, model_of
 from benchmarks.programs.step import compiled_bytes, devices_of, launched, stepping
 from benchmarks.rows import Row
-from benchmarks.works import schedule_of, size_from
+from benchmarks.works import GPTSize, schedule_of, size_from
 from jgraph import FP8Config
 from jgraph.dispatch import in_turn
 from jgraph.parallel import Pipelined
@@ -42,6 +42,8 @@ CALLS, CALLED_LAYERS = 4, 16
 
 def time_schedule(asked: Row) -> None:
     ranks, size, clock = asked["ranks"], size_from(asked["size"]), Clock(**asked["clock"])
+    if isinstance(size, GPTSize) and asked["norm"]:
+        size = replace(size, model=replace(size.model, norm=asked["norm"]))
     devices, platform = devices_of(ranks), jax.default_backend()
     model, schedule = model_of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))
@@ -53,6 +55,7 @@ def time_schedule(asked: Row) -> None:
     )
     del stacked
     model.layers.clear()  # they would count as the first device's memory
+    held_before = peak_memory_bytes(devices[0])
     runtime = "dispatched" if asked["engine"] == "dispatch" else pipe.runtime
     answer(device=f"{ranks} x {devices[0].device_kind}", runtime=runtime)
 
@@ -67,8 +70,9 @@ def time_schedule(asked: Row) -> None:
     # Where microbatches' losses are not weighted, a dispatched schedule leaves their sum.
     count = size.microbatches if pipe.fp8 and runtime == "dispatched" else 1
     loss = float(latest[0][0].addressable_data(0).ravel()[0]) / count
-    # The last device: the first one held the whole model, before it was spread.
-    answer(loss=loss, peak_bytes=peak_memory_bytes(devices[-1]))
+    # Of the first device only what is more than the whole model took there, before it was spread.
+    peaks = [peak if n or peak > held_before else 0 for n, peak in enumerate(map(peak_memory_bytes, devices))]
+    answer(loss=loss, peak_bytes=max(peaks), peaks_bytes=peaks)
     turns = []
 
     def measure(clock: Clock) -> Row:

@@ -81,6 +81,17 @@ class DelayedProduct:
     def w_aval(self) -> Any:
         return self.eqn.invars[self.weight].aval
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is a product of matrices that gives at least four times as many numbers as the data has."""
+        is_plain = self.eqn.primitive.name == "dot_general" and not any(self.eqn.params["dimension_numbers"][1])
+        return is_plain and self.eqn.outvars[0].aval.size >= 4 * self.x_aval.size  # pyright: ignore[reportAttributeAccessIssue]
+
+    def computed_as(self) -> Any:
+        """Returns the shapes and the dimension numbers of the `dot_general` that computes it."""
+        lhs, rhs = (v.aval.shape for v in self.eqn.invars)  # pyright: ignore[reportAttributeAccessIssue]
+        return lhs, rhs, self.eqn.params["dimension_numbers"]
+
     def tap(self) -> Any:
         """Zeros to differentiate by, whose cotangents wgrad reads: of x's shape and of dy's."""
         return replay.zeros(self.x_aval, *self.lead), replay.zeros(self.eqn.outvars[0].aval, *self.lead)

@@ -12,6 +12,7 @@ What depends on parameters alone (the weights, their casts and slices) is in non
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -27,7 +28,7 @@ from jgraph.kernels.quantize import CALLS
 from jgraph.trace import replay
 
 Tree = Any
-Recompute = Literal["elementwise", "nothing"]
+Recompute = Literal["elementwise", "wide", "nothing"]
 Products = Literal["all", "hooked"]
 
 
@@ -47,6 +48,7 @@ class Plan:
         given: returns what each product takes besides its operands, from params.
         float_y: for each leaf of y, whether it has a gradient.
         recompute: whether elementwise work is done again instead of kept.
+        again: products that are done again too, as `DelayedProduct.computed_as` has them.
         mesh: that the arrays are placed on, or an empty one.
         noisy: the stage with its callbacks, which `jaxpr` lacks; None where it has none.
         avals: of everything that forward could keep: the leaves of the vjp, then the products' extra operands.
@@ -68,6 +70,7 @@ class Plan:
     given: Callable[[Tree], Sequence[Any]]
     float_y: list[bool]
     recompute: bool
+    again: frozenset[Any]
     mesh: jax.sharding.AbstractMesh
     noisy: core.Jaxpr | None
     avals: list[Any] = field(default_factory=list)
@@ -151,14 +154,17 @@ def make_plan(
     float_y = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals[:num_y]]
     # A stage that says with jax.checkpoint what to keep is taken at its word; and no policy of it can keep complex numbers.
     is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.values(whole))
-    again = recompute == "elementwise" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
+    recomputes = recompute != "nothing" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
     mesh, noisy = jax.sharding.get_abstract_mesh(), None if noisy is whole else noisy
     exact = not all(site.moved for site in found.block.all_sites())
     sites = found.block.all_sites()
     bound = bind(sites) if bind else Bound(sites, lambda _: [()] * len(sites), [True] * num_params)
     found.block.replace(dict(zip(sites, bound.sites, strict=True)))
+    again = frozenset(site.computed_as() for site in bound.sites if recompute == "wide" and site.is_wide)
     early = tuple(f and d and not late for f, d, late in zip(floating, bound.differentiated, delayed, strict=True))
-    plan = Plan(owner, whole, consts, trees, delayed, early, exact, found.block, bound.given, float_y, again, mesh, noisy)
+    plan = Plan(
+        owner, whole, consts, trees, delayed, early, exact, found.block, bound.given, float_y, recomputes, again, mesh, noisy
+    )
     costs = dict(zip(bound.sites, _sort_by_life(plan), strict=True))
     keeping = {site: site.keeping_x() if costs[site] else site for site in bound.sites}
     if any(keeping[site] is not site for site in keeping):
@@ -205,7 +211,7 @@ def vjp(plan: Plan, params: Sequence[Any], x: Sequence[Any], extra: Sequence[Any
         return [v for v, f in zip(out, plan.float_y, strict=False) if f], (out, extras)
 
     if plan.recompute:
-        run = jax.checkpoint(run, policy=_keeps, prevent_cse=False)
+        run = jax.checkpoint(run, policy=partial(_keeps, plan.again), prevent_cse=False)
     _, vjp, (y, extras) = jax.vjp(run, list(x), early, [site.tap() for site in plan.block.all_sites()], has_aux=True)
     leaves, tree = jax.tree.flatten(vjp)
     return y, jax.tree.leaves(extras), leaves, tree
@@ -215,8 +221,10 @@ def _multiply(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: t
     return site.multiply(x, w, extra, *tap)
 
 
-def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: keeps a value if making it again takes more than a pass over memory."""
+def _keeps(again: frozenset[Any], primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A policy for `jax.checkpoint`: keeps a value if making it again takes more than a pass over memory, or is asked for."""
+    if primitive.name == "dot_general" and (*(aval.shape for aval in avals), params["dimension_numbers"]) in again:
+        return False
     return not replay.primitives(primitive.name, params) <= _CHEAP
 
 

@@ -112,7 +112,8 @@ def split_backward(
             delays every parameter that acts only as the weight of matrix products, `ragged_dot` or convolutions; the gradients
             of the others (norm scales, biases, embeddings) come from dgrad.
         recompute: `elementwise` does elementwise work again in the backward, and keeps inputs, products, attention and
-            reductions. `nothing` keeps what `jax.vjp` keeps: five arrays for a GELU instead of one. In a stage that uses
+            reductions. `wide` also does products again that give at least four times as many numbers as the data has, as
+            an MLP's first. `nothing` keeps what `jax.vjp` keeps: five arrays for a GELU instead of one. In a stage that uses
             `jax.checkpoint`, that alone decides.
         products: `all`, or `hooked` to delay only those made with `jgraph.dot_general`.
         has_aux: whether `stage_fn` returns `(y, aux)`, as with `jax.vjp`. `forward` then gives aux as its third result. It is
@@ -149,7 +150,7 @@ class Split:
         self._plans: dict[Any, Plan] = {}
         traced = self._own_products.traced if self._own_products else lambda part: part
         # Jitted, so that outside of a jit too what is not needed is not computed.
-        self._forward = jax.jit(traced(self._run_forward))
+        self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
         self._dgrad = jax.jit(traced(_run_dgrad))
         self._wgrad = jax.jit(traced(_run_wgrad))
         self._accumulate = jax.jit(traced(_run_accumulate))

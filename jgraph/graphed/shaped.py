@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.backward import Split, split_backward
+from jgraph.backward.residuals import Recompute
 from jgraph.errors import CallableError
 from jgraph.precision.transform import FP8Function
 from jgraph.trace import replay
@@ -168,8 +169,9 @@ def shape_callable(
     *,
     device: Any,
     has_aux: bool = False,
+    recompute: Recompute = "elementwise",
 ) -> Shaped:
-    """Traces a callable's parts; computes nothing. With `has_aux` it returns (y, aux).
+    """Traces a callable's parts; computes nothing. With `has_aux` it returns (y, aux); `recompute` is `split_backward`'s.
 
     Raises:
         CallableError: a parameter is complex, x mixes floating and other leaves, or y has a leaf that is not floating.
@@ -193,7 +195,9 @@ def shape_callable(
     else:
         stage = lambda params, _, rest: plain(params, rest[0], *rest[1][0], **rest[1][1])  # noqa: E731
         arguments = (weights.shapes(), (), (x.shapes(), extra.shapes()))
-    split = split_backward(replace(fn, fn=stage) if isinstance(fn, FP8Function) else stage, has_aux=has_aux)
+    split = split_backward(
+        replace(fn, fn=stage) if isinstance(fn, FP8Function) else stage, has_aux=has_aux, recompute=recompute
+    )
     spec = split.spec(*arguments)
     y, residuals, stash = Side.of(spec.y), Side.of(spec.residuals), Side.of(spec.stash)
     for path, aval in zip(y.paths, y.avals, strict=True):

@@ -41,7 +41,8 @@ class Pipelined:
         compute_dtype: dtype to which matrices are cast once a step; None uses them as they are.
         engine: `program` plays the schedule as one program over all ranks, `dispatch` as executables of each rank that the host
             hands over.
-        remat: `nothing` keeps what `split_backward` keeps; `layer` keeps a layer's input and computes the rest again.
+        remat: `nothing` keeps what `split_backward` keeps; `wide` computes again its wide products, as the first of an MLP;
+            `layer` keeps a layer's input and computes the rest again.
         shard_rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
     """
 

@@ -34,6 +34,10 @@ class LateProduct(DelayedProduct):
     def of(cls, site: DelayedProduct, config: FP8Config) -> "LateProduct":
         return cls(site.eqn, site.weight, site.lead, site.params, site.moved, config)
 
+    def computed_as(self) -> Any:
+        m, k, n = Shape.of(self).sizes
+        return (m, k), (n, k), (((1,), (1,)), ((), ()))
+
     def tap(self) -> Any:
         if self.config.wgrad == "bf16":
             return super().tap()

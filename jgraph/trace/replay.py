@@ -5,6 +5,7 @@ Nothing is built by hand: an equation runs again as the one-equation program it 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import jax
@@ -182,6 +183,37 @@ def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
         eqns.append(eqn)
     effects = set(jaxpr.effects) - (_effects(jaxpr.eqns) - _effects(eqns))
     return jaxpr.replace(eqns=eqns, effects=effects, debug_info=jaxpr.debug_info)
+
+
+def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of arrays whose products are not rounded to the dtype that they have.
+
+    `jax.checkpoint` rounds what it keeps. Behind such a rounding, XLA does not make a GELU the epilogue of its product.
+    """
+
+    @wraps(fn)
+    def run(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        products, same, eqns = set[Any](), dict[Any, Any](), []
+        for eqn in closed.jaxpr.eqns:
+            inputs = [v if is_literal(v) else same.get(v, v) for v in eqn.invars]
+            if eqn.primitive.name == "reduce_precision" and inputs[0] in products and _keeps_all(eqn):
+                same[eqn.outvars[0]] = inputs[0]
+                continue
+            products.update(eqn.outvars if eqn.primitive.name == "dot_general" else ())
+            eqns.append(eqn.replace(invars=inputs))
+        outs = [v if is_literal(v) else same.get(v, v) for v in closed.jaxpr.outvars]
+        program = closed.jaxpr.replace(eqns=eqns, outvars=outs, debug_info=closed.jaxpr.debug_info)
+        results = core.jaxpr_as_fun(core.ClosedJaxpr(program, closed.consts))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return run
+
+
+def _keeps_all(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a rounding is to as many bits as the dtype has."""
+    info = jnp.finfo(eqn.outvars[0].aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
 def _without_callbacks(param: Any) -> Any:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jgraph
 from jgraph.errors import JgraphError, SplitError
-from tests.backward.stages import STAGES, gradients_by_vjp, hidden, mlp, mlp_params, normal, of_module
+from tests.backward.stages import STAGES, D, gradients_by_vjp, hidden, mlp, mlp_params, normal, of_module
 
 DIMS = (((2,), (0,)), ((), ()))
 
@@ -55,6 +55,18 @@ def test_what_cannot_wait_is_refused_by_name_with_the_way_it_takes(name, path, b
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter; there are bias, down, up"):
         jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
+
+
+def test_products_that_widen_by_four_are_made_again_if_asked_for():
+    params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden()
+    stage = lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"]  # noqa: E731
+    kept, again = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
+    wide = (*x.shape[:-1], 4 * D)
+    for split, count in ((kept, 1), (again, 0)):
+        residuals = split.spec(params, x).residuals
+        assert [leaf.shape for leaf in (*residuals.dgrad, *residuals.wgrad)].count(wide) == count
+    found, wanted = (run(split, params, x)[2:] for split in (again, kept))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, wanted)
 
 
 CHOICES = [{"recompute": "all"}, {"products": "foo"}, {"products": ["all"]}, {"delay": 3}, {"delay": [3]}]

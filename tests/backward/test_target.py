@@ -8,6 +8,7 @@ import pytest
 
 import jgraph
 from jgraph.xla.aot import compile_for
+from jgraph_models.gpt import gelu
 from tests.backward.stages import mlp
 
 pytestmark = pytest.mark.target
@@ -38,6 +39,13 @@ def test_wgrad_adds_onto_main_grad_inside_the_product(h200):
     for product in products:
         assert '"beta":1' in product
         assert "output_to_operand_aliasing" in product
+
+
+def test_a_gelu_behind_a_product_that_is_kept_is_computed_by_the_product(h200):
+    split = jgraph.split_backward(lambda p, x: x + gelu(x @ p["up"]) @ p["down"])
+    args = {name: shape(*PARAMS[name].shape, dtype=jnp.bfloat16) for name in ("up", "down")}, SPEC.y
+    compiled, _ = compile_for(jax.jit(split.forward), *args, compiler_options={"xla_gpu_enable_triton_gemm": False})
+    assert '"epilogue":"GELU_AUX"' in compiled.as_text()
 
 
 def test_each_part_is_captured_whole(h200):

@@ -20,7 +20,7 @@ from jgraph.schedule import generate
 from tests.pipeline.test_pools import garbage
 
 # D model, F hidden, B rows of a microbatch, M microbatches; five layers: stages are uneven.
-D, F, B, M, LAYERS = 32, 48, 32, 4, 5
+D, F, B, M, LAYERS = 16, 64, 32, 4, 5
 CURRENT, DELAYED = FP8Config(), FP8Config(recipe="delayed", history=3)
 PIPE, DATA, FSDP = ("pipe", 2), ("data", 2), ("fsdp", 2)
 DISPATCH = {"engine": "dispatch"}
@@ -163,9 +163,9 @@ def assert_same(found, wanted):
         pytest.param("aligned", [DATA, PIPE, FSDP], CURRENT, {}, marks=LONG),
         pytest.param("zb-v", [PIPE], DELAYED, {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), {"chunks": 2}, marks=LONG),
-        pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed"}, marks=LONG),
+        pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed", "remat": "wide"}, marks=LONG),
         pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked"}, marks=LONG),
-        pytest.param("gpipe", [PIPE], CURRENT, {"chunks": 2, "kind": "keyed", **DISPATCH}, marks=LONG),
+        pytest.param("gpipe", [PIPE], CURRENT, {"chunks": 2, "kind": "keyed", "remat": "wide", **DISPATCH}, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
 )
@@ -174,6 +174,18 @@ def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, 
     rows = ranks * M * B
     found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
     assert_same(found, expected(config, kind, ranks * M, rows))
+
+
+def test_products_that_widen_by_four_are_made_again_if_asked_for():
+    def kept(remat):
+        step = piped(remat=remat)
+        batch_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((M, B, *leaf.shape[1:]), leaf.dtype), batch_of(M * B))
+        slots = step.bound.pipeline.slot_bytes(step.bound.shapes, batch_M, layers=1)
+        return slots["forward_dgrad"] + slots["forward_wgrad"], slots["stash"]
+
+    (before, stash), (after, more) = kept("nothing"), kept("wide")
+    assert before - after == 4 * B * F - 3 * B * D  # dgrad reads x, which waits as it is, not in FP8
+    assert more - stash == B * F  # dgrad makes what wgrad reads
 
 
 @pytest.mark.long
@@ -221,10 +233,19 @@ def test_a_run_goes_on_with_the_other_engine():
     assert_same((found + more, state), (wanted, after))
 
 
-def test_a_weight_waits_for_a_steps_stages_in_fp8_alone():
-    microbatches, rows = 2, 32  # so that no array of data has the shape of a weight
-    run = piped("gpipe", microbatches=microbatches, rows=rows, layers=2, **DISPATCH).compile(batch_of(rows))
-    weights = [leaf for leaf in run.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
+@pytest.fixture(scope="module")
+def hosted():
+    rows = 96  # so that no array of data has the shape of a weight
+    return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
+
+
+def test_a_product_that_is_made_again_does_not_wait_with_the_other_engine(hosted):
+    (replica,) = hosted.gradients.replicas
+    assert not [leaf for stage in replica.stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
+
+
+def test_a_weight_waits_for_a_steps_stages_in_fp8_alone(hosted):
+    weights = [leaf for leaf in hosted.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns
 
 
@@ -244,7 +265,7 @@ def quantizations(jaxpr, times=1):
 def test_a_rank_quantizes_each_of_its_weights_once_a_step(schedule, chunks):
     places = chunks * -(-LAYERS // (2 * chunks))
     for microbatches in (4, 8):
-        rows = microbatches * 16  # so that no array of data has the shape of a weight
+        rows = microbatches * 48  # so that no array of data has the shape of a weight
         step = piped(schedule, chunks=chunks, microbatches=microbatches, rows=rows)
         traced = step.jitted().trace(step.state, batch_of(rows))
         assert quantizations(traced.jaxpr.jaxpr) == 2 * places

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.backward import Split, split_backward
+from jgraph.backward.residuals import Recompute
 from jgraph.errors import ConfigError, OrderError
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
@@ -29,7 +30,7 @@ from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
-Remat = Literal["nothing", "layer"]
+Remat = Literal["nothing", "wide", "layer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class Pipeline:
         compute_dtype: matrices of the layers, and those that the head reads, are cast to it once a step; None: no cast.
         runtime: `aligned` needs a schedule in whose ticks all ranks do the same; `general` plays any; `auto` takes the first
             where it can.
-        remat: what of a layer is made again in its backward: `nothing`, or the whole `layer` but for its input.
+        remat: what of a layer is made again in its backward: `nothing`, `wide` products, the whole `layer` but for its input.
         axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
         carried: what a layer carries.
         fp8: which products of a layer are in FP8; None: none are.
@@ -296,7 +297,7 @@ class Pipeline:
             over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
             weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
             stages = list(zip(stages, histories, weights, strict=True))
-        split = split_backward(function, has_aux=True)
+        split = split_backward(function, has_aux=True, recompute=self.recompute)
         rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, self.share, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
@@ -329,7 +330,7 @@ class Pipeline:
 
     def split(self, impl: Any, layers: int = 1) -> Split:
         """Returns a stage of so many layers, split; `impl` is the kind of the keys, None where there are none."""
-        return split_backward(self.stage(impl, layers), has_aux=True)
+        return split_backward(self.stage(impl, layers), has_aux=True, recompute=self.recompute)
 
     def stage(self, impl: Any, layers: int) -> Any:
         """Returns the function of a stage, in FP8 if its products are."""
@@ -384,6 +385,11 @@ class Pipeline:
     def share(self) -> float:
         """Returns what a microbatch's loss counts: in FP8 all of it, as histories have amax of gradients of one microbatch."""
         return 1.0 if self.fp8 else 1 / self.schedule.num_microbatches
+
+    @property
+    def recompute(self) -> Recompute:
+        """Returns what the split of a stage makes again."""
+        return "wide" if self.remat == "wide" else "elementwise"
 
     @property
     def _layer(self) -> Any:

@@ -151,7 +151,7 @@ def stages_of(
             params, shapes = (params, *more), (shapes, *jax.tree.map(shape, more))
         name = (s == 0, count, c)
         if name not in traced:
-            traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True)
+            traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
         given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
         stages.append(Stage(rank, c, chunks[c].names(count), replace(traced[name], index=s), *given))
     return stages
