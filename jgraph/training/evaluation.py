@@ -102,7 +102,7 @@ def _of_run(saved: SavedRun) -> _Model:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like.params)
         return setup.weights(**saved.place(params=params, carried=like.carried))
 
-    model, kept = saved.config.model, {name: getattr(saved.config, name) for name in _KEPT.split()}
+    model, kept = saved.config.model, _kept(saved.config)
     if saved.config.precision == "fp8" and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
@@ -121,14 +121,16 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
 
 
 def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
-    kept = {name: getattr(model.config, name) for name in _KEPT.split()} | {"model": model.config.model}
-    config = TrainConfig(**kept | ({"num_microbatches": 1} if "batch_size" in asked else {}) | asked)
+    fields = _kept(model.config) | {"model": model.config.model}
+    if "batch_size" in asked:
+        fields["num_microbatches"] = 1
+    config = TrainConfig(**fields | asked)
     if not model.reads_text and not Path(config.data).is_dir():
         raise DataError(
             f"`data` is {config.data}: must be a directory of token files, as {model.source} has no tokenizer that reads text"
         )
-    sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
-    corpus = load(config.data, **sizes, tokenizer=model.tokenizer)
+    vocab_size = getattr(config.model, "vocab_size", None)
+    corpus = load(config.data, seq_len=config.seq_len, vocab_size=vocab_size, tokenizer=model.tokenizer)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
     return Evaluation(
@@ -143,6 +145,10 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
         bytes=_bytes(corpus, batches, model.tokenizer),
         loss=loss,
     )
+
+
+def _kept(config: TrainConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _KEPT.split()}
 
 
 def _bytes(corpus: Corpus, batches: list[np.ndarray], tokenizer: Path | None) -> int | None:

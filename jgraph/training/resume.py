@@ -86,9 +86,10 @@ def differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list
     extends = _extends(here, before, done)
     names = [name for name in here | before if rule_of(name).may == "no" or (rule_of(name).may != "yes" and not extends)]
     told = {name: f"`{name}` is {here.get(name, 'absent')} and was {before.get(name, 'absent')}" for name in names}
-    if "steps" in told:
-        how = "`optimizer.extend` cosine or constant would say how the rate goes on"
-        told["steps"] += f" ({how if here['steps'] >= done else f'{done} are done'})"
+    if "steps" in told and here["steps"] < done:
+        told["steps"] += f" ({done} are done)"
+    elif "steps" in told and here["optimizer.extend"] == "no":
+        told["steps"] += " (`optimizer.extend` cosine or constant would say how the rate goes on)"
     return [told[name] for name in names if here.get(name) != before.get(name)]
 
 
