@@ -152,6 +152,13 @@ def test_more_steps_along_a_cosine_follow_that_of_them_all_with_the_old_warm_up(
     assert_rate(begun(600, extend="constant"), long)
 
 
+def test_where_the_steps_are_those_of_before_there_is_nothing_to_extend(begun):
+    assert_rate(begun(200, extend="constant"), RATE)
+    assert_rate(begun(200, extend="cosine"), RATE)
+    with pytest.raises(ConfigError, match=r"`optimizer\.warmup_steps` is 10 and was 20"):
+        begun(200, extend="cosine", warmup_steps=10)
+
+
 @pytest.mark.parametrize("steps", [400, 100])
 def test_other_steps_need_a_word_on_the_rate(begun, steps):
     with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` cosine or constant"):
