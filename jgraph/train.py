@@ -6,7 +6,8 @@
 
 The presets are {presets}; every flag overrides a field of the one chosen, and the defaults below are those of {preset}.
 Everything is written to the run directory: config.json, metrics.jsonl (one JSON object a logged step) and checkpoints/.
-The same command again goes on from the last checkpoint.
+The same command again goes on from the last checkpoint, and to more steps with --optimizer.extend. A new run may begin with the
+weights of another one (--continue-from) or of a Hugging Face folder (--init-from).
 """
 
 import argparse
@@ -92,22 +93,30 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
     """Returns the configuration that the arguments ask for, or None after --help, which is printed. Raises ConfigError."""
     # Which flags there are, and their defaults, depends on these. One without a value is left to tyro, as is all that is wrong.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?", default="cpu-tiny", const="cpu-tiny")
+    first.add_argument("--preset", nargs="?", default="", const="")
     first.add_argument("--model.module", nargs="?", dest="module")
     first.add_argument("--init-from", nargs="?", default="")
+    first.add_argument("--continue-from", nargs="?", default="")
     first.add_argument("--run-dir", nargs="?", default="")
     chosen = first.parse_known_args(args)[0]
-    base = preset(chosen.preset)
+    base = preset(chosen.preset or "cpu-tiny")
+    if chosen.continue_from:
+        from jgraph.training.origin import config_of_run
+
+        there = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir)
+        if not chosen.preset and there.preset in PRESETS:
+            base = preset(there.preset)
+        base = dataclasses.replace(base, module=there.module, model=there.model)
     module = chosen.module or base.module
     # A preset's own model is not imported: that would take jax, and a wrong flag should be told at once.
-    settings = type(base.model) if module == base.module else settings_of(module)
+    settings = type(base.model) if module == base.module and base.model is not None else settings_of(module)
     model: Any = base.model if settings and isinstance(base.model, settings) else None
     if settings and model is None:
         try:
             model = settings()
         except TypeError:  # it has settings without a default, which must be given
             model = tyro.MISSING
-    if chosen.init_from and isinstance(model, settings or ()):
+    if chosen.init_from and not chosen.continue_from and isinstance(model, settings or ()):
         from jgraph.training.origin import with_settings_of
 
         model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.run_dir)

@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from jgraph.cli import flag
 from jgraph.errors import ConfigError
-from jgraph.training.config import TrainConfig
+from jgraph.training.config import OptimizerConfig, TrainConfig
+from jgraph.training.optimizer import learning_rate
+from jgraph.training.resume import RULES, rule_of
 from jgraph.training.rundir import RunDir, flatten
 from tests import tiny
 
@@ -41,6 +44,7 @@ FIXED = {
     *("model.compute_dtype", "model.scan_layers", "model.rope_theta", "model.norm_eps", "model.loss_chunk"),
     *("model.head_dim", "model.attention_bias", "model.qk_norm", "model.rope_scaling", "model.rope_factor"),
     *("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_length", "init_from"),
+    *("optimizer.extend", "optimizer.decay_steps", "continue_from", "continue_with"),
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
     *("optimizer.second_moment_dtype", "precision", "fp8.recipe", "fp8.format", "fp8.wgrad", "fp8.keep", "fp8.blocks"),
@@ -80,6 +84,16 @@ def test_every_field_either_may_change_when_a_run_goes_on_or_may_not():
     names = set(flatten(dataclasses.asdict(TrainConfig())))
     assert names == FREE | FIXED
     assert not FREE & FIXED
+    assert {name for name in names if rule_of(name).may == "yes"} == FREE
+    ruled = " ".join(rule.fields for rule in RULES).split()
+    assert len(set(ruled)) == len(ruled)
+    assert {name.partition(".")[0] for name in ruled} == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_the_guide_has_the_table():
+    page = (tiny.ROOT / "notes" / "guide" / "runs.md").read_text()
+    rows = [f"| {', '.join(f'`{flag(name)}`' for name in rule.fields.split())} | {rule.may} | {rule.why} |" for rule in RULES]
+    assert "\n".join(rows) in page
 
 
 @pytest.mark.parametrize("name", sorted(FREE - {"resume"}))
@@ -100,11 +114,84 @@ def test_a_directory_without_a_checkpoint_is_free_for_another_configuration(run_
     run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
 
 
+# --- Other steps ---
+
+
+@pytest.fixture
+def begun(run_dir):
+    """Goes on in the directory of a run of 200 steps, 4 of which are done; returns the rate by step."""
+
+    def go_on(steps: int, **fields):
+        config = run_dir.resumed(TrainConfig(steps=steps, optimizer=OptimizerConfig(**fields)))
+        run_dir.check(config, FINGERPRINT)
+        run_dir.write(config, CORPUS, {})
+        return learning_rate(config.optimizer, config.steps)
+
+    run_dir.write(TrainConfig(steps=200), CORPUS, {})
+    return go_on
+
+
+RATE = learning_rate(TrainConfig(steps=200).optimizer, 200)
+
+
+def assert_rate(rate, expected, steps=(0, 19, 20, 150, 200, 300, 390, 400)):
+    assert [float(rate(step)) for step in steps] == [float(expected(step)) for step in steps]
+
+
+def test_more_steps_at_a_constant_rate_follow_the_old_cosine_to_its_end(begun):
+    for fields in ({"extend": "constant"}, {"extend": "constant"}, {}):  # the same command again, and without the flag
+        assert_rate(begun(400, **fields), RATE)
+    assert_rate(begun(600, extend="constant"), RATE)
+    assert float(RATE(400)) == pytest.approx(3e-5)
+
+
+def test_more_steps_along_a_cosine_follow_that_of_them_all_with_the_old_warm_up(begun):
+    long = learning_rate(OptimizerConfig(warmup_steps=20), 400)
+    for fields in ({"extend": "cosine"}, {"extend": "cosine"}, {}):
+        assert_rate(begun(400, **fields), long)
+    assert_rate(begun(600, extend="constant"), long)
+
+
+def test_where_the_steps_are_those_of_before_there_is_nothing_to_extend(begun):
+    assert_rate(begun(200, extend="constant"), RATE)
+    assert_rate(begun(200, extend="cosine"), RATE)
+    with pytest.raises(ConfigError, match=r"`optimizer\.warmup_steps` is 10 and was 20"):
+        begun(200, extend="cosine", warmup_steps=10)
+
+
+@pytest.mark.parametrize("steps", [400, 100])
+def test_other_steps_need_a_word_on_the_rate(begun, steps):
+    with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` cosine or constant"):
+        begun(steps)
+
+
+def test_fewer_steps_than_before_are_a_run_cut_short_but_not_below_those_done(begun):
+    assert_rate(begun(50, extend="constant"), RATE, range(50))
+    with pytest.raises(ConfigError, match=r"`steps` is 3 and was 50 \(4 are done"):
+        begun(3, extend="constant", warmup_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields", "named"),
+    [
+        (400, {"extend": "cosine"}, "optimizer.extend"),
+        (400, {"decay_steps": 300}, "optimizer.decay_steps"),
+        (600, {"extend": "constant", "decay_steps": 300}, "optimizer.decay_steps"),
+        (400, {"warmup_steps": 10}, "optimizer.warmup_steps"),
+        (600, {"extend": "constant", "learning_rate": 1e-4}, "optimizer.learning_rate"),
+    ],
+)
+def test_a_run_of_more_steps_stays_what_it_became(begun, steps, fields, named):
+    begun(400, extend="constant")
+    with pytest.raises(ConfigError, match=f"`{named}` is "):
+        begun(steps, **fields)
+
+
 def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
     saved = json.loads(run_dir.config.read_text())
     del saved["module"]
     saved["model"]["module"] = "models.gpt:GPT"
-    del saved["model"]["qk_norm"], saved["precision"]  # which it did not have
+    del saved["model"]["qk_norm"], saved["precision"], saved["optimizer"]["extend"]  # which it did not have
     run_dir.config.write_text(json.dumps(saved))
     run_dir.check(TrainConfig(), FINGERPRINT)
 

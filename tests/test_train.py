@@ -76,6 +76,18 @@ def test_a_rerun_of_a_finished_run_says_so_and_trains_nothing(run, capsys):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.once
+def test_a_finished_run_goes_on_to_more_steps_as_one_whose_cosine_ended_there(tmp_path):
+    flags = ("--checkpoint-every", "100", "--eval-every", "100", "--sample-tokens", "0")
+    assert tiny.train(tmp_path / "run", *flags, "--steps", "20") == 0
+    assert tiny.train(tmp_path / "run", *flags, "--steps", "30", "--optimizer.extend", "constant") == 0
+    one = ("--steps", "30", "--optimizer.decay-steps", "20", "--optimizer.warmup-steps", "2")
+    assert tiny.train(tmp_path / "whole", *flags, *one) == 0
+    ours, theirs = ([(e["step"], e["loss"]) for e in tiny.entries(tmp_path / name)] for name in ("run", "whole"))
+    assert ours == theirs
+    assert len(ours) == 30
+
+
 def test_a_run_goes_on_where_an_entry_does_not_say_how_long_steps_took(tmp_path):
     flags = ("--steps", "4", "--checkpoint-every", "2")
     assert tiny.train(tmp_path / "run", *flags) == 0

@@ -152,7 +152,7 @@ class Checkpoints:
         return ocp.CheckpointManager(self._directory, options=options)
 
     def _restore(self, step: int, like: State) -> State:
-        leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
+        leaves = [placed(leaf) for leaf in jax.tree.leaves(like)]
         found = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
         expected = unseal(found)
         self._check_fits(step, found["leaves"], _describe(like))
@@ -314,7 +314,8 @@ def _shape(leaf: dict[str, Any] | None) -> str:
     return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
 
 
-def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns a leaf's shape where it lies, which is on the first device unless it says so."""
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

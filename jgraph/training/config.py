@@ -29,6 +29,11 @@ class OptimizerConfig:
     """Steps of linear warm-up; the first already moves. If not given, at most a tenth of `steps`."""
     final_learning_rate: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
+    decay_steps: int = 0
+    """Steps after which the cosine has ended, and the rate stays; 0 for `steps`."""
+    extend: Literal["no", "cosine", "constant"] = "no"
+    """How the rate goes on where a run goes on with other `steps` than before: by a cosine over all of them from the beginning,
+    so that it jumps to where that is by now; or along the old cosine to its end, and constant from there."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -52,6 +57,8 @@ class OptimizerConfig:
         must("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
         must("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
         must("final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
+        must("decay_steps", self.decay_steps >= 0, "0 or positive")
+        must("decay_steps", self.extend != "cosine" or not self.decay_steps, "0 where `optimizer.extend` is cosine")
         must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
 
 
@@ -144,6 +151,11 @@ class TrainConfig:
     init_from: str = ""
     """A Hugging Face folder whose weights the run begins with. Its config.json says the model's sizes, and its tokenizer.json
     reads `data` that is text. A run that goes on does not read it again."""
+    continue_from: str = ""
+    """Another run's directory, with whose newest weights this run begins, at step 0; or RUN/checkpoints/STEP. The model's
+    settings, the tokenizer and, if none is given, the preset are that run's. A run that goes on does not read it again."""
+    continue_with: Literal["weights", "optimizer"] = "weights"
+    """With `continue_from`: the weights and what the model carries, or the optimizer's moments and their count too."""
     run_dir: str = ""
     """Where everything is written; runs/PRESET when empty. On a disk that all processes share."""
     seed: int = 0
@@ -228,6 +240,8 @@ class TrainConfig:
             must("chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which says it itself")
         if self.schedule == "interleaved-1f1b":
             must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b")
+        must("continue_from", not (self.continue_from and self.init_from), "empty where `init_from` is given")
+        must("continue_with", bool(self.continue_from) or self.continue_with == "weights", "given with `continue_from` only")
         for option in self.xla_options:
             require("=" in option, "xla_options", option, "name=value")
         if self.precision == "bf16" and self.fp8 != FP8Config():

@@ -91,7 +91,7 @@ class Reporter:
         sizes = _differences(config.model, type(config.model)) if config.model is not None else ""
         run = _differences(replace(config, model=usual.model, distributed=usual.distributed), lambda: usual)
         slices = f" in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
-        end = f"{rate.learning_rate * rate.final_learning_rate:.3g} at step {config.steps}"
+        end = f"{rate.learning_rate * rate.final_learning_rate:.3g} at step {rate.decay_steps or config.steps}"
         self._rows(
             {
                 "model": f"{config.module.rpartition(':')[2]} of {parameters:,} parameters{sizes and ': '}{sizes}",

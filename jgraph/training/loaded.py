@@ -104,16 +104,22 @@ def load(path: str | Path, step: int | None = None) -> Loaded:
     Raises:
         ConfigError: there is neither. CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    path = Path(path)
-    if not path.exists():
+    path = checked(path)
+    return _of_folder(path, step) if is_folder(path) else _of_run(path, step)
+
+
+def checked(path: str | Path) -> Path:
+    """Returns a path. Raises ConfigError where there is neither a run nor a folder."""
+    if not Path(path).exists():
         raise ConfigError(f"`run` is {path}: no such directory", field="run")
-    if not (path / "config.json").exists():
+    if not (Path(path) / "config.json").exists():
         must = "a run directory or a Hugging Face folder, which have a config.json"
         raise ConfigError(f"`run` is {path}: must be {must}", field="run")
-    return _of_folder(path, step) if _is_folder(path) else _of_run(path, step)
+    return Path(path)
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
+    """Tells whether a directory is a Hugging Face folder."""
     try:
         return "architectures" in json.loads((path / "config.json").read_text())
     except (ValueError, RecursionError):
@@ -127,38 +133,56 @@ def _of_run(path: Path, step: int | None) -> Loaded:
     carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
     saved.close()
     source = f"{path} after {saved.step} steps"
-    return Loaded(model, params, carried, _tokenizer_of(saved), saved.config, saved.config.seq_len, source)
+    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.seq_len, source)
 
 
-def _tokenizer_of(saved: SavedRun) -> Tokenizer:
+def tokenizer_file(saved: SavedRun) -> Path | None:
+    """Returns the tokenizer.json of a run, kept with it or beside its token files."""
+    files = (saved.dir.origin / TOKENIZER_FILE, Path(saved.config.data) / TOKENIZER_FILE)
+    return next((file for file in files if file.exists()), None)
+
+
+def tokenizer_of(saved: SavedRun) -> Tokenizer:
+    """Returns the tokenizer of a run; `numbers` where nobody knows it."""
     data, vocab_size = Path(saved.config.data), getattr(saved.config.model, "vocab_size", 256)
-    for file in (saved.dir.origin / TOKENIZER_FILE, data / TOKENIZER_FILE):
-        if file.exists():
-            return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
+    if file := tokenizer_file(saved):
+        return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
     if saved.config.data in CORPORA or data.is_file() or vocab_size <= 256:
         return Tokenizer.of_bytes()
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
 
 
-def _of_folder(path: Path, step: int | None) -> Loaded:
+def open_folder(path: Path, step: int | None) -> tuple[Folder, TrainConfig]:
+    """Returns a folder and a configuration with its model, which computes in the folder's own dtype."""
     require(step is None, "step", step, "left out for a Hugging Face folder")
     config = TrainConfig()
     folder, names = Folder(path, field="run"), names_of(config.module, field="run")
-    # In the folder's own dtype: nothing here sums up updates, for which float32 would be needed.
     dtype: Any = folder.config.get("dtype", folder.config.get("torch_dtype"))
     dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=dtype)
+    return folder, dataclasses.replace(config, model=settings, init_from=str(path), preset="")
+
+
+def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
+    """Returns a folder's parameters where `like` lies. Raises ConfigError where it does not have them."""
+    names, settings = names_of(config.module, field="run"), config.model
+    by_name = dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True))
+    folder.check(names.parts(settings), by_name, names.ignored(settings))
+    # In the folder's own dtype: nothing here sums up updates, for which float32 would be needed.
+    dtype = jnp.dtype(settings.compute_dtype)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
+    return load_folder(folder, names.parts(settings), like)
+
+
+def _of_folder(path: Path, step: int | None) -> Loaded:
+    folder, config = open_folder(path, step)
     window = folder.config.get("max_position_embeddings")
-    config = dataclasses.replace(config, model=settings, init_from=str(path), preset="")
     model = functional_model(config)
-    parts, leaves = names.parts(settings), jax.tree.leaves(model.shapes)
-    by_name = dict(zip(leaf_names(model.shapes), (leaf.shape for leaf in leaves), strict=True))
-    folder.check(parts, by_name, names.ignored(settings))
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), model.shapes)
+    params = place_folder(folder, config, model.shapes)
     file = path / TOKENIZER_FILE
     of_file = partial(Tokenizer.of_file, file, ends=_ends(folder.config), add_special_tokens=True)
     tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
-    return Loaded(model, load_folder(folder, parts, like), model.carried, tokenizer, config, window, str(path))
+    return Loaded(model, params, model.carried, tokenizer, config, window, str(path))
 
 
 def _ends(config: dict[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a run begins with that is not its own: weights and tokenizer of a Hugging Face folder; and what it keeps of that."""
+"""What a run begins with that is not its own: weights and tokenizer of a folder or another run; and what it keeps of that."""
 
 import dataclasses
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.data.tokenizer import TOKENIZER_FILE
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
 from jgraph.interop.names import HuggingFace
 from jgraph.training.config import TrainConfig
@@ -34,13 +34,41 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
     return Folder(path, field="init_from").settings(names_of(module, field="init_from"), model)
 
 
+def run_of(continue_from: str) -> tuple[Path, int | None]:
+    """Returns the run directory that is meant, and the step: of RUN/checkpoints/STEP; None for the newest of RUN."""
+    path = Path(continue_from)
+    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
+    return (path.parents[1], int(path.name)) if is_step else (path, None)
+
+
+def config_of_run(continue_from: str, run_dir: str) -> TrainConfig:
+    """Returns the configuration of the run that another begins with, or, where it is gone, of the one that began with it."""
+    there, here = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
+    is_gone = not there.path.exists() and here.config.exists()
+    return (here if is_gone else there).saved_config(field="continue_from")
+
+
+def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
+    """Raises ConfigError where a run is of another model than the one that it is to begin with, or is that one itself."""
+    path, _ = run_of(config.continue_from)
+    as_it = f"as `continue_from` {config.continue_from} has it"
+    if path.resolve() == Path(config.run_dir).resolve():
+        raise ConfigError(f"`run_dir` is {config.run_dir}: must be another directory than `continue_from`", field="run_dir")
+    require(config.module == there.module, "module", config.module, f"{there.module}, {as_it}")
+    for field in dataclasses.fields(config.model) if config.model is not None else ():
+        here, value = (getattr(own.model, field.name) for own in (config, there))
+        # In which dtype matrices are multiplied is a matter of precision, which is free.
+        allowed = f"{value}, {as_it}, or left out"
+        require(here == value or field.name == "compute_dtype", f"model.{field.name}", here, allowed)
+
+
 def opened(config: TrainConfig, run_dir: RunDir) -> Folder | None:
     """Returns the folder that a run is to begin with; None where it goes on, or begins with none.
 
     Raises:
         ConfigError: there is none, it is of another model, or the settings contradict it.
     """
-    if not config.init_from or _goes_on(config, run_dir):
+    if not config.init_from or goes_on(config, run_dir):
         return None
     folder = Folder(Path(config.init_from), field="init_from")
     there = folder.settings(names_of(config.module, field="init_from"), config.model)
@@ -55,27 +83,32 @@ def opened(config: TrainConfig, run_dir: RunDir) -> Folder | None:
 
 def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
     """Returns the tokenizer.json through which text is read; None for bytes."""
-    if not config.init_from:
+    if (source := _source(config)) is None:
         return None
-    path = (run_dir.origin if _goes_on(config, run_dir) else Path(config.init_from)) / TOKENIZER_FILE
+    path = (run_dir.origin if goes_on(config, run_dir) else source) / TOKENIZER_FILE
     return path if path.exists() else None
 
 
 def doubt(config: TrainConfig) -> str:
-    """Returns a line where the data of a run that begins with a folder may have other tokens than its weights; else nothing."""
-    own, of_data = Path(config.init_from, TOKENIZER_FILE), Path(config.data, TOKENIZER_FILE)
-    if not own.exists() and not Path(config.data).is_dir():
-        return f"`init_from` {config.init_from} has no {TOKENIZER_FILE}: `data` {config.data} is read as bytes"
+    """Returns a line where the data of a run may have other tokens than the weights that it begins with; else nothing."""
+    if (source := _source(config)) is None:
+        return ""
+    name = "init_from" if config.init_from else "continue_from"
+    own, of_data = source / TOKENIZER_FILE, Path(config.data, TOKENIZER_FILE)
+    # A run without one has read bytes, if it has no more tokens than these.
+    reads_bytes = not config.init_from and getattr(config.model, "vocab_size", 0) <= 256
+    if not own.exists() and not reads_bytes and not Path(config.data).is_dir():
+        return f"`{name}` {getattr(config, name)} has no {TOKENIZER_FILE}: `data` {config.data} is read as bytes"
     if own.exists() and of_data.exists() and own.read_bytes() != of_data.read_bytes():
-        return f"`data` {config.data} was made with another {TOKENIZER_FILE} than `init_from` {config.init_from} has"
+        return f"`data` {config.data} was made with another {TOKENIZER_FILE} than `{name}` {getattr(config, name)} has"
     return ""
 
 
 def keep(config: TrainConfig, run_dir: RunDir) -> None:
-    """Copies what is small of the folder, and else the tokenizer of token files, into the directory of a run that begins."""
+    """Copies what is small of what a run begins with, and else the tokenizer of token files, into its directory."""
     shutil.rmtree(run_dir.origin, ignore_errors=True)
-    folder = Path(config.init_from)
-    sources = [folder / name for name in (CONFIG_FILE, *_KEPT.split())] if config.init_from else []
+    folder = _source(config)
+    sources = [] if folder is None else [folder / name for name in (CONFIG_FILE, *_KEPT.split())]
     for source in (*sources, Path(config.data, TOKENIZER_FILE)):
         kept = run_dir.origin / source.name
         if source.exists() and not kept.exists():  # the folder's tokenizer comes before that of the data
@@ -93,5 +126,13 @@ def kept(run_dir: RunDir) -> list[Path]:
     return [path for name in _KEPT.split() if (path := run_dir.origin / name).exists()]
 
 
-def _goes_on(config: TrainConfig, run_dir: RunDir) -> bool:
+def goes_on(config: TrainConfig, run_dir: RunDir) -> bool:
+    """Returns whether a run has begun already."""
     return config.resume and run_dir.has_checkpoint()
+
+
+def _source(config: TrainConfig) -> Path | None:
+    """Returns the directory with the tokenizer that belongs to the weights a run begins with; None where they are its own."""
+    if config.continue_from:
+        return RunDir(run_of(config.continue_from)[0]).origin
+    return Path(config.init_from) if config.init_from else None

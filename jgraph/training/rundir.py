@@ -15,14 +15,7 @@ from typing import Any, TextIO
 
 from jgraph.errors import ConfigError
 from jgraph.training.config import TrainConfig
-
-# A run that goes on may change these: the steps that remain compute the same, to rounding where the devices change.
-_FREE = (
-    "run_dir resume log_every checkpoint_every checkpoint_keep compile_cache on_nonfinite dp fsdp reshard_after_forward "
-    "shard_rules pp pp_engine chunks schedule memory_limit remat distributed graph xla_options profile sample_tokens "
-    "eval_every eval_batches hang_seconds"
-)
-FREE_FIELDS = frozenset(_FREE.split())
+from jgraph.training.resume import differences, resumed
 
 
 class RunDir:
@@ -104,6 +97,11 @@ class RunDir:
         file.close()
         return self._error(f"{who} is writing there; {advice}, or name another `run_dir`")
 
+    def resumed(self, config: TrainConfig) -> TrainConfig:
+        """Returns the configuration with which a run goes on here: with the rate that follows from what it was before."""
+        goes_on = config.resume and self.config.exists() and self.has_checkpoint()
+        return resumed(config, self._before(config)) if goes_on else config
+
     def check(self, config: TrainConfig, fingerprint: str) -> None:
         """Raises ConfigError if a run of this configuration, on the text of this fingerprint, may not write there.
 
@@ -116,9 +114,9 @@ class RunDir:
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
                 raise self._error("not empty, and not a run directory (no config.json); name a new or empty one")
             return
-        if config.resume and not self._is_free() and (differences := self._differences(config, fingerprint)):
+        if config.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):
             advice = "use another `run_dir`, or `resume` off to start over and replace that run"
-            raise self._error(f"holds a run of another configuration: {'; '.join(differences)}; {advice}")
+            raise self._error(f"holds a run of another configuration: {'; '.join(differing)}; {advice}")
 
     def reset(self) -> None:
         """Removes checkpoints and metrics, so that the run starts over. The config stays until `write` replaces it."""
@@ -157,23 +155,35 @@ class RunDir:
             fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
         return fields
 
+    def saved_config(self, *, field: str) -> TrainConfig:
+        """Returns the configuration of the run that is there. Raises ConfigError, of the argument that named it, for none."""
+        if not self.config.exists():
+            must = "be a run directory, with a config.json and checkpoints/"
+            wrong = f"must {must}" if self.path.exists() else "no such directory"
+            raise ConfigError(f"`{field}` is {self.path}: {wrong}", field=field)
+        fields = self.fields()
+        return TrainConfig.from_dict({name: fields[name] for name in fields if name not in ("corpus", "versions")})
+
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns the differences from the run that is there, one text each."""
+        # Through JSON, so that a tuple there and a list here are the same.
+        here, there = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), self._before(config)
+        had = str(there.get("corpus.fingerprint"))[:12]
+        there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
+        told = differences(here, there, self.last_checkpoint() or 0)
+        if fingerprint[:12] != had:
+            told.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {had}")
+        return told
+
+    def _before(self, config: TrainConfig) -> dict[str, Any]:
+        """Returns the fields of the run that is there, by dotted name."""
         fields = self.fields()
         # What an earlier version did not have was as it is by default.
-        if isinstance(model := fields.get("model"), dict):
-            fields = _defaults(config) | fields | {"model": _defaults(config.model) | model}
-        # Through JSON, so that a tuple there and a list here are the same.
-        here, there = (flatten(json.loads(json.dumps(own))) for own in (dataclasses.asdict(config), fields))
-        names = [name for name in here | there if name.partition(".")[0] not in FREE_FIELDS | {"corpus", "versions"}]
-        differences = [
-            f"`{name}` is {here.get(name, 'absent')} and was {there.get(name, 'absent')}"
-            for name in names
-            if here.get(name) != there.get(name)
-        ]
-        if fingerprint[:12] != (before := str(there.get("corpus.fingerprint"))[:12]):
-            differences.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {before}")
-        return differences
+        if isinstance(fields.get("model"), dict):
+            parts = {name: own for name, own in vars(config).items() if dataclasses.is_dataclass(own)}
+            nested = {name: _defaults(own) | fields[name] for name, own in parts.items() if isinstance(fields.get(name), dict)}
+            fields = _defaults(config) | fields | nested
+        return flatten(fields)
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:

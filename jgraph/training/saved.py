@@ -8,39 +8,38 @@ import jax
 import numpy as np
 
 from jgraph.checkpoint import CheckpointReader
-from jgraph.errors import ConfigError
+from jgraph.dispatch import in_turn
 from jgraph.modules import FunctionalModel
-from jgraph.training.config import TrainConfig
+from jgraph.parallel.objective import WithHistory
 from jgraph.training.rundir import RunDir
 from jgraph.training.setup import functional_model
 from jgraph.tree import path_name
+
+Tree = Any
 
 
 class SavedRun:
     """Reads what a run saved.
 
     Attributes:
+        path: the run directory.
         config: of the run.
         step: of the checkpoint.
 
     Args:
         path: the run directory.
         step: of a checkpoint; None for the newest.
+        field: the argument that named it, for errors.
 
     Raises:
         ConfigError: it is no run directory, or of another version.
         CheckpointError: there is no such checkpoint, or, from `read`, it is damaged.
     """
 
-    def __init__(self, path: Path, step: int | None = None):
-        self.dir = RunDir(path)
-        if not path.exists():
-            raise ConfigError(f"`run` is {path}: no such directory", field="run")
-        if not self.dir.config.exists():
-            raise ConfigError(f"`run` is {path}: must be a run directory, with a config.json and checkpoints/", field="run")
-        fields = self.dir.fields()
-        self.config = TrainConfig.from_dict({name: fields[name] for name in fields if name not in ("corpus", "versions")})
-        self._reader = CheckpointReader(self.dir.checkpoints, step)
+    def __init__(self, path: Path, step: int | None = None, *, field: str = "run"):
+        self.dir, self.path = RunDir(path), path
+        self.config = self.dir.saved_config(field=field)
+        self._reader = CheckpointReader(self.dir.checkpoints, step, field="step" if field == "run" else field)
         self.step = self._reader.step
 
     @cached_property
@@ -54,8 +53,30 @@ class SavedRun:
 
     def read_carried(self, path: Any) -> np.ndarray:
         """Returns a leaf of the model's other state, by its path of keys, as it was saved."""
-        within = ".model" if self.config.is_delayed else ""  # beside it are the histories of FP8
-        return self._reader.read(f".carried{within}{jax.tree_util.keystr(path)}")
+        return self._reader.read(f"{self._carried}{jax.tree_util.keystr(path)}")
+
+    def place(self, **like: Tree) -> dict[str, Tree]:
+        """Returns `params`, `carried` or `opt_state`, each leaf where that of `like` lies, in its dtype. All processes call it.
+
+        To carried state with histories of FP8 belong those of the run, which must have the same recipe.
+        """
+        prefixes = {name: f".{name}" for name in like}
+        if not isinstance(like.get("carried"), WithHistory):
+            prefixes["carried"] = self._carried
+
+        def leaf_name(path: Any) -> str:
+            return f"{prefixes[path[0].key]}{jax.tree_util.keystr(path[1:])}"
+
+        paths, structure = jax.tree_util.tree_flatten_with_path(like)
+        names = [leaf_name(path) for path, _ in paths]
+        found = self._reader.place({name: leaf for name, (_, leaf) in zip(names, paths, strict=True)})
+        leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
+        return structure.unflatten(leaves)
+
+    @property
+    def _carried(self) -> str:
+        """The checkpoint's name of the model's other state; beside it are the histories of FP8."""
+        return ".carried.model" if self.config.is_delayed else ".carried"
 
     def close(self) -> None:
         """Ends the reader's threads."""

@@ -228,6 +228,11 @@ class TrainSetup:
         parts = names_of(self.config.module, field="init_from").parts(self.config.model)
         return self.step.init(load(folder, parts, self.step.canonical.shapes().params))
 
+    def weights(self, params: Tree, carried: Tree) -> TrainState:
+        """Returns a state to evaluate, without the optimizer's, from parameters in the model's own tree."""
+        where, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
+        return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=where)(params)), (), carried)
+
     def group_names(self) -> list[str]:
         """Returns the names of the arrays of parameters, in the order of `StepMetrics.grad_square_sums`."""
         return leaf_names(self.step.state.params)

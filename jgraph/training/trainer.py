@@ -25,7 +25,7 @@ from jgraph.inference.generate import generate
 from jgraph.interop.folder import Folder
 from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
-from jgraph.training import origin, profiling
+from jgraph.training import continued, origin, profiling
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
 from jgraph.training.engine import settle_engine
@@ -33,6 +33,7 @@ from jgraph.training.graph import settle
 from jgraph.training.loop import Loop
 from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.training.rundir import RunDir, replace_json, versions
+from jgraph.training.saved import SavedRun
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
 from jgraph.training.watchdog import Wait, Watchdog, hang_message
@@ -62,6 +63,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     connect(**dataclasses.asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.run_dir))
+    with all_or_raise():
+        config = run_dir.resumed(config)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config)
     began = time.perf_counter()
     with contextlib.ExitStack() as held:
@@ -69,7 +72,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         with all_or_raise():
             where = config.compile_cache
             kept_in = "" if where == "off" else cache.enable(Path(where) if where else None)
-            folder = origin.opened(config, run_dir)
+            source = origin.opened(config, run_dir) or continued.opened(config, run_dir)
+            if isinstance(source, SavedRun):
+                held.callback(source.close)
             sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
             corpus = load(config.data, **sizes, tokenizer=origin.tokenizer_of(config, run_dir))
             run_dir.check(config, corpus.fingerprint)
@@ -79,17 +84,17 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 run_dir.check(config, corpus.fingerprint)
             config, engine = settle_engine(config, corpus, run_dir, reporter)
             setup = TrainSetup.of(config)
-            if folder is not None:
-                setup.check_folder(folder)
+            if isinstance(source, Folder):
+                setup.check_folder(source)
             # Traced now, called long after the start.
             setup.check_loss()
             no_sample = setup.sampling_problem() if config.sample_tokens else ""
-        _check_alike(config, corpus)
+        _check_alike(config, corpus, source)
         size = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
         reporter.begins(parameters=size, corpus=corpus, devices=_devices(setup))
         if kept_in:
             reporter.line(f"compiled programs are kept in {kept_in}")
-        if folder is not None and (doubt := origin.doubt(config)):
+        if source is not None and (doubt := origin.doubt(config)):
             reporter.warn(doubt)
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; `sample_tokens` 0 asks for none")
@@ -104,7 +109,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
         watchdog = held.enter_context(Watchdog(config.hang_seconds, hung))
         samples = bool(config.sample_tokens) and not no_sample
-        return _train(setup, corpus, folder, run_dir, reporter, stop, started, watchdog, engine, samples=samples)
+        return _train(setup, corpus, source, run_dir, reporter, stop, started, watchdog, engine, samples=samples)
 
 
 def _devices(setup: TrainSetup) -> str:
@@ -141,7 +146,7 @@ def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
 def _train(
     setup: TrainSetup,
     corpus: Corpus,
-    folder: Folder | None,
+    source: Folder | SavedRun | None,
     run_dir: RunDir,
     reporter: Reporter,
     stop: StopRequest,
@@ -164,7 +169,7 @@ def _train(
         with all_or_raise():
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Both programs at once, and before the directory changes: what does not compile must not replace a run that did.
-        init = partial(setup.load, folder) if folder else setup.compile_init()
+        init = _beginning(setup, source)
     measured: dict[str, Any] = {}
     if config.graph == "measure":
         graph, step, measured = settle(config, setup, init, batches, run_dir, reporter, watchdog)
@@ -191,13 +196,15 @@ def _train(
             checkpoints.check_space(shapes)
         done, state = _start(setup, init, checkpoints, shapes)
         if done >= config.steps:
-            reporter.line(f"this run is finished: {done} of `steps` {config.steps} are done")
+            reporter.line(f"this run is finished: {done} of `steps` {config.steps} are done; for more, see `optimizer.extend`")
             outcome = "already finished"
         else:
             if done:
                 reporter.line(f"resumed from step {done}")
-            elif folder:
-                reporter.line(f"began with the weights of {folder.path}")
+            elif source:
+                after = f" after {source.step} steps" if isinstance(source, SavedRun) else ""
+                beside = " and the optimizer's state" * (config.continue_with == "optimizer")
+                reporter.line(f"began with the weights{beside} of {source.path}{after}")
             step = step or _compile(setup, reporter)
             recorder = None
             if config.profile and done > config.profile_steps[0]:
@@ -208,7 +215,7 @@ def _train(
             with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
-                evaluate = _evaluator(setup, corpus, watchdog)
+                evaluate = evaluator(setup, heldout(config, corpus), watchdog)
                 loop = Loop(setup, step, batches, evaluate, checkpoints, log, reporter, clock, recorder, started, watchdog)
                 done, state = loop.run(done, state, stop)
             check_files()
@@ -238,6 +245,13 @@ def _train(
     return summary
 
 
+def _beginning(setup: TrainSetup, source: Folder | SavedRun | None) -> Callable[[], TrainState]:
+    """Returns what makes the state before the first step; begins to compile it where it is the run's own."""
+    if source is None:
+        return setup.compile_init()
+    return partial(setup.load, source) if isinstance(source, Folder) else partial(continued.load, setup, source)
+
+
 def _start(
     setup: TrainSetup, init: Callable[[], TrainState], checkpoints: Checkpoints, shapes: TrainState
 ) -> tuple[int, TrainState]:
@@ -246,9 +260,10 @@ def _start(
     return (0, init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
-def _check_alike(config: TrainConfig, corpus: Corpus) -> None:
+def _check_alike(config: TrainConfig, corpus: Corpus, source: Folder | SavedRun | None) -> None:
     """Raises ConfigError where processes would not compute the same step, or not write to the same place."""
     fields = dataclasses.asdict(config) | {"distributed": None, "corpus": corpus.fingerprint}
+    fields["from"] = source.step if isinstance(source, SavedRun) else None  # of a run that goes on, it may be another by now
     sums = all_gather_scalar(zlib.crc32(json.dumps(fields).encode()) >> 1)  # into an int32
     differing = [process for process, total in enumerate(sums) if total != sums[0]]
     if differing:
@@ -287,15 +302,18 @@ def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profili
     )
 
 
-def _evaluator(setup: TrainSetup, corpus: Corpus, watchdog: Watchdog) -> Callable[[TrainState], float]:
-    """Returns the function for the held-out loss, in microbatches, whose activations fit, of `eval_batches` whole batches."""
-    config = setup.config
-    batches = heldout_batches(
+def heldout(config: TrainConfig, corpus: Corpus) -> list[np.ndarray]:
+    """Returns `eval_batches` whole batches to evaluate on, as microbatches, whose activations fit."""
+    return heldout_batches(
         corpus.heldout,
         batch_size=config.batch_size // config.num_microbatches,
         seq_len=config.seq_len,
         limit=config.eval_batches * config.num_microbatches,
     )
+
+
+def evaluator(setup: TrainSetup, batches: list[np.ndarray], watchdog: Watchdog) -> Callable[[TrainState], float]:
+    """Returns the function for the mean loss of a state over batches of as many tokens each."""
     loss, compiled = jax.jit(setup.loss), None
 
     def evaluate(state: TrainState) -> float:

@@ -1,0 +1,48 @@
+"""A run that begins with another run's weights: opened before anything slow, read where this one has them."""
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.parallel.objective import WithHistory
+from jgraph.parallel.step import TrainState
+from jgraph.training.config import TrainConfig
+from jgraph.training.optimizer import begun_again
+from jgraph.training.origin import check_like_run, goes_on, run_of
+from jgraph.training.rundir import RunDir
+from jgraph.training.saved import SavedRun
+from jgraph.training.setup import TrainSetup
+
+
+def opened(config: TrainConfig, run_dir: RunDir) -> SavedRun | None:
+    """Returns the run that another is to begin with; None where that goes on, or begins with none.
+
+    Raises:
+        ConfigError: there is none, it is of another model, or it is the same run. CheckpointError: it has no such checkpoint.
+    """
+    if not config.continue_from or goes_on(config, run_dir):
+        return None
+    path, step = run_of(config.continue_from)
+    check_like_run(config, RunDir(path).saved_config(field="continue_from"))
+    return SavedRun(path, step, field="continue_from")
+
+
+def load(setup: TrainSetup, saved: SavedRun) -> TrainState:
+    """Returns the state before the first step of a run, with what it takes of another: over other devices, in other dtypes.
+
+    Histories of FP8 go on where the recipe is the same, and begin anew elsewhere. With the optimizer's moments comes the count
+    by which Adam corrects their bias; the count of the rate begins at 0.
+    """
+    config, like = setup.config, setup.step.canonical.shapes()
+    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8
+    carried = like.carried if same else like.model_state
+    if config.continue_with == "weights":
+        return setup.step.init(**saved.place(params=like.params, carried=carried))
+    found = saved.place(params=like.params, carried=carried, opt_state=like.opt_state)
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+    if isinstance(like.carried, WithHistory) and not same:
+        found["carried"] = WithHistory(found["carried"], jax.tree.map(zeros, like.carried.fp8))
+    found["opt_state"] = begun_again(found["opt_state"])
+    return setup.step.canonical.back(TrainState(zeros(like.step), zeros(like.skipped), **found))
