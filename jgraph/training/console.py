@@ -76,9 +76,9 @@ class Reporter:
         """Shows an entry of metrics.jsonl."""
         # An evaluation is a line that stays, on a terminal too.
         if self._live.disable or "eval_loss" in entry:
-            self.line(f"step {entry['step'] + 1}/{self._config.steps}  {_numbers(entry)}")
+            self.line(f"step {entry['step']}/{self._config.steps}  {_numbers(entry)}")
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
-        self._live.update(self._task, completed=entry["step"] + 1, numbers=numbers)
+        self._live.update(self._task, completed=entry["step"], numbers=numbers)
 
     def config(self) -> None:
         """Writes the resolved configuration, compactly."""

@@ -17,18 +17,22 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
         steps: of the whole run; the cosine ends there.
         decay_mask: tree of the parameters, True where weight decay applies.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
+    moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    return optax.chain(
+        moments_in(moments, config.first_moment_dtype, config.second_moment_dtype),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        optax.scale_by_learning_rate(learning_rate(config, steps)),
+    )
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns the function from the number of updates that were applied before to the learning rate of the next one."""
+    return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step already moves
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=max(steps, config.warmup_steps + 1),
         end_value=config.learning_rate * config.final_learning_rate,
-    )
-    moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-    return optax.chain(
-        moments_in(moments, config.first_moment_dtype, config.second_moment_dtype),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        optax.scale_by_learning_rate(schedule),
     )
 
 
