@@ -1,5 +1,6 @@
 """Where the entries of metrics.jsonl go too: TensorBoard's event files, a run of Weights & Biases."""
 
+import importlib
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -58,8 +59,7 @@ class Wandb:
     """
 
     def __init__(self, run_dir: RunDir, done: int):
-        import wandb
-
+        wandb: Any = importlib.import_module("wandb")
         known = json.loads(run_dir.wandb.read_text())["id"] if done and run_dir.wandb.exists() else None
         try:
             self._run: Any = wandb.init(
