@@ -74,7 +74,7 @@ def _run(path: Path, name: str) -> dict[str, Any]:
     }
 
 
-def _curve(entries: list[dict[str, Any]], name: str) -> dict[str, list[Any]]:
+def _curve(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """Returns step, seconds and value of the entries that have one, None where it was not finite; means where it is thinned."""
     those = [entry for entry in entries if name in entry]
     values = [_number(entry[name]) for entry in those]
