@@ -19,7 +19,7 @@ _IDLE_OPTIONS = (
     "one_gpu rounds together soak hang_seconds timeout peer_timeout budget categories"
 )
 _IDLE_CONFIG = (
-    "preset steps data run_dir resume log_every eval_every eval_batches checkpoint_every checkpoint_keep sample_tokens"
+    "preset steps data run_dir resume log_every eval_every eval_batches checkpoint_every checkpoint_keep sample_tokens log"
 )
 _IDLE = {f"options.{name}" for name in _IDLE_OPTIONS.split()} | {f"config.{name}" for name in _IDLE_CONFIG.split()}
 _NAMES = ("system", "schedule", "variant", "join", "microbatches")

@@ -159,7 +159,7 @@ class NonFiniteError(JgraphError):
     """The loss or a gradient became infinite or NaN.
 
     Attributes:
-        step: the 0-based step whose update was not applied.
+        step: the number, from 1, of the step whose update was not applied.
     """
 
     step: int = -1

@@ -312,8 +312,8 @@ def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
     assert (code, err) == (143, "")
     assert quiet == (143, "", "")
     last = tiny.entries(tmp_path / "run")[-1]["step"]
-    assert f"stopped by SIGTERM at step {last + 1}" in out
-    assert (tmp_path / "run" / "checkpoints" / str(last + 1)).is_dir()
+    assert f"stopped by SIGTERM at step {last}" in out
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
 
 
 @pytest.mark.once

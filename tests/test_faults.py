@@ -96,7 +96,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_over_with_what_its
     assert "there is no checkpoint yet; try a lower --optimizer.learning-rate, or" in err
     assert tiny.entries(tmp_path / "run")
     assert tiny.train(tmp_path / "run", *flags, "--optimizer.learning-rate", "0.01") == 0
-    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(8))
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(1, 9))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["optimizer"]["learning_rate"] == 0.01
 
 
@@ -122,7 +122,7 @@ def test_a_second_run_in_the_directory_is_refused_and_the_first_loses_nothing(tm
     assert second == 2
     assert f"process {process.pid} on {socket.gethostname()} is writing there" in capsys.readouterr().err
     entries = tiny.entries(tmp_path / "run")
-    assert [entry["step"] for entry in entries] == list(range(len(entries)))
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "metrics.jsonl", "checkpoints"}
 
 
@@ -140,7 +140,7 @@ def poisoned(tmp_path) -> tuple[str, ...]:
 def poisoned_steps(path: str, steps: int) -> list[int]:
     corpus = load(path, seq_len=32, vocab_size=256)
     batches = Batches(corpus.train, batch_size=4, seq_len=32, seed=0)
-    return [step for step in range(steps) if np.any(batches[step] == POISON)]
+    return [step for step in range(1, steps + 1) if np.any(batches[step - 1] == POISON)]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, poisoned, capsys):
@@ -152,10 +152,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, po
         err = capsys.readouterr().err
         assert len(err.splitlines()) == 1
         assert f"step {first}: the loss is nan and the gradient of small matrices (float32) is not finite" in err
-        assert f"checkpoint of step {first // 5 * 5} is kept" in err
+        assert f"checkpoint of step {(first - 1) // 5 * 5} is kept" in err
         assert "--on-nonfinite skip" in err
         steps = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
-        assert max(steps) == first // 5 * 5
+        assert max(steps) == (first - 1) // 5 * 5
 
 
 def test_skipping_counts_the_bad_steps_and_goes_on_from_where_a_run_stopped(tmp_path, poisoned, capsys):
@@ -169,14 +169,18 @@ def test_skipping_counts_the_bad_steps_and_goes_on_from_where_a_run_stopped(tmp_
     assert f"{len(bad)} updates" in out
     entries = tiny.entries(tmp_path / "run")
     assert [entry["step"] for entry in entries if entry["loss"] is None] == bad
-    assert [entry["skipped"] for entry in entries] == [sum(step <= i for step in bad) for i in range(120)]
+    assert [entry["skipped"] for entry in entries] == [sum(step <= i for step in bad) for i in range(1, 121)]
     assert entries[-1]["loss"] < entries[0]["loss"]
+    # A skipped update is none for the optimizer: the next one has its learning rate.
+    rates = {entry["step"]: entry["learning_rate"] for entry in entries}
+    assert [rates[step + 1] for step in bad if step < 120] == [rates[step] for step in bad if step < 120]
+    assert len(set(rates.values())) > 60
 
 
 def test_skipped_steps_still_count_after_a_resume(tmp_path, poisoned, capsys):
     flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5", "--on-nonfinite", "skip")
     bad = poisoned_steps(poisoned[1], 120)
-    assert any(step < 115 for step in bad), "the test needs one before the checkpoint"
+    assert any(step <= 115 for step in bad), "the test needs one before the checkpoint"
     assert tiny.train(tmp_path / "run", *flags) == 0
     whole = [entry["skipped"] for entry in tiny.entries(tmp_path / "run")]
     (tmp_path / "run" / "checkpoints" / "120").rename(tmp_path / "aside")
@@ -201,9 +205,9 @@ def test_a_run_whose_devices_hang_ends_by_itself_and_goes_on_with_the_same_losse
     assert f"step {hangs}" in line
     groups = ("{{0,1}}", "mesh['data'=2] {'data'}")  # of XLA of before and after jax 0.12
     assert any(f"collectives: 1 all-reduce over {group};" in line for group in groups)
-    assert f"the last whole checkpoint is {tmp_path / 'run' / 'checkpoints' / str(hangs // 5 * 5)}" in line
+    assert f"the last whole checkpoint is {tmp_path / 'run' / 'checkpoints' / str((hangs - 1) // 5 * 5)}" in line
     assert "--hang-seconds" in line
-    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(hangs))
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(1, hangs))
     assert not (tmp_path / "run" / "lock").exists()
     assert tiny.train(tmp_path / "run", *flags) == 0
     assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")

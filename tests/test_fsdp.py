@@ -122,7 +122,7 @@ def test_a_zero_gradient_is_counted_and_told_once_and_freezing_ends_it(tmp_path,
 def test_a_gradient_that_is_zero_before_an_amax_is_known_is_not_told(tmp_path, capsys):
     module = ("--model.module", f"{__name__}:Unused", "--optimizer.weight-decay", "0", "--steps", "2")
     assert tiny.train(tmp_path, *module, "--precision", "fp8", "--fp8.recipe", "delayed") == 0
-    assert "step 1: the gradient of unused_DD is zero" in capsys.readouterr().out
+    assert "step 2: the gradient of unused_DD is zero" in capsys.readouterr().out
 
 
 def test_a_nan_on_one_device_is_seen_by_all_and_the_update_left_out():

@@ -38,20 +38,31 @@ def test_peak_memory_is_the_device_s_count_or_the_process_s_size():
 
 
 def test_entries_are_readable_at_once_and_what_is_not_finite_is_null(tmp_path):
-    log = MetricsLog(tmp_path / "m.jsonl", first_step=0)
-    log.add({"step": 0, "loss": float("nan"), "mfu": None, "skipped": 0})
-    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 0, "loss": None, "mfu": None, "skipped": 0}
+    log = MetricsLog(tmp_path / "m.jsonl", done=0)
+    log.add({"step": 1, "loss": float("nan"), "mfu": None, "skipped": 0})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": None, "mfu": None, "skipped": 0}
     log.close()
 
 
 def test_a_resumed_log_drops_what_comes_after_the_checkpoint_and_half_a_line(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')
-    log = MetricsLog(path, first_step=3)
-    log.add({"step": 3, "again": True})
+    entries = [{"step": step, "learning_rate": 0.1} for step in range(1, 5)]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 5, "lo')
+    log = MetricsLog(path, done=2)
+    again = {"step": 3, "learning_rate": 0.2}
+    log.add(again)
     log.close()
-    assert read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
-    assert len(path.read_text().splitlines()) == 4
+    assert read_metrics(path) == [*entries[:2], again]
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_entries_of_a_version_that_counted_from_0_are_read_and_go_on_from_1(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(4)))
+    log = MetricsLog(path, done=2)
+    log.add({"step": 3, "loss": 2.0, "learning_rate": 0.1})
+    log.close()
+    assert [(entry["step"], entry["loss"]) for entry in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +81,8 @@ def test_a_resumed_log_drops_what_comes_after_the_checkpoint_and_half_a_line(tmp
 def test_a_line_that_is_no_entry_is_left_out_and_dropped(tmp_path, line):
     path = tmp_path / "m.jsonl"
     path.write_bytes(f'{{"step": 0}}\n{line}\n{{"step": 2, "own": [1e999]}}\n'.encode(errors="surrogateescape"))
-    assert [entry["step"] for entry in read_metrics(path)] == [0, 2]
-    MetricsLog(path, first_step=9).close()
+    assert [entry["step"] for entry in read_metrics(path)] == [1, 3]
+    MetricsLog(path, done=9).close()
     assert path.read_text() == '{"step": 0}\n{"step": 2, "own": [1e999]}\n'
 
 

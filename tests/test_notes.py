@@ -25,6 +25,10 @@ SNIPPETS = [
 WRITTEN = {
     "config.json",
     "metrics.jsonl",
+    "samples.jsonl",
+    "report.html",
+    "tensorboard/",
+    "wandb.json",
     "graph.json",
     "engine.json",
     "profile.json",
@@ -35,7 +39,7 @@ WRITTEN = {
     "origin/",
     "my_model.py",
 }
-OTHERS = {"--help", "--local-dir", "--ntasks", "--model.width"}
+OTHERS = {"--help", "--local-dir", "--ntasks", "--model.width", "--logdir"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 

@@ -34,7 +34,7 @@ FREE = {
         "xla_options",
     ),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
-    *("distributed.num_processes", "distributed.process_id", "hang_seconds"),
+    *("distributed.num_processes", "distributed.process_id", "hang_seconds", "log"),
 }
 FIXED = {
     *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),

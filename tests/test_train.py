@@ -1,15 +1,27 @@
 import json
+import math
 
 import numpy as np
 import pytest
 
 from jgraph.data import heldout_batches, load
 from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import RunDir
 from tests import tiny
 
 FLAGS = ("--steps", "60", "--eval-every", "25", "--checkpoint-every", "20", "--log-every", "10")
-KEYS = ["step", "loss", "grad_norm", "tokens_per_second", "step_time_ms", "mfu", "peak_memory_bytes", "skipped", "seconds"]
-KEYS += ["zero_gradients"]
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "step_time_ms",
+    "mfu",
+    "peak_memory_bytes",
+    "skipped",
+]
+KEYS += ["seconds", "zero_gradients"]
 
 
 @pytest.fixture
@@ -22,15 +34,17 @@ def run(tmp_path, capsys):
 def test_a_run_learns_and_writes_what_it_promises(run):
     run_dir, _ = run
     entries = tiny.entries(run_dir)
-    # The evaluations' steps are 25, 50 and the last, 59.
-    assert [entry["step"] for entry in entries] == [0, 10, 20, 25, 30, 40, 50, 59]
-    assert [entry["step"] for entry in entries if "eval_loss" in entry] == [25, 50, 59]
+    assert [entry["step"] for entry in entries] == [1, 10, 20, 25, 30, 40, 50, 60]
+    assert [entry["step"] for entry in entries if "eval_loss" in entry] == [25, 50, 60]
     assert all(list(entry)[: len(KEYS)] == KEYS for entry in entries)
     assert entries[0]["loss"] > 5.4
     assert entries[-1]["loss"] < 3.6
     assert entries[-1]["eval_loss"] < 3.6
     assert all(entry["tokens_per_second"] > 0 and entry["step_time_ms"] > 0 for entry in entries)
     assert all(entry["mfu"] is None and entry["peak_memory_bytes"] > 1e6 for entry in entries)
+    # Six steps of warm-up, then the cosine down to a tenth of the peak.
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * (entry["step"] - 7) / 54)) / 2 for entry in entries[1:]]
+    assert [entry["learning_rate"] for entry in entries] == pytest.approx([0.01 / 6, *(0.01 * share for share in cosine)])
     assert {"40", "60"} <= {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 
@@ -63,6 +77,9 @@ def test_a_run_shows_its_config_progress_summary_and_a_sample(run):
         f"python -m jgraph.sample {run_dir} --prompt",
     ):
         assert text in out
+    (sample,) = RunDir(run_dir).read_samples()
+    assert sample["step"] == 60
+    assert out.endswith(f"sample, from the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n")
 
 
 def test_a_rerun_of_a_finished_run_says_so_and_trains_nothing(run, capsys):
@@ -95,7 +112,7 @@ def test_a_run_goes_on_where_an_entry_does_not_say_how_long_steps_took(tmp_path)
     without = [{name: value for name, value in entry.items() if name != "seconds"} for entry in tiny.entries(tmp_path / "run")]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in without))
     assert tiny.train(tmp_path / "run", *flags) == 0
-    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [0, 1, 2, 3]
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_starting_over_replaces_the_run_with_the_same_losses(run):

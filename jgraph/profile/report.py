@@ -1,7 +1,6 @@
 """`profile.json` and `profile.html` of a run directory's traces, or of a trace of any program."""
 
 import gzip
-import importlib.resources
 import json
 import zlib
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import numpy as np
 
 from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
+from jgraph.page import render
 from jgraph.profile import actions, attribution
 from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
@@ -22,7 +22,6 @@ from jgraph.schedule.action import FORWARD, KINDS
 
 FORMAT = 2
 _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
-_PLACE = "PROFILE AS JSON"
 
 
 def of_run(directory: Path) -> dict[str, Any]:
@@ -87,10 +86,7 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
 
 def page(profile: dict[str, Any]) -> str:
     """Returns a profile as one HTML file that asks nothing of any server. Raises ValueError for NaN, which JSON lacks."""
-    # A name with "</script>" in it would end the script that holds the JSON.
-    text = json.dumps(profile, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    template = importlib.resources.files("jgraph.profile").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace(_PLACE, text, 1)
+    return render("jgraph.profile", profile)
 
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:

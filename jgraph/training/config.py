@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
-from jgraph.errors import ConfigError, check_types, require, require_positive
+from jgraph.errors import ConfigError, check_choice, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
 from jgraph.training.model import settings_of
 
@@ -173,7 +173,9 @@ class TrainConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or a gradient is not finite: stop the run, or skip that update and count it."""
     log_every: int = 10
-    """Steps between progress lines and entries in metrics.jsonl."""
+    """Steps between progress lines and entries in metrics.jsonl (and one of the first step)."""
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where those entries go too: TensorBoard's event files in the run directory, a run of Weights & Biases."""
     eval_every: int = 250
     """Steps between evaluations on held-out text (and one at the end)."""
     eval_batches: int = 16
@@ -186,8 +188,9 @@ class TrainConfig:
     """End the run (exit code 75) where it waits so long for one program of the devices; 0 never does. More than the slowest
     step takes, and than one process keeps the others waiting, as where it compiles what they have compiled already."""
     profile: str = ""
-    """FIRST:STOP, steps to trace, e.g. 10:13: those as they are captured, then as many without capture, where kernels have
-    names; profile/profile.html and profile.json are written in the run directory."""
+    """FIRST:STOP, the steps to trace: those after the FIRST up to STOP, e.g. 10:13 for the 11th to the 13th, as they are
+    captured, then as many without capture, where kernels have names; profile/profile.html and profile.json are written in
+    the run directory."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 for none."""
     fp8: FP8Config = field(default_factory=FP8Config)
@@ -205,6 +208,8 @@ class TrainConfig:
         must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
         must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
         must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
+        for name in self.log:
+            check_choice("log", name, ("tensorboard", "wandb"))
         require(bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
         must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
         rows = self.batch_size // self.num_microbatches

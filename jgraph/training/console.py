@@ -80,9 +80,9 @@ class Reporter:
         """Shows an entry of metrics.jsonl."""
         # An evaluation is a line that stays, on a terminal too.
         if self._live.disable or "eval_loss" in entry:
-            self.line(f"step {entry['step'] + 1}/{self._config.steps}  {_numbers(entry)}")
+            self.line(f"step {entry['step']}/{self._config.steps}  {_numbers(entry)}")
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
-        self._live.update(self._task, completed=entry["step"] + 1, numbers=numbers)
+        self._live.update(self._task, completed=entry["step"], numbers=numbers)
 
     def begins(self, *, parameters: int, corpus: Corpus, devices: str) -> None:
         """Writes what the run is: of the configuration, what is not as usual; config.json has all of it."""

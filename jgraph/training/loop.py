@@ -20,6 +20,7 @@ from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training.console import Reporter
 from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes
+from jgraph.training.optimizer import learning_rate
 from jgraph.training.profiling import Recorder
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
@@ -62,6 +63,7 @@ class Loop:
         self.config, self.place = self.setup.config, self.setup.step.place
         self.group_names, self.trained_groups = self.setup.group_names(), self.setup.trained_groups()
         self.device = jax.local_devices()[0]
+        self.learning_rate = jax.jit(learning_rate(self.config.optimizer, self.config.steps))
 
     def run(self, done: int, state: TrainState, stop: StopRequest) -> tuple[int, TrainState]:
         """Runs from `done` steps to the end or to a signal, and saves the state there."""
@@ -73,8 +75,9 @@ class Loop:
                 continue
             self.clock.start()
             batch = self.batches[done]
-            with self.watchdog.over(partial(self._unfinished, done), self.step):
+            with self.watchdog.over(partial(self._unfinished, done + 1), self.step):
                 state, metrics = self.step(state, self.place(batch))
+            done += 1
             self.pending.append((done, metrics))
             if self.started:
                 self._wait(self.pending)
@@ -82,36 +85,38 @@ class Loop:
                 self.started = None
             if len(self.pending) > _RUN_AHEAD:
                 self._wait([self.pending[-1 - _RUN_AHEAD]])
-            evaluates = done + 1 == config.steps or (done > 0 and done % config.eval_every == 0)
-            if evaluates or done % config.log_every == 0:
+            evaluates = done == config.steps or done % config.eval_every == 0
+            if evaluates or done == 1 or done % config.log_every == 0:
                 self._log(done, state if evaluates else None)
-            done += 1
             if done % config.checkpoint_every == 0:
                 self._save(done, state)
         self._save(done, state)
         return done, state
 
     def _stops(self, done: int, stop: StopRequest) -> bool:
-        """Returns whether a signal ends the run before step `done`: one that any process has had, told to all."""
+        """Returns whether a signal ends the run after `done` steps: one that any process has had, told to all."""
         # Only where a step was just logged and no device is at work: to ask takes a word with every process.
-        if jax.process_count() > 1 and (done - 1) % self.config.log_every:
+        if jax.process_count() > 1 and done % self.config.log_every:
             return False
-        with self.watchdog.over(lambda: f"the processes' word before step {done}"):
+        with self.watchdog.over(lambda: f"the processes' word after step {done}"):
             number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
         if number:
             stop.name = signal.Signals(number).name
         # Not what `stop` says by now, which is this process's alone.
         return bool(number)
 
-    def _log(self, index: int, evaluated: TrainState | None) -> None:
-        """Writes and shows the entry of step `index`, the last one handed over; evaluates if given the state."""
+    def _log(self, number: int, evaluated: TrainState | None) -> None:
+        """Writes and shows the entry of step `number`, the last one handed over; evaluates if given the state."""
         last = self._settle()
         step_seconds = self.clock.lap()
         peak = peak_flops(self.device.device_kind)
+        # Skipped updates, of which this may be one, do not count.
+        updates = number - 1 - self.skipped + bool(_non_finite(last, self.group_names))
         entry: dict[str, Any] = {
-            "step": index,
+            "step": number,
             "loss": float(last.loss),
             "grad_norm": float(last.grad_norm),
+            "learning_rate": float(self.learning_rate(updates)),
             "tokens_per_second": self.config.tokens_per_step / step_seconds,
             "step_time_ms": 1e3 * step_seconds,
             "mfu": self.setup.flops_per_step / step_seconds / (peak * self.setup.num_devices) if peak else None,
@@ -132,11 +137,11 @@ class Loop:
             self._settle()
         batches = (self.place(self.batches[index]) for index in itertools.count(done))
         state, metrics = recorder.record(state, batches, self.watchdog)
-        self._look(list(enumerate(jax.device_get(metrics), done)))
+        self._look(list(enumerate(jax.device_get(metrics), done + 1)))
         if is_process_zero():
             try:
                 written = report.write(report.of_run(recorder.directory), recorder.directory)
-                self.reporter.line(f"profile of steps {done} to {done + len(metrics) - 1}: {', '.join(map(str, written))}")
+                self.reporter.line(f"profile of steps {done + 1} to {done + len(metrics)}: {', '.join(map(str, written))}")
             except ProfileError as e:
                 self.reporter.warn(f"no profile: {e}")
         if (done + len(metrics)) // self.config.checkpoint_every > done // self.config.checkpoint_every:
@@ -159,8 +164,8 @@ class Loop:
 
     def _unfinished(self, last: int) -> str:
         """Says which steps up to `last` were handed over and are not done."""
-        losses: list[tuple[int, Any]] = [(index, metrics.loss) for index, metrics in self.pending]
-        first = min([index for index, loss in losses if not loss.is_ready()], default=last)
+        losses: list[tuple[int, Any]] = [(number, metrics.loss) for number, metrics in self.pending]
+        first = min([number for number, loss in losses if not loss.is_ready()], default=last)
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
     def _settle(self) -> StepMetrics:
@@ -174,21 +179,21 @@ class Loop:
 
     def _look(self, fetched: list[tuple[int, StepMetrics]]) -> None:
         """Warns of numbers that are not finite and of gradients that are zero."""
-        for index, metrics in fetched:
+        for number, metrics in fetched:
             if problem := _non_finite(metrics, self.group_names):
-                self._tell_non_finite(index, problem)
-            if index == 0 and self.config.is_delayed:
+                self._tell_non_finite(number, problem)
+            if number == 1 and self.config.is_delayed:
                 continue  # no amax is known yet, so all scales are 1: small gradients are rounded to zero
             for name in sorted(_zeros(metrics, self.group_names) & self.trained_groups - self.told_zero):
                 self.told_zero.add(name)
                 self.reporter.warn(
-                    f"step {index}: the gradient of {name} is zero; if it is not to be trained, say so by `freeze`"
+                    f"step {number}: the gradient of {name} is zero; if it is not to be trained, say so by `freeze`"
                 )
 
-    def _tell_non_finite(self, index: int, problem: str) -> None:
+    def _tell_non_finite(self, number: int, problem: str) -> None:
         if self.config.on_nonfinite == "skip":
             self.skipped += 1
-            self.reporter.warn(f"step {index}: {problem}; its update was skipped ({self.skipped} so far)")
+            self.reporter.warn(f"step {number}: {problem}; its update was skipped ({self.skipped} so far)")
             return
         # The update was not applied, so the state is still good; but a run that goes wrong is one to look at, from where it
         # was last saved.
@@ -198,9 +203,9 @@ class Loop:
         # Where there is a checkpoint, it is of the old rate, and the directory refuses another.
         over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
-            f"step {index}: {problem}; the run stops there and {kept}; "
+            f"step {number}: {problem}; the run stops there and {kept}; "
             f"try a lower `optimizer.learning_rate`{over}, or go on past it with `on_nonfinite` skip",
-            step=index,
+            step=number,
         )
 
 

@@ -6,9 +6,11 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from jgraph.training.trackers import Tracker
 
 
 def peak_memory_bytes(device: Any) -> int:
@@ -25,12 +27,14 @@ class MetricsLog:
 
     Args:
         path: the file; made when missing.
-        first_step: entries of this step and later ones, left by a run that went further than its last checkpoint, are
-            dropped, as is a line that a kill cut off; the file is replaced in one go.
+        done: steps done; entries of later ones, left by a run that went further than its last checkpoint, are dropped, as is
+            a line that a kill cut off; the file is replaced in one go.
+        trackers: get every entry too.
     """
 
-    def __init__(self, path: Path, *, first_step: int):
-        kept = [line for line, entry in _entries(path) if entry["step"] < first_step]
+    def __init__(self, path: Path, *, done: int, trackers: Sequence[Tracker] = ()):
+        self._trackers = trackers
+        kept = [line for line, entry in _entries(path) if entry["step"] <= done]
         text = "".join(f"{line}\n" for line in kept)
         if not path.exists() or path.read_bytes() != text.encode():
             scratch = path.with_name(path.name + ".tmp")
@@ -43,13 +47,20 @@ class MetricsLog:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
+        for tracker in self._trackers:
+            tracker.add(finite)
 
     def close(self) -> None:
         self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries of the file, none where it is missing. What is not an entry, such as half a line, is left out."""
+    """Returns the entries of the file, none where it is missing; steps count from 1, also where an earlier version wrote them.
+
+    What is not an entry, such as half a line, is left out.
+    """
     return [entry for _, entry in _entries(path)]
 
 
@@ -91,6 +102,8 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int) and _has_numbers(entry):
+            if "learning_rate" not in entry:  # as versions wrote it that counted steps from 0
+                entry["step"] += 1
             yield line, entry
 
 

@@ -39,7 +39,7 @@ def profiled(config: TrainConfig, platform: str) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records traces of `count` steps of a run each, from the step `first` on, into a directory; what is there is removed.
+    """Records traces of `count` steps of a run each, once `first` are done, into a directory; what is there is removed.
 
     `captured` is the compiled step with command buffers, None where it has none; `uncaptured` the one without.
     """
@@ -60,13 +60,13 @@ class Recorder:
 
         def run(step: CompiledStep, state: TrainState, count: int) -> TrainState:
             begun = len(metrics)
-            for number in range(self.first + begun, self.first + begun + count):
+            for number in range(self.first + begun + 1, self.first + begun + count + 1):
                 annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
                 with annotation, watchdog.over(lambda number=number: f"step {number}, a profile's", step):
                     state, one = step(state, next(batches))
                 metrics.append(one)
             watchdog.wait(
-                lambda: f"steps {self.first + begun} to {self.first + len(metrics) - 1}, a profile's", metrics[begun:], step
+                lambda: f"steps {self.first + begun + 1} to {self.first + len(metrics)}, a profile's", metrics[begun:], step
             )
             return jax.block_until_ready(state)
 

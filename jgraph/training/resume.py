@@ -24,7 +24,7 @@ RULES = (
     Rule("steps", "by extend", "more steps, or fewer, but not fewer than are done"),
     Rule("optimizer.extend optimizer.decay_steps", "by extend", "follow from the steps"),
     Rule("run_dir resume", "yes", "they say which run goes on"),
-    Rule("log_every eval_every eval_batches profile sample_tokens", "yes", "looking changes no step"),
+    Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "looking changes no step"),
     Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "nor do saving and stopping"),
     Rule("dp fsdp reshard_after_forward shard_rules", "yes", "the same steps over other devices, to rounding"),
     Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "the same steps over other devices, to rounding"),

@@ -22,7 +22,8 @@ class RunDir:
     """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
 
     Beside them lies what was measured: `graph.json`, `engine.json`; and under `origin/` what came with the weights or the data
-    that the run began with, such as a tokenizer.
+    that the run began with, such as a tokenizer. `samples.jsonl` has the texts
+    generated at an end of the run; `tensorboard/` and `wandb.json` are of `log`.
     """
 
     def __init__(self, path: Path):
@@ -31,6 +32,7 @@ class RunDir:
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
         self.measured, self.engine = path / "graph.json", path / "engine.json"
         self.origin = path / "origin"
+        self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
         """Returns whether any checkpoint was written to its end, damaged or not."""
@@ -119,14 +121,31 @@ class RunDir:
             raise self._error(f"holds a run of another configuration: {'; '.join(differing)}; {advice}")
 
     def reset(self) -> None:
-        """Removes checkpoints and metrics, so that the run starts over. The config stays until `write` replaces it."""
+        """Removes checkpoints, metrics and samples, so that the run starts over. The config stays until `write` replaces it."""
         # Renamed first: half-removed checkpoints must not look like damaged ones.
         removed = self.path / "checkpoints.removed"
         shutil.rmtree(removed, ignore_errors=True)
         if self.checkpoints.exists():
             self.checkpoints.rename(removed)
             shutil.rmtree(removed)
-        self.metrics.unlink(missing_ok=True)
+        for file in (self.metrics, self.samples, self.wandb):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.tensorboard, ignore_errors=True)
+
+    def add_sample(self, step: int, prompt: str, text: str) -> None:
+        """Writes a text generated after `step` steps; those of this step and later ones are dropped."""
+        kept = [sample for sample in self.read_samples() if sample["step"] < step]
+        lines = [json.dumps(sample) + "\n" for sample in (*kept, {"step": step, "prompt": prompt, "text": text})]
+        _replace(self.samples, "".join(lines))
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """Returns the texts generated so far, each with its "step" and "prompt". What is no such line is left out."""
+        samples: list[dict[str, Any]] = []
+        for line in self.samples.read_text(errors="replace").splitlines() if self.samples.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+                read = json.loads(line)
+                samples.append({"step": int(read["step"]), "prompt": str(read["prompt"]), "text": str(read["text"])})
+        return samples
 
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
         """Makes the directory and writes config.json in one go: the fields of the config, then "corpus" and "versions"."""
@@ -188,8 +207,12 @@ class RunDir:
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
     """Writes a file in one go."""
+    _replace(path, json.dumps(fields, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(fields, indent=2) + "\n")
+    scratch.write_text(text)
     os.replace(scratch, path)
 
 

@@ -25,7 +25,7 @@ from jgraph.inference.generate import generate
 from jgraph.interop.folder import Folder
 from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
-from jgraph.training import continued, origin, profiling
+from jgraph.training import continued, origin, profiling, trackers
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
 from jgraph.training.engine import settle_engine
@@ -60,6 +60,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     """
     # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
     compiler_options(config.known_graph, config.xla_options, platform="gpu")
+    trackers.check_installed(config.log)
     connect(**dataclasses.asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.run_dir))
@@ -212,7 +213,9 @@ def _train(
             elif config.profile:
                 recorder = _recorder(setup, step, run_dir)
             metrics = run_dir.metrics if is_process_zero() else Path(os.devnull)
-            with contextlib.closing(MetricsLog(metrics, first_step=done)) as log, reporter:
+            with all_or_raise():
+                others = trackers.start(config.log, run_dir, done) if is_process_zero() else []
+            with contextlib.closing(MetricsLog(metrics, done=done, trackers=others)) as log, reporter:
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
                 evaluate = evaluator(setup, heldout(config, corpus), watchdog)
@@ -242,6 +245,8 @@ def _train(
     )
     if is_done:
         reporter.summary(summary)
+        if is_process_zero() and any(summary.sample):
+            run_dir.add_sample(summary.steps, *summary.sample)
     return summary
 
 

@@ -1,9 +1,5 @@
-import html
-import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +9,8 @@ import pytest
 from jgraph.profile.report import page
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.draw import COLOURS, tint
+from tests import browser
 from tests.profile.synthetic import profile
-
-CHROMIUM = shutil.which("chromium")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 PANELS = ["Summary", "Where the time went", "What to fix first", "Pipeline", "Memory", "Timeline"]
 NOTHING = "\N{EN DASH}"
@@ -26,53 +20,11 @@ EMPTY |= {"timeline": {"names": [], "categories": [], "tracks": []}}
 TITLES = "[...document.querySelectorAll('h2')].map((title) => title.textContent)"
 TABLES = """Object.fromEntries([...document.querySelectorAll("table")].map((table) => [table.id, [...table.tBodies[0].rows].map(
   (row) => [...row.querySelectorAll(".number")].map((cell) => [Number(cell.dataset.value ?? NaN), cell.textContent]))]))"""
-KEY = """const key = (target, key, options) =>
-  target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, ...options }));"""
 
 
-def see(tmp_path: Path, data: dict[str, Any], expression: str, *, before: str = "", flags: tuple[str, ...] = ()) -> Any:
-    """The value of an expression of JavaScript's, in the page when it is drawn and the statements `before` have run."""
-    script = f"<script>{{ {before}\ndocument.documentElement.dataset.seen = JSON.stringify({expression}); }}</script>"
-    path = tmp_path / "page.html"
-    path.write_text(page(data).replace("</body>", script + "</body>"), encoding="utf-8")
-    command = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1000,3000",
-    ]
-    command += [*flags, f"--user-data-dir={tmp_path / 'user'}", "--dump-dom", path.as_uri()]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    root = re.search(r"<html[^>]*>", dumped)
-    assert root, dumped[:200]
-    found = dict(re.findall(r'data-(\w+)="([^"]*)"', root[0]))
-    assert "error" not in found, html.unescape(found["error"])
-    assert "ready" in found
-    return json.loads(html.unescape(found["seen"]))
-
-
-def in_page(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="profile">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1])
-
-
-def contrast(first: str, second: str) -> float:
-    """Of two colours `#RRGGBB`, as WCAG 2 defines it."""
-
-    def luminance(colour: str) -> float:
-        parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-        return float(linear @ [0.2126, 0.7152, 0.0722])
-
-    dark, light = sorted(map(luminance, (first, second)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-def long_hex(colour: str) -> str:
-    return "#" + "".join(2 * digit for digit in colour[1:]) if len(colour) == 4 else colour
+def see(tmp_path: Path, data: dict[str, Any], expression: str, **how: Any) -> Any:
+    """As `browser.see`, of the page of a profile."""
+    return browser.see(tmp_path, page(data), expression, **how)
 
 
 def test_the_page_names_nothing_outside_of_itself():
@@ -87,7 +39,7 @@ def test_any_name_comes_out_of_the_page_as_it_went_in(name):
     data = profile(4)
     data["title"] = data["groups"][0]["label"] = data["timeline"]["names"][0] = name
     text = page(data)
-    assert in_page(text) == data
+    assert browser.data_in(text) == data
     assert text.count("</script>") == page(profile()).count("</script>")
 
 
@@ -103,13 +55,12 @@ def test_actions_have_the_colours_of_pictures_of_schedules():
 
 
 def test_text_can_be_read_in_light_and_in_dark():
-    for colours in re.findall(r":root \{(.*?)\}", page(profile()), re.DOTALL):
-        of = {name: long_hex(colour) for name, colour in re.findall(r"--(\w+): (#\w+);", colours)}
+    for of in browser.themes(page(profile())):
         pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("page", "panel")]
-        assert min(contrast(of[text], of[ground]) for text, ground in pairs) >= 4.5
+        assert min(browser.contrast(of[text], of[ground]) for text, ground in pairs) >= 4.5
 
 
-@browser
+@browser.needed
 @pytest.mark.parametrize(
     ("ranks", "changes", "shown"),
     [
@@ -128,7 +79,7 @@ def test_panels_are_there_where_there_is_something_to_show(tmp_path, ranks, chan
     assert all(height > 60 for height in heights)
 
 
-@browser
+@browser.needed
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
     data = profile(ranks)
@@ -183,8 +134,8 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
         assert shown == (None if value is None else pytest.approx(value, abs=0.0505 * scale, rel=1e-3))
 
 
-@browser
-@pytest.mark.parametrize("flags", [(), ("--blink-settings=preferredColorScheme=0",)], ids=["light", "dark"])
+@browser.needed
+@pytest.mark.parametrize("flags", [(), browser.DARK], ids=["light", "dark"])
 def test_a_page_of_1000_pixels_does_not_scroll_sideways_and_its_boxes_can_be_read(tmp_path, flags):
     data = profile(4)
     data["groups"][0] |= {"label": "fusion_" * 40, "source": "models/" * 30}
@@ -208,11 +159,11 @@ def test_a_page_of_1000_pixels_does_not_scroll_sideways_and_its_boxes_can_be_rea
     assert seen <= width
     assert len(boxes) > 100
     black_or_white = {"rgb(0, 0, 0)": "#000000", "rgb(255, 255, 255)": "#ffffff"}
-    assert min(contrast(fill, black_or_white[text]) for fill, text, _ in boxes) >= 4.5
+    assert min(browser.contrast(fill, black_or_white[text]) for fill, text, _ in boxes) >= 4.5
     assert all(inside for *_, inside in boxes)
 
 
-@browser
+@browser.needed
 def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_path):
     data = profile(4)
     pipeline = data["pipeline"]
@@ -237,12 +188,12 @@ def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_p
         np.testing.assert_allclose(width, (ends - starts) * scale, atol=1e-6)
 
 
-@browser
+@browser.needed
 def test_arrows_go_from_box_to_box_and_late_actions_lead_to_theirs(tmp_path):
     data = profile(4)
     first = next(action for action in data["pipeline"]["actions"] if action["rank"] == 0)
     latest = data["pipeline"]["actions"][data["pipeline"]["late"][0]]
-    before = f"""{KEY}
+    before = f"""{browser.KEY}
       const seen = [];
       const look = () => seen.push(document.activeElement.dataset.tip.split("\\n")[0]);
       document.querySelector("#pipeline [tabindex='0']").focus();
@@ -263,7 +214,7 @@ def test_arrows_go_from_box_to_box_and_late_actions_lead_to_theirs(tmp_path):
     assert f"{latest['late_ms']:.3f} ms late" in tip
 
 
-@browser
+@browser.needed
 def test_tables_are_sorted_by_their_headers_and_all_groups_are_shown_on_demand(tmp_path):
     data = profile(4)
     before = """const seen = [];
@@ -290,7 +241,7 @@ def test_tables_are_sorted_by_their_headers_and_all_groups_are_shown_on_demand(t
     assert short == up
 
 
-@browser
+@browser.needed
 def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_within_a_pixel(tmp_path):
     data = profile()
     # A thousand kernels on some eight pixels; one in the middle is longer than the others.
@@ -325,7 +276,7 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
     assert height == 2 * 22 + 22
 
 
-@browser
+@browser.needed
 def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
     data = profile()
     track = {"rank": 0, "stream": "a", "name": [0, 1, 2], "category": [0, 1, 2]}
@@ -334,7 +285,7 @@ def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
         {"start_ms": [0.0, 5.0, 20.0], "ms": [99.0, 5.0, 5.0]},
     )
     data["timeline"]["tracks"] = [track | apart, track | nested]
-    before = f"""{KEY}
+    before = f"""{browser.KEY}
       const seen = [];
       const canvas = document.querySelector("canvas");
       const range = () => document.getElementById("timeline-range").textContent.match(/[\\d.]+/g).slice(0, 2).map(Number);
@@ -359,12 +310,12 @@ def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
     assert hidden
 
 
-@browser
+@browser.needed
 def test_the_page_asks_nobody_for_anything(tmp_path):
     assert see(tmp_path, profile(4), "performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
-@browser
+@browser.needed
 def test_a_name_is_never_markup(tmp_path):
     data = profile(4)
     name = "<img src=x onerror='throw 1'><b>bold</b>"
@@ -375,7 +326,7 @@ def test_a_name_is_never_markup(tmp_path):
     assert text.count(name) >= 5
 
 
-@browser
+@browser.needed
 def test_a_page_of_50_000_events_opens_within_3_seconds(tmp_path):
     # No virtual time here: what is measured is the clock, from the start of the navigation to the last panel.
     assert see(tmp_path, profile(events=50_000), "Number(document.documentElement.dataset.ready)") < 3000

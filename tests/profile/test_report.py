@@ -223,7 +223,7 @@ def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_p
 )
 def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
     assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4", *flags) == 0
-    assert "profile of steps 2 to 3" in capsys.readouterr().out
+    assert "profile of steps 3 to 4" in capsys.readouterr().out
     written = tmp_path / "run" / "profile"
     profile = json.loads((written / "profile.json").read_text())
     check(profile)
@@ -235,7 +235,7 @@ def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
     before = (written / "profile.json").read_text()
     assert main([str(tmp_path / "run")]) == 0
     assert (written / "profile.json").read_text() == before
-    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [0, 1, 4, 5, 6, 7]
+    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [1, 2, 5, 6, 7, 8]
 
 
 @pytest.mark.once
@@ -243,7 +243,7 @@ def test_a_profiled_run_trains_as_any_other(tmp_path):
     assert tiny.train(tmp_path / "a", "--steps", "7") == 0
     assert tiny.train(tmp_path / "b", "--steps", "7", "--profile", "1:3") == 0
     plain, profiled = tiny.losses(tmp_path / "a"), tiny.losses(tmp_path / "b")
-    assert profiled == [entry for entry in plain if entry[0] not in (1, 2)]
+    assert profiled == [entry for entry in plain if entry[0] not in (2, 3)]
 
 
 @pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])

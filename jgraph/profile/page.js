@@ -1,98 +1,4 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>Profile</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --page: #f5f6f8; --panel: #fff; --ink: #15181c; --muted: #4b535e; --line: #c9ced6; --accent: #0a58a8; --bar: #7d8ea6;
-  font: 14px/1.45 system-ui, "Segoe UI", "DejaVu Sans", sans-serif;
-  scrollbar-gutter: stable;
-}
-@media (prefers-color-scheme: dark) {
-  :root { --page: #121417; --panel: #1b1e23; --ink: #e8eaed; --muted: #adb4be; --line: #434a55; --accent: #84c3ff;
-    --bar: #6f819b; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 16px; max-width: 1500px; background: var(--page); color: var(--ink); }
-h1 { font-size: 1.5rem; margin: 0 0 8px; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 0 0 6px; }
-p, ul { margin: 6px 0; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px; margin: 0; }
-dt, caption, .muted { color: var(--muted); }
-dd { margin: 0; overflow-wrap: anywhere; }
-dd ul { margin: 0; padding-left: 1.2em; }
-code { font: 12px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-section { margin-top: 16px; padding: 14px 16px; background: var(--panel); border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; margin-top: 8px; }
-caption { text-align: left; padding-bottom: 4px; }
-th, td { padding: 2px 8px; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; }
-tbody th { overflow-wrap: anywhere; }
-thead th { vertical-align: bottom; font-weight: 600; white-space: normal; }
-#groups { width: 100%; }
-#groups tbody th { width: 32%; }
-#groups code { display: block; min-width: 18ch; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
-td { white-space: nowrap; }
-td code { white-space: normal; }
-table.first tbody tr:nth-child(n + 21) { display: none; }
-button { font: inherit; color: var(--accent); cursor: pointer; background: none; border: 1px solid var(--line); }
-.tools button, p button { padding: 1px 8px; border-radius: 4px; }
-button:hover { border-color: var(--accent); }
-thead button, td button, th button { border: 0; padding: 0; text-align: inherit; font-weight: inherit; }
-thead button::after { content: "\a0↕"; color: var(--muted); }
-[aria-sort="ascending"] button::after { content: "\a0↑"; color: inherit; }
-[aria-sort="descending"] button::after { content: "\a0↓"; color: inherit; }
-:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
-.category { white-space: nowrap; }
-.legend { display: flex; flex-wrap: wrap; gap: 2px 14px; margin: 8px 0; padding: 0; list-style: none; }
-.swatch { display: inline-block; width: 12px; height: 12px; margin-right: 6px; border: 1px solid var(--muted); }
-.idle { background: repeating-linear-gradient(45deg, var(--line) 0 1px, transparent 1px 4px); }
-.outlined { border: 2px solid var(--ink); }
-.bar { height: 12px; background: var(--bar); }
-#pools td:last-child { width: 420px; }
-.tools { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; margin: 8px 0; }
-svg, canvas { display: block; }
-#patterns { position: absolute; fill: var(--panel); }
-svg text { font-size: 12px; fill: var(--ink); }
-svg .muted { fill: var(--muted); }
-svg .grid { stroke: var(--line); }
-svg .segment { stroke: var(--muted); stroke-width: 0.5; }
-svg .critical { stroke: var(--ink); stroke-width: 1.5; }
-svg .end { stroke: var(--ink); stroke-dasharray: 4 3; }
-svg .side { dominant-baseline: central; }
-svg .label { pointer-events: none; text-anchor: middle; dominant-baseline: central; }
-canvas { touch-action: pan-y; cursor: grab; }
-#tip {
-  position: fixed; z-index: 1; max-width: 480px; padding: 5px 9px; border-radius: 4px; pointer-events: none;
-  white-space: pre-line; overflow-wrap: anywhere; background: var(--ink); color: var(--page);
-}
-#tip[hidden] { display: none; }
-</style>
-<script>
-"use strict";
-addEventListener("error", (event) => {
-  document.documentElement.dataset.error = event.message;
-  document.querySelector("header")?.append(`This page could not be drawn: ${event.message}`);
-});
-</script>
-</head>
-<body>
-<header></header>
-<main></main>
-<div id="tip" role="status" hidden></div>
-<svg id="patterns" width="0" height="0" aria-hidden="true"><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse"
-  patternTransform="rotate(45)"><rect width="5" height="5"/><path class="grid" d="M0 0V5"/></pattern></svg>
-<noscript>This page is drawn by the script in it: allow scripts.</noscript>
-<script type="application/json" id="profile">PROFILE AS JSON</script>
-<script>
-"use strict";
-const P = JSON.parse(document.getElementById("profile").textContent);
+// A profile, from the data of jgraph/profile/report.py, with what jgraph/page.html has for all pages.
 
 // The first three as in jgraph/schedule/draw.py; the others as far from these and from each other as a search found them, for
 // readers with and without each kind of colour blindness.
@@ -112,129 +18,17 @@ const textOn = (colour) => {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000" : "#fff";
 };
 
-// Elements. Text is only ever set as text, so a name cannot become markup.
-const maker = (create) => (tag, attributes, ...children) => {
-  const element = create(tag);
-  for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (typeof value === "function") element.addEventListener(name, value);
-    else if (value != null) element.setAttribute(name, value);
-  }
-  element.append(...children.flat(2).filter((child) => child != null));
-  return element;
-};
-const SVG = document.getElementById("patterns").namespaceURI;
-const h = maker((tag) => document.createElement(tag));
-const s = maker((tag) => document.createElementNS(SVG, tag));
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
-const ruler = document.createElement("canvas").getContext("2d");
-const FONT = `12px ${getComputedStyle(document.documentElement).fontFamily}`;
-const widthOf = (text) => ((ruler.font = FONT), ruler.measureText(text).width);
-
-// Numbers.
-const fixed = (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }).format;
-const [whole, tenths, hundredths, ms] = [0, 1, 2, 3].map(fixed);
-const brief = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 }).format;
-const percent = (share) => `${tenths(100 * share)} %`;
-const atMost = (digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }).format;
-const rate = (value, unit) => (value >= 1e12 ? `${brief(value / 1e12)} T${unit}` : `${brief(value / 1e9)} G${unit}`);
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const plural = (count, word, ending = "s") => `${whole(count)} ${word}${count === 1 ? "" : ending}`;
-const number = (value, show = ms) => (value == null ? { text: "–" } : { value, text: show(value) });
-const ticks = (from, to, count) => {
-  const least = Math.max(to - from, 1e-9) / count;
-  const power = 10 ** Math.floor(Math.log10(least));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= least * 0.999);
-  const digits = Math.max(0, -Math.floor(Math.log10(step * 1.001)));
-  const first = Math.ceil(from / step - 1e-6);
-  const times = Array.from({ length: Math.floor(to / step + 1e-6) - first + 1 }, (_, i) => (first + i) * step);
-  return times.map((time) => [time, time.toFixed(digits)]);
-};
-
-// Panels, tables, charts.
-const panel = (title, ...children) => {
-  const id = title.toLowerCase().replaceAll(" ", "-");
-  document.querySelector("main").append(
-    h("section", { id, "aria-labelledby": `${id}-title` }, h("h2", { id: `${id}-title` }, title), ...children));
-};
 const named = (category) => {
   const style = category === "idle" ? null : `background: ${colourOf(category)}`;
   return h("span", { class: "category" }, h("span", { class: `swatch ${category}`, style, "aria-hidden": "true" }), category);
 };
 const legend = (categories, ...more) =>
   h("ul", { class: "legend" }, [...categories.map(named), ...more].filter(Boolean).map((entry) => h("li", null, entry)));
-const cell = (content, first) => {
-  if (first) return h("th", { scope: "row" }, content);
-  if (typeof content !== "object" || content instanceof Node) return h("td", null, content);
-  return h("td", { class: "number", "data-value": content.value }, content.text);
-};
-// Columns are names; those of numbers are where the first row has one.
-function table(id, caption, columns, rows, { sorted = -1, sortable = true } = {}) {
-  const row = (cells) => h("tr", null, cells.map((content, i) => cell(content, i === 0)));
-  const body = h("tbody", null, rows.map(row));
-  const key = (tr, i) => (tr.cells[i].className ? Number(tr.cells[i].dataset.value ?? NaN) : tr.cells[i].textContent);
-  const sort = (i) => {
-    const isNumber = body.rows[0].cells[i].className === "number";
-    const current = heads[i].getAttribute("aria-sort");
-    const up = current === "none" ? !isNumber : current === "descending";
-    heads.forEach((head) => head.setAttribute("aria-sort", "none"));
-    heads[i].setAttribute("aria-sort", up ? "ascending" : "descending");
-    const compare = (a, b) => {
-      if (!isNumber) return (up ? 1 : -1) * a.localeCompare(b);
-      return Number.isNaN(a) - Number.isNaN(b) || (up ? a - b : b - a) || 0;
-    };
-    body.append(...[...body.rows].sort((a, b) => compare(key(a, i), key(b, i))));
-  };
-  const heads = columns.map((name, i) => h("th", {
-    scope: "col", class: typeof rows[0][i] === "object" && "text" in rows[0][i] ? "number" : null,
-    "aria-sort": sortable ? (i === sorted ? "descending" : "none") : null,
-  }, sortable ? h("button", { type: "button", click: () => sort(i) }, name) : name));
-  return h("table", { id }, h("caption", null, caption), h("thead", null, h("tr", null, heads)), body);
-}
-const charts = [];
-// A chart is drawn for the room that it has, and again when that or the colour scheme changes.
-const chart = (draw) => {
-  const box = h("div");
-  charts.push(() => box.replaceChildren(draw(box.clientWidth)));
-  return box;
-};
 const LEFT = 64;
 const axis = (x, from, to, bottom) => [s("text", { class: "muted", x: 0, y: bottom + 14 }, "ms"),
   ...ticks(from, to, (x(to) - x(from)) / 90).flatMap(([time, text]) => [
     s("line", { class: "grid", x1: x(time), x2: x(time), y1: 0, y2: bottom }),
     s("text", { class: "muted", x: x(time), y: bottom + 14, "text-anchor": "middle" }, text)])];
-
-// What the pointer is on or what has the focus is explained beside it.
-const tip = document.getElementById("tip");
-const showTip = (text, x, y) => {
-  tip.hidden = !text;
-  if (!text) return;
-  tip.textContent = text;
-  tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - tip.offsetWidth - 20))}px`;
-  tip.style.top = `${y + 18 + tip.offsetHeight < innerHeight ? y + 18 : Math.max(4, y - tip.offsetHeight - 12)}px`;
-};
-document.addEventListener("pointermove", (event) => {
-  if (event.target.tagName !== "CANVAS") showTip(event.target.closest?.("[data-tip]")?.dataset.tip, event.clientX, event.clientY);
-});
-document.addEventListener("focusin", (event) => {
-  const box = event.target.getBoundingClientRect();
-  showTip(event.target.dataset.tip, box.left, box.bottom - 12);
-});
-document.addEventListener("keydown", (event) => event.key === "Escape" && showTip(""));
-
-function header({ title, about = {} }) {
-  document.title = title;
-  const versions = Object.entries(about.versions ?? {}).map((entry) => entry.join(" ")).join(", ");
-  const facts = {
-    device: about.device && `${about.devices ?? 1} × ${about.device}`,
-    versions,
-    date: about.date,
-    flags: about.flags && h("code", null, about.flags),
-    notes: about.notes?.length ? h("ul", null, about.notes.map((note) => h("li", null, note))) : null,
-  };
-  const shown = Object.entries(facts).filter(([, fact]) => fact);
-  document.querySelector("header").append(h("h1", null, title),
-    h("dl", null, shown.map(([name, fact]) => [h("dt", null, name), h("dd", null, fact)]).flat()));
-}
 
 function summary({ captured, uncaptured }) {
   if (!captured && !uncaptured) return;
@@ -614,17 +408,4 @@ function timeline({ timeline: recorded }) {
   charts.push(draw);
 }
 
-header(P);
-for (const build of [summary, whereTheTimeWent, whatToFixFirst, pipeline, memory, timeline]) build(P);
-const redraw = () => charts.forEach((draw) => draw());
-redraw();
-let drawnFor = document.body.clientWidth;
-new ResizeObserver(() => {
-  if (drawnFor !== document.body.clientWidth) redraw();
-  drawnFor = document.body.clientWidth;
-}).observe(document.body);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-document.documentElement.dataset.ready = Math.round(performance.now());
-</script>
-</body>
-</html>
+build([summary, whereTheTimeWent, whatToFixFirst, pipeline, memory, timeline]);
