@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.data import CORPORA, Tokenizer
+from jgraph.data import Tokenizer, is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, require
 from jgraph.inference.generate import ENDED, stream
@@ -129,11 +129,11 @@ def _of_run(path: Path, step: int | None) -> Loaded:
 
 
 def _tokenizer_of(saved: SavedRun) -> Tokenizer:
-    data, vocab_size = Path(saved.config.data), getattr(saved.config.model, "vocab_size", 256)
-    for file in (saved.dir.origin / TOKENIZER_FILE, data / TOKENIZER_FILE):
-        if file.exists():
+    vocab_size = getattr(saved.config.model, "vocab_size", 256)
+    for file in (saved.dir.origin / TOKENIZER_FILE, tokenizer_file(saved.config.data)):
+        if file and file.exists():
             return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
-    if saved.config.data in CORPORA or data.is_file() or vocab_size <= 256:
+    if is_text(saved.config.data) or vocab_size <= 256:
         return Tokenizer.of_bytes()
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
 

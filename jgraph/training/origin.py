@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from jgraph.data import is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError
 from jgraph.interop.folder import CONFIG_FILE, Folder
@@ -63,11 +64,11 @@ def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
 
 def doubt(config: TrainConfig) -> str:
     """Returns a line where the data of a run that begins with a folder may have other tokens than its weights; else nothing."""
-    own, of_data = Path(config.init_from, TOKENIZER_FILE), Path(config.data, TOKENIZER_FILE)
-    if not own.exists() and not Path(config.data).is_dir():
-        return f"`init_from` {config.init_from} has no {TOKENIZER_FILE}: `data` {config.data} is read as bytes"
-    if own.exists() and of_data.exists() and own.read_bytes() != of_data.read_bytes():
-        return f"`data` {config.data} was made with another {TOKENIZER_FILE} than `init_from` {config.init_from} has"
+    own, of_data, data = Path(config.init_from, TOKENIZER_FILE), tokenizer_file(config.data), " ".join(config.data)
+    if not own.exists() and is_text(config.data):
+        return f"`init_from` {config.init_from} has no {TOKENIZER_FILE}: `data` {data} is read as bytes"
+    if own.exists() and of_data and own.read_bytes() != of_data.read_bytes():
+        return f"`data` {data} was made with another {TOKENIZER_FILE} than `init_from` {config.init_from} has"
     return ""
 
 
@@ -76,7 +77,9 @@ def keep(config: TrainConfig, run_dir: RunDir) -> None:
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     folder = Path(config.init_from)
     sources = [folder / name for name in (CONFIG_FILE, *_KEPT.split())] if config.init_from else []
-    for source in (*sources, Path(config.data, TOKENIZER_FILE)):
+    for source in (*sources, tokenizer_file(config.data)):
+        if source is None:
+            continue
         kept = run_dir.origin / source.name
         if source.exists() and not kept.exists():  # the folder's tokenizer comes before that of the data
             run_dir.origin.mkdir(exist_ok=True)

@@ -155,6 +155,8 @@ class RunDir:
         if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
             module = model.pop("module")
             fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
+        if isinstance(fields.get("data"), str):  # as versions wrote it where there was one
+            fields["data"] = [fields["data"]]
         return fields
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
@@ -172,7 +174,9 @@ class RunDir:
             if here.get(name) != there.get(name)
         ]
         if fingerprint[:12] != (before := str(there.get("corpus.fingerprint"))[:12]):
-            differences.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {before}")
+            differences.append(
+                f"the text of `data` {' '.join(config.data)} has fingerprint {fingerprint[:12]} and had {before}"
+            )
         return differences
 
 
