@@ -32,6 +32,8 @@ WRITTEN = {
     "tokenizer.json",
     "checkpoints/",
     "tokens/",
+    "texts/",
+    "pages.jsonl",
     "origin/",
     "my_model.py",
 }

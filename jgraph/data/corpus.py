@@ -116,12 +116,10 @@ def load(
         if vocab_size is not None and ids > vocab_size:
             raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {part.name} needs at least {ids} token ids")
         weight = weight or Fraction(len(part.train))
-        sides = {side: tuple(replace(one, weight=weight) for one in getattr(part, side)) for side in _SOURCES}
-        parts.append(replace(part, **sides))
+        (train,), (heldout,) = part.sources, part.heldout_sources
+        weighed = replace(train, weight=weight), replace(heldout, weight=weight)
+        parts.append(replace(part, sources=weighed[:1], heldout_sources=weighed[1:]))
     return parts[0] if len(parts) == 1 else _joined(parts)
-
-
-_SOURCES = ("sources", "heldout_sources")
 
 
 def _groups(entries: list[tuple[str, Fraction | None]]) -> list[tuple[list[str], Fraction | None]]:
@@ -224,7 +222,8 @@ def _joined(parts: list[Corpus]) -> Corpus:
         fingerprint=hashlib.sha256(b"".join(bytes.fromhex(part.fingerprint) for part in parts)).hexdigest(),
         files=tuple(path for part in parts for path in part.files),
         decoder=next((part.decoder for part in parts if not part.files), first.decoder),
-        **{side: tuple(one for part in parts for one in getattr(part, side)) for side in _SOURCES},
+        sources=tuple(source for part in parts for source in part.sources),
+        heldout_sources=tuple(source for part in parts for source in part.heldout_sources),
     )
 
 
@@ -331,7 +330,7 @@ def ends_files(files: list[Path]) -> list[Path]:
     return [path] if path.exists() else []
 
 
-def _index(side: Side, files: list[TokenFile]) -> Index | None:
+def _index(side: str, files: list[TokenFile]) -> Index | None:
     for path in ends_files([file.path for file in files]):
         headers = [file.header for file in files]
         index = Index(read_tokens(path), [one.num_documents for one in headers], [one.num_tokens for one in headers])

@@ -10,18 +10,19 @@ for an epoch, how many tokens come before every 64th document: 1.25 MB for ten m
 Both draw from the raw output of Philox, which numpy promises to keep; the methods of its Generator may change (NEP 19).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, Protocol, TypeAlias
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from jgraph.data.permutation import Permutation
 from jgraph.errors import DataError
 
+E = TypeVar("E")
 Span: TypeAlias = tuple[int, int]
 Shuffle: TypeAlias = Literal["windows", "documents"]
 
@@ -40,6 +41,20 @@ class Order(Protocol):
         ...
 
 
+class _Epochs(Generic[E]):
+    """What an order knows of an epoch, by its number. The next one is made by a thread, so that no step waits for it."""
+
+    def __init__(self, make: Callable[[int], E]):
+        self._make, self._made = make, dict[int, Future[E]]()
+        self._worker = ThreadPoolExecutor(1, "jgraph-epoch")
+
+    def __getitem__(self, number: int, /) -> E:
+        # The one before stays, for batches that span both.
+        kept = {one: epoch for one, epoch in self._made.items() if abs(one - number) < 2}
+        self._made = kept | {one: self._worker.submit(self._make, one) for one in (number, number + 1) if one not in kept}
+        return self._made[number].result()
+
+
 class WindowOrder:
     """Windows of the stream as it is, each once an epoch.
 
@@ -50,21 +65,20 @@ class WindowOrder:
         self.num_rows = max(1, (num_tokens - seq_len) // seq_len)
         self._num_offsets = min(seq_len, num_tokens - self.num_rows * seq_len)
         self._seq_len, self._seed, self._source = seq_len, seed, source
-        self._epochs: dict[int, tuple[int, np.ndarray]] = {}
+        self._epochs = _Epochs(self._make)
 
     def spans(self, rows: Sequence[int]) -> list[list[Span]]:
         starts = [self._start(*divmod(row, self.num_rows)) for row in rows]
         return [[(start, start + self._seq_len + 1)] for start in starts]
 
     def _start(self, epoch: int, place: int) -> int:
-        if epoch not in self._epochs:
-            bits = philox(self._seed, epoch, self._source)
-            offset = int(bits.random_raw()) % self._num_offsets
-            order = np.argsort(bits.random_raw(self.num_rows), kind="stable").astype(np.uint32)
-            # The one before stays, for batches that span both.
-            self._epochs = {key: kept for key, kept in self._epochs.items() if key == epoch - 1} | {epoch: (offset, order)}
         offset, order = self._epochs[epoch]
         return offset + int(order[place]) * self._seq_len
+
+    def _make(self, epoch: int) -> tuple[int, np.ndarray]:
+        bits = philox(self._seed, epoch, self._source)
+        offset = int(bits.random_raw()) % self._num_offsets
+        return offset, np.argsort(bits.random_raw(self.num_rows), kind="stable").astype(np.uint32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,28 +127,21 @@ class DocumentOrder:
         self.num_rows = (num_tokens - 1) // seq_len
         self._num_tokens, self._index = num_tokens, index
         self._seq_len, self._seed, self._source = seq_len, seed, source
-        self._epochs: dict[int, Future[_Epoch]] = {}
-        self._worker = ThreadPoolExecutor(1, "jgraph-epoch")
+        self._epochs = _Epochs(self._make)
 
     def spans(self, rows: Sequence[int]) -> list[list[Span]]:
         places = np.array(rows, np.int64)
         spans: dict[int, list[Span]] = {}
         for number in np.unique(places // self.num_rows).tolist():
             own = places[places // self.num_rows == number]
-            spans |= dict(zip(own.tolist(), self._epoch(number).spans(own % self.num_rows, self._seq_len), strict=True))
+            spans |= dict(zip(own.tolist(), self._epochs[number].spans(own % self.num_rows, self._seq_len), strict=True))
         return [spans[row] for row in rows]
 
-    def _epoch(self, number: int) -> "_Epoch":
-        # The next one as well, in a thread, so that no step waits for it; the one before, for batches that span both.
-        for one in (number, number + 1):
-            if one not in self._epochs:
-                bits = philox(self._seed, one, self._source)
-                self._epochs[one] = self._worker.submit(_Epoch, self._num_tokens, self._index, self.num_rows, bits)
-        self._epochs = {one: epoch for one, epoch in self._epochs.items() if abs(one - number) < 2}
-        return self._epochs[number].result()
+    def _make(self, epoch: int) -> "_DocumentEpoch":
+        return _DocumentEpoch(self._num_tokens, self._index, self.num_rows, philox(self._seed, epoch, self._source))
 
 
-class _Epoch:
+class _DocumentEpoch:
     """The documents in the order of one epoch, cut into rows, which are in an order of their own too."""
 
     def __init__(self, num_tokens: int, index: Index, num_rows: int, bits: np.random.Philox):

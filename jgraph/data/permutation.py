@@ -6,7 +6,7 @@ it sends beyond n is sent on until it is below n: cycle walking (Black and Rogaw
 2002), here less than one step more on average.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,20 +18,23 @@ _FEWEST_BITS = 8
 _GOLDEN, _ROOT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Permutation:
     """A permutation of range(size): `permutation(places)`.
 
     Attributes:
         size: at least 1.
-        bits: source of the key; the same one gives the same permutation, with any version of numpy (NEP 19).
+        bits: source of the keys, one a round; the same one gives the same permutation, with any version of numpy (NEP 19).
     """
 
     size: int
     bits: np.random.Philox
+    keys: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "_keys", np.array([self.bits.random_raw() for _ in range(_ROUNDS)], np.uint64))
+        assert self.size >= 1
+        # Drawn now: whoever draws from the same bits later gets others.
+        object.__setattr__(self, "keys", self.bits.random_raw(_ROUNDS))
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
         """Returns which number is at each of the 1-D places, int64, all in [0, size)."""
@@ -48,7 +51,7 @@ class Permutation:
         low_bits = num_bits // 2
         widths = np.array([num_bits - low_bits, low_bits], np.uint64)
         high, low = numbers >> widths[1], numbers & ((np.uint64(1) << widths[1]) - np.uint64(1))
-        for index, key in enumerate(self._keys):
+        for index, key in enumerate(self.keys):
             mixed = (low + key) * _GOLDEN
             mixed ^= mixed >> np.uint64(32)
             mixed *= _ROOT

@@ -18,6 +18,7 @@ from jgraph.errors import DataError
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
 # A change here breaks the promise that a run resumes with the data it would have seen.
 FIRST_NUMBERS = [217755117, 153221646, 883335260, 879066693, 45120963, 271479682, 813643810, 559554245]
+FIRST_SOURCES = [0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
 FIRST_TOKENS = [127, 151, 55, 7, 103, 18]
 
 
@@ -49,7 +50,8 @@ def test_a_permutation_has_every_number_once_whatever_places_are_asked_for_toget
     assert permutation(np.array([size - 1, 0])).tolist() == [found[-1], found[0]]
 
 
-def test_permutations_are_the_same_for_ever():
+def test_permutations_and_shares_are_the_same_for_ever():
+    assert [Shares([Fraction(5), Fraction(3), Fraction(2)]).whose(row)[0] for row in range(10)] == FIRST_SOURCES
     assert Permutation(10**9, philox(1, 2, 3))(np.arange(8)).tolist() == FIRST_NUMBERS
 
 
