@@ -56,8 +56,9 @@ def flag(name: str) -> str:
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
-# The model's own settings and where it is read as one thing on the command line; what is given one at a time there.
-_RENAMED = {"module": "model.module", "prompts": "prompt"}
+# The model's own settings and where it is read as one thing on the command line; so data and how it is read; what is given one
+# at a time there.
+_RENAMED = {"module": "model.module", "data_field": "data.field", "data_shuffle": "data.shuffle", "prompts": "prompt"}
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, fields_of, optional, parse, run, write_file
+from jgraph.cli import Count, File, fields_of, parse, run, write_file
 
 if TYPE_CHECKING:
     from jgraph.training.evaluation import Evaluation
 
 _PROG = "jgraph.evaluate"
-_Text = Annotated[str | None, optional(str, "DATA"), tyro.conf.arg(help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Options:
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_OR_DIR")]
     """A run directory of `python -m jgraph.train`, or a Hugging Face folder."""
-    data: _Text = None
+    data: tuple[str, ...] = ()
     """As that of `python -m jgraph.train`, whose held-out part is predicted; by default the run's."""
     step: Count = None
     """Steps of the run's checkpoint; by default the newest."""
@@ -71,7 +70,7 @@ def _run(args: list[str]) -> None:
     check_devices()
     names = ("data", "batch_size", "seq_len", "eval_batches", "dp", "fsdp")
     found = evaluate(
-        options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) is not None}
+        options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) not in (None, ())}
     )
     if options.json is not None:
         write_file("json", options.json, lambda path: path.write_text(json.dumps(_fields(found), indent=2) + "\n"))

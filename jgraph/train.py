@@ -16,7 +16,7 @@ import functools
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
@@ -121,8 +121,10 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
 
         model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.run_dir)
     # With the model's own settings, whose fields become flags too.
-    named = Annotated[str, tyro.conf.arg(name="model.module")]
-    fields = [("module", named, dataclasses.field()), ("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
+    kinds = get_type_hints(TrainConfig)
+    names = [(name, cli.flag(name).removeprefix("--")) for name in ("module", "data_field", "data_shuffle")]
+    fields = [(name, Annotated[kinds[name], tyro.conf.arg(name=shown)], dataclasses.field()) for name, shown in names]
+    fields += [("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
     flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
     default = flags(**_shallow(base) | {"module": module, "model": model})
     about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)

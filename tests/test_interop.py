@@ -354,6 +354,7 @@ def test_data_of_other_tokens_than_the_weights_is_told(tmp_path):
     of_bytes = TrainConfig(init_from=str(tmp_path / "f"), model=LLAMA)
     assert "is read as bytes" in origin.doubt(of_bytes)
     (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "train-0.bin").touch()
     of_tokens = dataclasses.replace(of_bytes, data=str(tmp_path / "tokens"))
     for place in ("f", "tokens"):
         (tmp_path / place / "tokenizer.json").write_text("{}")

@@ -36,6 +36,8 @@ WRITTEN = {
     "tokenizer.json",
     "checkpoints/",
     "tokens/",
+    "texts/",
+    "pages.jsonl",
     "origin/",
     "my_model.py",
 }

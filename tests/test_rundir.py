@@ -38,7 +38,17 @@ FREE = {
 }
 FIXED = {
     *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),
-    *("decoupled_grad", "on_dtype_mismatch", "data", "seed", "module", "model.num_layers", "model.d_model"),
+    *(
+        "decoupled_grad",
+        "on_dtype_mismatch",
+        "data",
+        "data_field",
+        "data_shuffle",
+        "seed",
+        "module",
+        "model.num_layers",
+        "model.d_model",
+    ),
     *("model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size", "model.mlp", "model.head", "model.attention"),
     "model.norm",
     *("model.compute_dtype", "model.scan_layers", "model.rope_theta", "model.norm_eps", "model.loss_chunk"),
@@ -191,7 +201,13 @@ def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
     saved = json.loads(run_dir.config.read_text())
     del saved["module"]
     saved["model"]["module"] = "models.gpt:GPT"
-    del saved["model"]["qk_norm"], saved["precision"], saved["optimizer"]["extend"]  # which it did not have
+    saved["data"] = saved["data"][0]
+    del (
+        saved["model"]["qk_norm"],
+        saved["precision"],
+        saved["optimizer"]["extend"],
+        saved["data_shuffle"],
+    )  # which it did not have
     run_dir.config.write_text(json.dumps(saved))
     run_dir.check(TrainConfig(), FINGERPRINT)
 

@@ -115,6 +115,17 @@ def test_a_run_goes_on_where_an_entry_does_not_say_how_long_steps_took(tmp_path)
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.once
+def test_a_run_on_a_mixture_goes_on_with_the_batches_that_it_would_have_read(tmp_path):
+    flags = ("--steps", "4", "--checkpoint-every", "2", "--sample-tokens", "0", "--data.shuffle", "documents")
+    mixture = ("--data", "python-docs:0.7", "synthetic:0.3")
+    assert tiny.train(tmp_path / "run", *flags, *mixture) == 0
+    before = tiny.losses(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "4").rename(tmp_path / "aside")
+    assert tiny.train(tmp_path / "run", *flags, *mixture) == 0
+    assert tiny.losses(tmp_path / "run") == before
+
+
 def test_starting_over_replaces_the_run_with_the_same_losses(run):
     run_dir, _ = run
     (run_dir / "mine.txt").write_text("mine")

@@ -1,6 +1,7 @@
 """Makes, checks and shows the token files for `python -m jgraph.train --data`.
 
-$ python -m jgraph.data make --text a.txt b.txt --tokenizer tokenizer.json --out tokens/
+$ python -m jgraph.data make --text a.txt pages/ 'more/*.jsonl' --tokenizer tokenizer.json --out tokens/
+$ python -m jgraph.data make --text a.txt --train-bpe 8192 --out tokens/
 $ python -m jgraph.data verify tokens/
 $ python -m jgraph.data show tokens/
 """
@@ -12,32 +13,44 @@ from pathlib import Path
 
 import tyro
 
-from jgraph.cli import fields_of, run, run_command
+from jgraph.cli import Count, File, fields_of, run, run_command
 from jgraph.data import tokenfile
-from jgraph.data.corpus import load, side_files
+from jgraph.data.corpus import ends_files, load, side_files
 from jgraph.data.documents import HELDOUT_FRACTION
+from jgraph.data.files import FIELD
 from jgraph.data.make import SHARD_TOKENS, make_token_files
+from jgraph.errors import ConfigError
 
 
 def make(
     *,
     text: tuple[Path, ...],
-    tokenizer: Path,
     out: Path,
+    tokenizer: File = None,
+    train_bpe: Count = None,
+    field: str = FIELD,
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenize text files into a directory of token files.
+    """Tokenize files into a directory of token files.
 
     Args:
-        text: UTF-8 text files. Lines that read <|endoftext|> separate documents; without them, blocks of about 16 KiB do.
-        tokenizer: tokenizer.json of the `tokenizers` library; copied into the directory.
+        text: UTF-8 files, directories and globs. In .jsonl files each line is a document, in .parquet files each row. In
+            others, lines that read <|endoftext|> separate documents; without them, blocks of about 16 KiB do.
         out: the directory, new or empty.
+        tokenizer: tokenizer.json of the `tokenizers` library; copied into the directory.
+        train_bpe: instead: train a byte-level BPE with so many ids on the documents that are not held out.
+        field: where the text is in .jsonl and .parquet files.
         heldout_fraction: documents whose SHA-256 is in this lowest part are held out.
         shard_tokens: a file is closed with the document that reaches this many tokens.
     """
-    make_token_files(text, tokenizer, out, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
-    show(str(out))
+    if (tokenizer is None) == (train_bpe is None):
+        given = "both are given" if tokenizer else "neither is given"
+        raise ConfigError(f"`tokenizer` names one and `train_bpe` makes one: {given}; give one of them", field="tokenizer")
+    how = train_bpe if tokenizer is None else tokenizer
+    assert how is not None
+    make_token_files(text, how, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
+    show((str(out),))
 
 
 def verify(directory: tyro.conf.Positional[Path], /) -> None:
@@ -47,18 +60,19 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
         directory: with train-*.bin and heldout-*.bin.
     """
     for files in side_files(directory).values():
-        for path in files:
+        for path in (*files, *ends_files(files)):
             header = tokenfile.verify(path)
-            print(f"{path.name}: {header.num_tokens:,} tokens, as the header says")
+            print(f"{path.name}: {header.num_tokens:,} {'tokens' if path in files else 'ends'}, as the header says")
 
 
-def show(data: tyro.conf.Positional[str], /) -> None:
+def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:
     """Print the sizes of a corpus.
 
     Args:
-        data: python-docs, python-source, synthetic, a text file, or a directory of token files.
+        data: as `--data` of `python -m jgraph.train`.
+        field: where the text is in .jsonl and .parquet files.
     """
-    corpus = load(data, seq_len=1, vocab_size=None)
+    corpus = load(data, seq_len=1, vocab_size=None, field=field)
     rows = {
         "name": corpus.name,
         "train": f"{len(corpus.train):,} tokens, {corpus.train_documents:,} documents",
@@ -66,6 +80,9 @@ def show(data: tyro.conf.Positional[str], /) -> None:
         "vocabulary": f"{corpus.vocab_size:,} ids, {corpus.train.dtype.itemsize} bytes per token",
         "fingerprint": corpus.fingerprint,
     }
+    total = sum(source.weight for source in corpus.sources)
+    for source in corpus.sources if len(corpus.sources) > 1 else ():
+        rows[source.name] = f"{float(source.weight / total):.1%} of the rows, {len(source.tokens):,} tokens to train on"
     if corpus.zlib_nats_per_token is not None:
         rows["zlib -9"] = f"{corpus.zlib_nats_per_token:.3f} nats per token"
     if corpus.entropy_nats_per_token is not None:

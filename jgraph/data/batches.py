@@ -1,16 +1,18 @@
 """Batches: a pure function of the step, so that a run resumes at the exact batch and any number of processes agree.
 
-The stream is cut into windows of seq_len + 1 tokens that overlap by one: the last token that a window predicts is the first
-that the next one reads. Each epoch shifts the cuts by an offset of its own and takes the windows in an order of its own.
-Both come from the raw output of Philox, which numpy promises to keep; the methods of its Generator may change (NEP 19).
+Rows are numbered from the first of step 0 on. `Shares` says which source row r comes from and how many of its rows came
+before, the source's order which tokens those are; nothing need be remembered from one row to the next.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 
+from jgraph.data.mixture import Shares, Source
+from jgraph.data.orders import Order, Shuffle, Span
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError, require
 
@@ -21,28 +23,29 @@ from jgraph.errors import DataError, require
 class Batches:
     """Shuffled training batches, by step: `batches[step]`.
 
-    The windows of an epoch are each taken once. The up to 2 * seq_len - 1 tokens at the ends of the stream that the offset
-    leaves over vary from epoch to epoch. A batch may span two epochs.
+    The rows of a source's epoch are each taken once. A batch may span two epochs.
 
     Attributes:
-        tokens: 1-D stream of ids, at least seq_len + 1.
+        tokens: 1-D stream of ids, or the sources of a mixture; each has at least seq_len + 1 tokens.
         batch_size: rows of a step, over all processes.
         seq_len: tokens that each row predicts.
         seed: of offsets and orders, in [0, 2**64).
+        shuffle: what has an order of its own in each epoch: windows of the stream, or its documents and then windows of those.
         process_index: which rows are ours; concatenated by process index, the parts are the batch of a single process.
         process_count: must divide batch_size.
         check: called before each batch; what it raises, reading a batch raises.
 
     Raises:
         ConfigError: process_count does not divide batch_size.
-        DataError: the stream is shorter than seq_len + 1.
+        DataError: a stream is shorter than seq_len + 1, or is to be shuffled by documents without an index of them.
     """
 
-    tokens: Tokens
+    tokens: Tokens | Sequence[Source]
     _: KW_ONLY
     batch_size: int
     seq_len: int
     seed: int
+    shuffle: Shuffle = "windows"
     process_index: int = 0
     process_count: int = 1
     check: Callable[[], None] | None = None
@@ -51,12 +54,28 @@ class Batches:
         assert 0 <= self.process_index < self.process_count
         divisible = f"divisible by the number of processes, {self.process_count}"
         require(self.batch_size % self.process_count == 0, "batch_size", self.batch_size, divisible)
-        _check_length(self.tokens, self.seq_len)
+        for source in self.sources:
+            _check_length(source.tokens, self.seq_len)
+        assert self.orders, "there is at least one source"
 
-    @property
-    def num_windows(self) -> int:
-        """Windows of an epoch, whatever its offset."""
-        return max(1, (len(self.tokens) - self.seq_len) // self.seq_len)
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        return _sources(self.tokens)
+
+    @cached_property
+    def orders(self) -> list[Order]:
+        """How each source's rows follow each other."""
+        how = {"seq_len": self.seq_len, "seed": self.seed}
+        return [source.order(self.shuffle, **how, number=number) for number, source in enumerate(self.sources)]
+
+    @cached_property
+    def _shares(self) -> Shares:
+        return Shares([source.weight for source in self.sources])
+
+    def epochs(self, steps: int) -> list[tuple[str, float]]:
+        """Returns the name of each source and how often the first steps read it."""
+        rows = zip(self.sources, self._shares.counts(steps * self.batch_size), self.orders, strict=True)
+        return [(source.name, count / order.num_rows) for source, count, order in rows]
 
     def __getitem__(self, step: int, /) -> np.ndarray:
         """Returns the rows of this process at a 0-based step: int32 of shape (batch_size // process_count, seq_len + 1).
@@ -69,22 +88,29 @@ class Batches:
             raise IndexError(f"step is {step}: must be 0 or more")
         if self.check is not None:
             self.check()
-        rows = self.batch_size // self.process_count
-        first = step * self.batch_size + self.process_index * rows
-        return _gather(self.tokens, [self._start(row) for row in range(first, first + rows)], self.seq_len)
+        rows_BT = np.empty((self.batch_size // self.process_count, self.seq_len + 1), np.int32)
+        for place, (source, spans) in enumerate(self.spans(step)):
+            _read(self.sources[source].tokens, spans, rows_BT[place])
+        return rows_BT
 
-    def _start(self, row: int) -> int:
-        epoch, place = divmod(row, self.num_windows)
-        num_offsets = min(self.seq_len, len(self.tokens) - self.num_windows * self.seq_len)
-        offset, order = _epoch(self.seed, epoch, self.num_windows, num_offsets)
-        return offset + int(order[place]) * self.seq_len
+    def spans(self, step: int) -> list[tuple[int, list[Span]]]:
+        """Returns the source of each row of this process at a step, and the spans of its tokens that the row is made of."""
+        num_rows = self.batch_size // self.process_count
+        first = step * self.batch_size + self.process_index * num_rows
+        whose = [self._shares.whose(row) for row in range(first, first + num_rows)]
+        # A source's rows together, and then back in their places.
+        found = {
+            number: iter(order.spans([place for source, place in whose if source == number]))
+            for number, order in enumerate(self.orders)
+        }
+        return [(source, next(found[source])) for source, _ in whose]
 
 
-def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int) -> list[np.ndarray]:
+def heldout_batches(tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int) -> list[np.ndarray]:
     """Returns windows to evaluate on, in the order of the text, each at most once, so that a mean weighs them equally.
 
     Args:
-        tokens, batch_size, seq_len: as `Batches` has them.
+        tokens, batch_size, seq_len: as `Batches` has them; each source of a mixture has its share of the windows.
         limit: largest number of batches, at least 1; a longer text is sampled evenly.
 
     Returns:
@@ -92,31 +118,50 @@ def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int
         that many rows; otherwise those beyond a multiple of batch_size are left out, evenly over the text.
 
     Raises:
-        DataError: the stream is shorter than seq_len + 1.
+        DataError: a stream is shorter than seq_len + 1.
     """
     assert limit >= 1
-    _check_length(tokens, seq_len)
-    num_windows = (len(tokens) - 1) // seq_len
-    if num_windows < batch_size:
-        return [_gather(tokens, [window * seq_len for window in range(num_windows)], seq_len)]
-    num_chosen = min(limit, num_windows // batch_size) * batch_size
-    starts = [row * num_windows // num_chosen * seq_len for row in range(num_chosen)]
-    return [_gather(tokens, starts[i : i + batch_size], seq_len) for i in range(0, num_chosen, batch_size)]
+    sources = _sources(tokens)
+    for source in sources:
+        _check_length(source.tokens, seq_len)
+    windows = [(len(source.tokens) - 1) // seq_len for source in sources]
+    shares = Shares([source.weight for source in sources])
+    num_chosen = shares.most(windows, limit * batch_size)
+    if num_chosen >= batch_size:
+        num_chosen -= num_chosen % batch_size
+    chosen = shares.counts(num_chosen)
+    rows_BT = np.empty((num_chosen, seq_len + 1), np.int32)
+    for row, out in enumerate(rows_BT):
+        source, place = shares.whose(row)
+        start = place * windows[source] // chosen[source] * seq_len
+        _read(sources[source].tokens, [(start, start + seq_len + 1)], out)
+    return [rows_BT[i : i + batch_size] for i in range(0, num_chosen, batch_size)]
 
 
-# Two entries, for the batch that spans two epochs: then the order of an epoch is drawn once, not at every step.
-@lru_cache(maxsize=2)
-def _epoch(seed: int, epoch: int, num_windows: int, num_offsets: int) -> tuple[int, np.ndarray]:
-    bits = np.random.Philox(key=seed | epoch << 64)
-    offset = int(bits.random_raw()) % num_offsets
-    return offset, np.argsort(bits.random_raw(num_windows), kind="stable")
+class Ahead:
+    """Batches by step, of which a thread reads the next ones while one is used."""
+
+    def __init__(self, batches: Batches, *, steps: int = 2):
+        self._batches, self._steps = batches, steps
+        self._worker = ThreadPoolExecutor(1, "jgraph-read")
+        self._read: dict[int, Future[np.ndarray]] = {}
+
+    def __getitem__(self, step: int, /) -> np.ndarray:
+        """Returns a batch, as `Batches` does, and raises what reading it raised."""
+        wanted = range(step, step + self._steps + 1)
+        self._read = {one: self._read.get(one) or self._worker.submit(self._batches.__getitem__, one) for one in wanted}
+        return self._read[step].result()
 
 
-def _gather(tokens: Tokens, starts: list[int], seq_len: int) -> np.ndarray:
-    rows_BT = np.empty((len(starts), seq_len + 1), np.int32)
-    for row, start in zip(rows_BT, starts, strict=True):
-        row[:] = tokens[start : start + seq_len + 1]
-    return rows_BT
+def _sources(tokens: Tokens | Sequence[Source]) -> tuple[Source, ...]:
+    return tuple(tokens) if isinstance(tokens, Sequence) else (Source(tokens),)
+
+
+def _read(tokens: Tokens, spans: list[Span], row: np.ndarray) -> None:
+    at = 0
+    for start, stop in spans:
+        row[at : at + stop - start] = tokens[start:stop]
+        at += stop - start
 
 
 def _check_length(tokens: Tokens, seq_len: int) -> None:

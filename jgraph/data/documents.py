@@ -83,5 +83,9 @@ def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FR
             "one to train on and one to hold out; use a longer text"
         )
     first_equal_of_last = bisect_left(digests, digests[-1])
-    threshold = int(heldout_fraction * 2**64).to_bytes(8, "big")
-    return min(max(bisect_left(digests, threshold), equals_of_first), first_equal_of_last)
+    return min(max(bisect_left(digests, threshold(heldout_fraction)), equals_of_first), first_equal_of_last)
+
+
+def threshold(heldout_fraction: float) -> bytes:
+    """Returns the bytes below which a digest is in the lowest `heldout_fraction`."""
+    return int(heldout_fraction * 2**64).to_bytes(8, "big")

@@ -1,20 +1,23 @@
-"""Text to a directory of token files, in memory no larger than one input file and a line per document.
+"""Text to a directory of token files, in memory no larger than one text file and a line per document.
 
 First every document is tokenized into a spool file in the order it comes; then the documents are copied from there in the
 order of their hashes, the held-out ones first. All happens in a hidden directory that gets its name when it is complete.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import tee
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data.documents import FEWEST_BLOCKS, HELDOUT_FRACTION, count_heldout, cut, digest
-from jgraph.data.tokenfile import token_dtype, write_tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
+from jgraph.data.documents import HELDOUT_FRACTION, count_heldout, digest, threshold
+from jgraph.data.files import FIELD, documents_of, files_of
+from jgraph.data.tokenfile import ENDS_FILE, token_dtype, write_tokens
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_utf8, train_bpe
 from jgraph.errors import DataError, require
 
 SHARD_TOKENS = 1 << 27
@@ -26,70 +29,104 @@ _Document: TypeAlias = tuple[bytes, int, int]
 
 def make_token_files(
     texts: Sequence[Path],
-    tokenizer: Path,
+    tokenizer: Path | int,
     out: Path,
     *,
+    field: str = FIELD,
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenizes UTF-8 text files into `out`: train-*.bin, heldout-*.bin and a copy of the tokenizer.
+    """Tokenizes files into `out`: train-*.bin, heldout-*.bin, where their documents end, and the tokenizer.
 
     Args:
-        texts: files, cut into documents as `documents.cut` says. Their order does not matter.
-        tokenizer: a tokenizer.json of the `tokenizers` library.
+        texts: files, directories and globs (see `files`). Their order does not matter.
+        tokenizer: a tokenizer.json of the `tokenizers` library; or the size of the vocabulary of a byte-level BPE that is
+            trained on the documents that are not held out.
         out: a directory that does not exist yet or is empty.
+        field: where the text is in JSON Lines and Parquet.
         heldout_fraction: documents whose SHA-256 is in this lowest part are held out; in (0, 1).
         shard_tokens: a file is closed with the document that reaches this many tokens.
 
     Raises:
         ConfigError: a number is out of range.
-        DataError: a text is missing, empty, not UTF-8; all documents are equal; `out` is in use; or no tokenizer.
+        DataError: a text is missing, empty, damaged, not UTF-8; all documents are equal; `out` is in use; or no tokenizer.
         OSError: something cannot be read or written. Then, as after any interruption, `out` is as it was.
     """
-    require(shard_tokens > 0, "shard_tokens", shard_tokens, "positive")
+    require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
-    _check_paths(texts, tokenizer, out)
-    encoder = Encoder(tokenizer)
+    files = _files(texts, tokenizer, out)
     out = out.absolute()
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    encoder = Encoder(tokenizer) if isinstance(tokenizer, Path) else None
     partial.mkdir(parents=True)
     try:
+        if isinstance(tokenizer, int):
+            train_bpe(_trained(files, field, heldout_fraction), tokenizer, partial / TOKENIZER_FILE)
+        else:
+            shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
+        encoder = encoder or Encoder(partial / TOKENIZER_FILE)
         spool = partial / "spool"
-        documents = sorted(_tokenize(texts, encoder, spool))
+        documents = sorted(_tokenize(files, field, encoder, spool))
         num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
         tokens = np.memmap(spool, dtype=token_dtype(encoder.vocab_size), mode="r")
         for side, part in (("heldout", documents[:num_heldout]), ("train", documents[num_heldout:])):
+            ends = []
             for index, shard in enumerate(_shards(part, shard_tokens)):
                 spans = (tokens[start:stop] for _, start, stop in shard)
                 write_tokens(partial / f"{side}-{index:05d}.bin", spans, vocab_size=encoder.vocab_size)
+                ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
+            write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(own[-1]) for own in ends))
         spool.unlink()
-        shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_paths(texts: Sequence[Path], tokenizer: Path, out: Path) -> None:
+def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[tuple[Path, Path]]:
+    """Returns all files to read, each with what named it."""
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
-    for flag, path in [*(("`text`", text) for text in texts), ("`tokenizer`", tokenizer)]:
-        if not path.is_file():
-            raise DataError(f"{flag} is {path}: " + ("a directory; name a file" if path.is_dir() else "no such file"))
+    files = [(path, text) for text in texts for path in files_of(str(text))]
+    for text in texts:
+        if text not in {named for _, named in files}:
+            raise DataError(f"`text` is {text}: " + ("has no files" if text.is_dir() else "no such file"))
+    if isinstance(tokenizer, Path) and not tokenizer.is_file():
+        raise DataError(
+            f"`tokenizer` is {tokenizer}: " + ("a directory; name a file" if tokenizer.is_dir() else "no such file")
+        )
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
+    return files
 
 
-def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[_Document]:
+def _trained(files: Sequence[tuple[Path, Path]], field: str, heldout_fraction: float) -> Iterator[str]:
+    """Yields the documents that are not held out."""
+    held_out = threshold(heldout_fraction)
+    for path, _ in files:
+        with _named(path):
+            yield from map(
+                decode_utf8, (one for one in documents_of(path, field, of_files=len(files)) if digest(one) >= held_out)
+            )
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except DataError as e:
+        raise DataError(f"`text` is {path}: {e}") from e
+
+
+def _tokenize(files: Sequence[tuple[Path, Path]], field: str, encoder: Encoder, spool: Path) -> Iterator[_Document]:
     dtype = token_dtype(encoder.vocab_size)
     start = 0
+    empty = {text for _, text in files}
     with spool.open("wb") as file:
-        for text in texts:
-            # A short text without separators is cut finer when it is alone; among many such texts, each is one document.
-            documents = cut(text.read_bytes(), fewest_blocks=-(-FEWEST_BLOCKS // len(texts)))
-            if not documents:
-                raise DataError(f"`text` is {text}: the file is empty; name one with text in it")
-            try:
-                for document, ids in zip(documents, encoder.encode(documents), strict=True):
+        for path, text in files:
+            with _named(path):
+                # As many documents wait in between as are encoded together.
+                documents, again = tee(documents_of(path, field, of_files=len(files)))
+                for document, ids in zip(again, encoder.encode(documents), strict=True):
                     # Before they are stored, where those that do not fit would become others.
                     largest, vocab_size = ids.max(initial=0), encoder.vocab_size
                     if largest >= vocab_size:
@@ -97,8 +134,9 @@ def _tokenize(texts: Sequence[Path], encoder: Encoder, spool: Path) -> Iterator[
                     file.write(ids.astype(dtype).tobytes())
                     yield digest(document), start, start + len(ids)
                     start += len(ids)
-            except DataError as e:
-                raise DataError(f"`text` is {text}: {e}") from e
+                    empty.discard(text)
+    for text in empty:
+        raise DataError(f"`text` is {text}: the file is empty; name one with text in it")
 
 
 def _shards(documents: Sequence[_Document], shard_tokens: int) -> Iterator[Sequence[_Document]]:

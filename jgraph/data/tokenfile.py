@@ -12,6 +12,9 @@
         72    56  zeros
        128        token ids
 
+Beside train-*.bin, train.ends is such a file of numbers that are no tokens: where each document of those files ends, counted
+from the first token of its own file. So with heldout.ends.
+
 Opening maps the file and looks at nothing but the header. `TokenFile` compares every id that it gives with the largest one
 that the header promises; `verify` reads all.
 """
@@ -29,6 +32,8 @@ from typing import Protocol
 import numpy as np
 
 from jgraph.errors import DataError
+
+ENDS_FILE = "{side}.ends"
 
 _MAGIC = b"JGTOKENS"
 _VERSION = 1

@@ -1,14 +1,15 @@
 """A tokenizer.json through the optional `tokenizers` library: text to ids to make token files, ids to text to read samples."""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jgraph.errors import DataError
+from jgraph.errors import DataError, require
 
 if TYPE_CHECKING:
     import tokenizers
@@ -97,10 +98,10 @@ class Encoder:
         ends = [ids[name] for name in _END_OF_TEXT if name in ids]
         self._end = ends[:1] or self._encode(["\n"])[0].ids
 
-    def encode(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
+    def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         """Yields the ids of each document as a 1-D int64 array. Raises DataError for one that is not UTF-8, or has no ids."""
-        for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-            texts = [_decode_utf8(document) for document in documents[first : first + _DOCUMENTS_AT_ONCE]]
+        documents = iter(documents)
+        while texts := [decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
             for encoding in self._encode(texts):
                 yield np.array(encoding.ids + self._end, np.int64)
 
@@ -111,6 +112,33 @@ class Encoder:
             raise DataError(f"the tokenizer cannot encode this text: {e}") from e
 
 
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE, in which every text has ids, and writes its tokenizer.json.
+
+    Args:
+        texts: read once, and never all in memory.
+        vocab_size: ids, the 256 bytes and <|endoftext|> among them; fewer where the text has no more pairs to merge.
+        path: the file to write.
+
+    Raises:
+        ConfigError: `vocab_size` is less than 257.
+        DataError: the library is not installed.
+    """
+    require(vocab_size > 256, "train_bpe", vocab_size, "at least 257: the 256 bytes and <|endoftext|>")
+    library = _library(path)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_TEXT[0]],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+
+
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
     """Returns a function from ids to text, or to numbers where the tokenizer's file or the library is missing."""
     if not path.exists() or importlib.util.find_spec("tokenizers") is None:
@@ -119,11 +147,16 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _load(path: Path) -> "tokenizers.Tokenizer":
+def _library(path: Path) -> Any:
     try:
         import tokenizers
     except ImportError as e:
         raise DataError(f"{path}: needs the tokenizers library: pip install 'jgraph[tokenizers]'") from e
+    return tokenizers
+
+
+def _load(path: Path) -> "tokenizers.Tokenizer":
+    tokenizers = _library(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return tokenizers.Tokenizer.from_str(text)
@@ -131,7 +164,8 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
         raise DataError(f"{path}: is not a tokenizer.json of the tokenizers library ({e})") from e
 
 
-def _decode_utf8(document: bytes) -> str:
+def decode_utf8(document: bytes) -> str:
+    """Returns a document as text. Raises DataError for one that is not UTF-8."""
     try:
         return document.decode()
     except UnicodeDecodeError as e:

@@ -146,8 +146,14 @@ class TrainConfig:
     remat: Literal["nothing", "wide", "layer"] = "nothing"
     """`layer` keeps only the input of a layer, and computes the rest again in the backward: less memory, a third more FLOPs.
     In a pipeline, `wide` computes products again that widen by four or more, as an MLP's first: less memory, 11% more FLOPs."""
-    data: str = "python-docs"
-    """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
+    data: tuple[str, ...] = ("python-docs",)
+    """`python-docs`, `python-source`, `synthetic`, files, directories and globs of text, JSON Lines or Parquet, directories of
+    token files (see `python -m jgraph.data`); NAME:WEIGHT for a mixture, e.g. code:0.7 prose:0.3."""
+    data_field: str = "text"
+    """Field of a JSON line, or column of a Parquet file, that holds the text."""
+    data_shuffle: Literal["windows", "documents"] = "windows"
+    """What comes in another order in each epoch: `windows` of the text, whose documents follow each other as they are, or the
+    `documents` and then windows of those."""
     init_from: str = ""
     """A Hugging Face folder whose weights the run begins with. Its config.json says the model's sizes, and its tokenizer.json
     reads `data` that is text. A run that goes on does not read it again."""
@@ -198,6 +204,8 @@ class TrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", (self.data,))
         check_types(self)
         must = partial(_must, self, "")
         must("module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
@@ -210,7 +218,7 @@ class TrainConfig:
         must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
         for name in self.log:
             check_choice("log", name, ("tensorboard", "wandb"))
-        require(bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
+        require(all(self.data) and bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
         must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
         rows = self.batch_size // self.num_microbatches
         of = f"`batch_size` {self.batch_size}, `num_microbatches` {self.num_microbatches}"

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.data import Corpus, Tokenizer, load
+from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
 from jgraph.parallel.step import TrainState
 from jgraph.training.config import TrainConfig
-from jgraph.training.loaded import checked, is_folder, open_folder, place_folder, tokenizer_file, tokenizer_of
+from jgraph.training.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
 from jgraph.training.saved import SavedRun
 from jgraph.training.setup import TrainSetup
 from jgraph.training.trainer import evaluator, heldout
@@ -24,7 +24,7 @@ from jgraph.training.watchdog import Watchdog
 
 _LONGEST, _ROWS = 1024, 8  # of a folder, where nobody says more
 # Of a run, what its evaluations depend on. All else is as usual: they are the same over any devices.
-_KEPT = "module seq_len batch_size num_microbatches eval_batches data"
+_KEPT = "module seq_len batch_size num_microbatches eval_batches data data_field"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _of_run(saved: SavedRun) -> _Model:
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
     source = f"{saved.path} after {saved.step} steps"
-    return _Model(source, TrainConfig(**kept, model=model), tokenizer_file(saved), reads_text, state)
+    return _Model(source, TrainConfig(**kept, model=model), tokenizer_kept(saved), reads_text, state)
 
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
@@ -125,12 +125,13 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     if "batch_size" in asked:
         fields["num_microbatches"] = 1
     config = TrainConfig(**fields | asked)
-    if not model.reads_text and not Path(config.data).is_dir():
-        raise DataError(
-            f"`data` is {config.data}: must be a directory of token files, as {model.source} has no tokenizer that reads text"
-        )
+    if not model.reads_text and is_text(config.data):
+        data, must = " ".join(config.data), f"directories of token files, as {model.source} has no tokenizer that reads text"
+        raise DataError(f"`data` is {data}: must be {must}")
     vocab_size = getattr(config.model, "vocab_size", None)
-    corpus = load(config.data, seq_len=config.seq_len, vocab_size=vocab_size, tokenizer=model.tokenizer)
+    corpus = load(
+        config.data, seq_len=config.seq_len, vocab_size=vocab_size, tokenizer=model.tokenizer, field=config.data_field
+    )
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
     return Evaluation(
@@ -142,7 +143,7 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
         seq_len=config.seq_len,
         devices=setup.num_devices,
         tokens=sum(len(batch) for batch in batches) * config.seq_len,
-        bytes=_bytes(corpus, batches, model.tokenizer),
+        bytes=_bytes(corpus, batches, tokenizer_file(config.data) or model.tokenizer),
         loss=loss,
     )
 
@@ -151,13 +152,11 @@ def _kept(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _KEPT.split()}
 
 
-def _bytes(corpus: Corpus, batches: list[np.ndarray], tokenizer: Path | None) -> int | None:
+def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int | None:
     """Returns the bytes of the tokens that are predicted, which are all of a row but its first."""
     rows = [row.tolist() for batch in batches for row in batch]
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
-    beside = Path(corpus.name, TOKENIZER_FILE)
-    file = beside if beside.exists() else tokenizer
     try:
         own = Tokenizer.of_file(file) if file else None
     except DataError:  # the library is not here

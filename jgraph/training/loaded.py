@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.data import CORPORA, Tokenizer
+from jgraph.data import Tokenizer, is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, require
 from jgraph.inference.generate import ENDED, stream
@@ -136,18 +136,18 @@ def _of_run(path: Path, step: int | None) -> Loaded:
     return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.seq_len, source)
 
 
-def tokenizer_file(saved: SavedRun) -> Path | None:
+def tokenizer_kept(saved: SavedRun) -> Path | None:
     """Returns the tokenizer.json of a run, kept with it or beside its token files."""
-    files = (saved.dir.origin / TOKENIZER_FILE, Path(saved.config.data) / TOKENIZER_FILE)
-    return next((file for file in files if file.exists()), None)
+    files = (saved.dir.origin / TOKENIZER_FILE, tokenizer_file(saved.config.data))
+    return next((file for file in files if file and file.exists()), None)
 
 
 def tokenizer_of(saved: SavedRun) -> Tokenizer:
     """Returns the tokenizer of a run; `numbers` where nobody knows it."""
-    data, vocab_size = Path(saved.config.data), getattr(saved.config.model, "vocab_size", 256)
-    if file := tokenizer_file(saved):
+    vocab_size = getattr(saved.config.model, "vocab_size", 256)
+    if file := tokenizer_kept(saved):
         return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
-    if saved.config.data in CORPORA or data.is_file() or vocab_size <= 256:
+    if is_text(saved.config.data) or vocab_size <= 256:
         return Tokenizer.of_bytes()
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
 

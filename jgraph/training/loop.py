@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jgraph.checkpoint.store import Checkpoints
-from jgraph.data import Batches
+from jgraph.data import Ahead
 from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError, ProfileError
 from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
@@ -46,7 +46,7 @@ class Loop:
 
     setup: TrainSetup
     step: CompiledStep
-    batches: Batches
+    batches: Ahead
     evaluate: Callable[[TrainState], float]
     checkpoints: Checkpoints
     log: MetricsLog

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from jgraph.data import is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
@@ -94,13 +95,13 @@ def doubt(config: TrainConfig) -> str:
     if (source := _source(config)) is None:
         return ""
     name = "init_from" if config.init_from else "continue_from"
-    own, of_data = source / TOKENIZER_FILE, Path(config.data, TOKENIZER_FILE)
+    own, of_data, data = source / TOKENIZER_FILE, tokenizer_file(config.data), " ".join(config.data)
     # A run without one has read bytes, if it has no more tokens than these.
     reads_bytes = not config.init_from and getattr(config.model, "vocab_size", 0) <= 256
-    if not own.exists() and not reads_bytes and not Path(config.data).is_dir():
-        return f"`{name}` {getattr(config, name)} has no {TOKENIZER_FILE}: `data` {config.data} is read as bytes"
-    if own.exists() and of_data.exists() and own.read_bytes() != of_data.read_bytes():
-        return f"`data` {config.data} was made with another {TOKENIZER_FILE} than `{name}` {getattr(config, name)} has"
+    if not own.exists() and not reads_bytes and is_text(config.data):
+        return f"`{name}` {getattr(config, name)} has no {TOKENIZER_FILE}: `data` {data} is read as bytes"
+    if own.exists() and of_data and own.read_bytes() != of_data.read_bytes():
+        return f"`data` {data} was made with another {TOKENIZER_FILE} than `{name}` {getattr(config, name)} has"
     return ""
 
 
@@ -109,7 +110,9 @@ def keep(config: TrainConfig, run_dir: RunDir) -> None:
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     folder = _source(config)
     sources = [] if folder is None else [folder / name for name in (CONFIG_FILE, *_KEPT.split())]
-    for source in (*sources, Path(config.data, TOKENIZER_FILE)):
+    for source in (*sources, tokenizer_file(config.data)):
+        if source is None:
+            continue
         kept = run_dir.origin / source.name
         if source.exists() and not kept.exists():  # the folder's tokenizer comes before that of the data
             run_dir.origin.mkdir(exist_ok=True)

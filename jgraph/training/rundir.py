@@ -172,6 +172,8 @@ class RunDir:
         if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
             module = model.pop("module")
             fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
+        if isinstance(fields.get("data"), str):  # as versions wrote it where there was one
+            fields["data"] = [fields["data"]]
         return fields
 
     def saved_config(self, *, field: str) -> TrainConfig:
@@ -191,7 +193,7 @@ class RunDir:
         there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
         told = differences(here, there, self.last_checkpoint() or 0)
         if fingerprint[:12] != had:
-            told.append(f"the text of `data` {config.data} has fingerprint {fingerprint[:12]} and had {had}")
+            told.append(f"the text of `data` {' '.join(config.data)} has fingerprint {fingerprint[:12]} and had {had}")
         return told
 
     def _before(self, config: TrainConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.data import Batches, Corpus, heldout_batches, load, verify_in_background
+from jgraph.data import Ahead, Batches, Corpus, heldout_batches, load, verify_in_background
 from jgraph.dispatch import check_devices, in_turn
 from jgraph.errors import ConfigError
 from jgraph.inference.generate import generate
@@ -77,7 +77,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             if isinstance(source, SavedRun):
                 held.callback(source.close)
             sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
-            corpus = load(config.data, **sizes, tokenizer=origin.tokenizer_of(config, run_dir))
+            corpus = load(config.data, **sizes, tokenizer=origin.tokenizer_of(config, run_dir), field=config.data_field)
             run_dir.check(config, corpus.fingerprint)
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
@@ -161,9 +161,9 @@ def _train(
     if config.profile:
         setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
-    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+    how = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed, "shuffle": config.data_shuffle}
     part = dict(zip(("process_index", "process_count"), setup.step.batch_part(config.batch_size), strict=True))
-    batches = Batches(corpus.train, **sizes, **part, check=check_files)
+    batches = Batches(corpus.sources, **how, **part, check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if begins := not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
@@ -206,6 +206,8 @@ def _train(
                 after = f" after {source.step} steps" if isinstance(source, SavedRun) else ""
                 beside = " and the optimizer's state" * (config.continue_with == "optimizer")
                 reporter.line(f"began with the weights{beside} of {source.path}{after}")
+            epochs = batches.epochs(config.steps)
+            reporter.line(f"epochs of this run: {', '.join(f'{times:.3g} of {name}' for name, times in epochs)}")
             step = step or _compile(setup, reporter)
             recorder = None
             if config.profile and done > config.profile_steps[0]:
@@ -219,7 +221,9 @@ def _train(
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
                 evaluate = evaluator(setup, heldout(config, corpus), watchdog)
-                loop = Loop(setup, step, batches, evaluate, checkpoints, log, reporter, clock, recorder, started, watchdog)
+                loop = Loop(
+                    setup, step, Ahead(batches), evaluate, checkpoints, log, reporter, clock, recorder, started, watchdog
+                )
                 done, state = loop.run(done, state, stop)
             check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
@@ -310,7 +314,7 @@ def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profili
 def heldout(config: TrainConfig, corpus: Corpus) -> list[np.ndarray]:
     """Returns `eval_batches` whole batches to evaluate on, as microbatches, whose activations fit."""
     return heldout_batches(
-        corpus.heldout,
+        corpus.heldout_sources,
         batch_size=config.batch_size // config.num_microbatches,
         seq_len=config.seq_len,
         limit=config.eval_batches * config.num_microbatches,

@@ -1,9 +1,11 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jgraph.data import Batches, Concatenated, heldout_batches
+from jgraph.data import Ahead, Batches, Concatenated, heldout_batches
 from jgraph.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -43,7 +45,7 @@ def test_batches_are_the_same_for_ever():
 def test_an_epoch_takes_every_window_once_and_the_next_one_again(num_tokens, seq_len, seed):
     assume(num_tokens > seq_len)
     batches = batches_of(np.arange(num_tokens, dtype=np.uint16), batch_size=3, seq_len=seq_len, seed=seed)
-    windows = batches.num_windows
+    windows = batches.orders[0].num_rows
     starts = first_tokens(batches, 2 * windows)
     for epoch in (starts[:windows], starts[windows:]):
         offset = min(epoch)
@@ -54,7 +56,7 @@ def test_an_epoch_takes_every_window_once_and_the_next_one_again(num_tokens, seq
 
 def test_epochs_differ_in_offset_and_order():
     batches = batches_of()
-    starts = np.array(first_tokens(batches, 4 * batches.num_windows)).reshape(4, batches.num_windows)
+    starts = np.array(first_tokens(batches, 4 * batches.orders[0].num_rows)).reshape(4, batches.orders[0].num_rows)
     assert len({int(epoch.min()) for epoch in starts}) > 1
     orders = starts - starts.min(axis=1, keepdims=True)
     assert len({tuple(order) for order in orders.tolist()}) == 4
@@ -74,6 +76,19 @@ def test_batch_that_the_processes_cannot_share_is_refused():
     with pytest.raises(ConfigError, match="`batch_size` is 4: must be divisible by the number of processes, 3") as caught:
         batches_of(process_count=3)
     assert caught.value.field == "batch_size"
+
+
+def test_batches_read_ahead_are_those_batches_and_an_error_comes_with_its_step():
+    def check():
+        if next(reads) == 3:
+            raise DataError("damaged")
+
+    reads = itertools.count()
+    ahead = Ahead(batches_of(check=check), steps=2)
+    assert all(np.array_equal(ahead[step], batches_of()[step]) for step in range(3))
+    with pytest.raises(DataError, match="damaged"):
+        ahead[3]
+    assert np.array_equal(Ahead(batches_of())[40], batches_of()[40])
 
 
 def test_stream_of_one_window_repeats_it():

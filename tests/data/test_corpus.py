@@ -190,8 +190,8 @@ def test_single_token_file_is_refused_with_its_directory(token_directory):
         open_corpus(token_directory / "heldout-00000.bin")
 
 
-def test_directory_without_token_files_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"`data` is .*: has no .bin files; make such .* with python -m jgraph.data make"):
+def test_directory_without_files_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"`data` is .*: has no files; .* with python -m jgraph.data make"):
         open_corpus(tmp_path)
 
 

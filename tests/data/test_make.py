@@ -1,4 +1,7 @@
+import json
+import random
 import re
+import string
 import subprocess
 import sys
 
@@ -162,7 +165,8 @@ def test_command_line_makes_verifies_and_shows(tmp_path, text_file, tokenizer_fi
     out = tmp_path / "tokens"
     assert main(["make", "--text", str(text_file), "--tokenizer", str(tokenizer_file), "--out", str(out)]) == 0
     made = capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["heldout-00000.bin", "tokenizer.json", "train-00000.bin"]
+    names = ["heldout-00000.bin", "heldout.ends", "tokenizer.json", "train-00000.bin", "train.ends"]
+    assert sorted(path.name for path in out.iterdir()) == names
     assert main(["show", str(out)]) == 0
     assert capsys.readouterr().out == made
     assert load(str(out), seq_len=4, vocab_size=300).fingerprint in made
@@ -176,13 +180,56 @@ def test_command_line_shows_what_zlib_needs(capsys):
     assert re.search(r"zlib -9 +1\.\d\d\d nats per token", capsys.readouterr().out)
 
 
-def test_damaged_file_fails_verification_in_one_line(make, capsys):
-    folder = make()
-    path = folder / "heldout-00000.bin"
+@pytest.mark.parametrize("name", ["heldout-00000.bin", "train.ends"])
+def test_damaged_file_fails_verification_in_one_line(make, capsys, name):
+    path = make() / name
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
-    assert main(["verify", str(folder)]) == 2
+    assert main(["verify", str(path.parent)]) == 2
     captured = capsys.readouterr()
-    assert re.fullmatch(r"jgraph\.data: error: .*heldout-00000.bin: SHA-256 [^\n]+\n", captured.err)
+    assert re.fullmatch(rf"jgraph\.data: error: .*{name}: SHA-256 [^\n]+\n", captured.err)
+
+
+def test_every_document_ends_where_the_files_say(make):
+    corpus = load(str(make(shard_tokens=300)), seq_len=4, vocab_size=512)
+    for source in (*corpus.sources, *corpus.heldout_sources):
+        starts, lengths = source.index.spans(np.arange(len(source.index)))
+        assert (starts + lengths)[:-1].tolist() == starts[1:].tolist()
+        assert np.flatnonzero(source.tokens[:] == 0).tolist() == (starts + lengths - 1).tolist()
+
+
+def test_ends_of_other_token_files_are_refused_with_what_to_do(make):
+    folder = make(shard_tokens=300)
+    (folder / "train-00001.bin").unlink()
+    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents .* remove it"):
+        load(str(folder), seq_len=4, vocab_size=512)
+
+
+def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, capsys):
+    # A word that no other document has; to make it one token takes 63 merges.
+    words = ["".join(random.Random(i).choices(string.ascii_letters, k=64)) for i in range(30)]
+    documents = [" ".join([word] * 20) for word in words]
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    out = tmp_path / "tokens"
+    assert main(["make", "--text", f"{tmp_path}/*.jsonl", "--train-bpe", "3000", "--out", str(out)]) == 0
+    corpus = load(str(out), seq_len=4, vocab_size=3000)
+    assert set(corpus.decode(corpus.train[:]).split("<|endoftext|>")[:-1]) < set(documents)
+    trained = len(corpus.train) / corpus.train_documents
+    heldout = len(corpus.heldout) / corpus.heldout_documents
+    assert trained < 30 < 300 < heldout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--train-bpe", "256"], "--train-bpe is 256"),
+        ([], "--tokenizer names one and --train-bpe makes one: neither"),
+        (["--train-bpe", "300", "--tokenizer", "tokenizer.json"], "both"),
+    ],
+)
+def test_a_tokenizer_is_named_or_made(tmp_path, text_file, capsys, flags, said):
+    assert main(["make", "--text", str(text_file), "--out", str(tmp_path / "tokens"), *flags]) == 2
+    assert_one_line(capsys.readouterr(), said)
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):

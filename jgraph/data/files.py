@@ -1,0 +1,126 @@
+"""Files: what `data` names, as paths in an order that does not depend on the disk, and the documents in each.
+
+book.txt            a text file, cut as `documents.cut` says
+texts/              all files in it and below, without hidden ones
+'texts/**/*.md'     the files that match, and those in directories that do
+pages.jsonl         a document a line: the field `text` of a JSON object, or another one
+pages.parquet       a document a row, of a column by that name; needs pyarrow
+"""
+
+import glob
+import json
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from jgraph.data.documents import FEWEST_BLOCKS, cut
+from jgraph.errors import DataError, require
+
+FIELD = "text"
+
+
+def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
+    """Splits each NAME:WEIGHT; the weight is None where none has one. What exists by its whole name has no weight.
+
+    Raises:
+        ConfigError: a weight is not positive and finite, or only some have one.
+    """
+    found = [_weighted(entry) for entry in data]
+    if bare := [entry for entry, (_, weight) in zip(data, found, strict=True) if weight is None]:
+        require(len(bare) == len(found), "data", bare[0], "NAME:WEIGHT where others have a weight; give all one, or none")
+    return found
+
+
+def _weighted(entry: str) -> tuple[str, Fraction | None]:
+    name, _, weight = entry.rpartition(":")
+    try:
+        value = float(weight)
+    except ValueError:
+        return entry, None
+    if not name or Path(entry).exists():
+        return entry, None
+    require(0 < value < math.inf, "data", entry, "NAME:WEIGHT with a positive, finite weight")
+    return name, Fraction(weight)
+
+
+def is_token_directory(path: Path) -> bool:
+    """Returns whether a path is a directory of token files, as `python -m jgraph.data make` writes it."""
+    return path.is_dir() and any(path.glob("*.bin"))
+
+
+def files_of(name: str) -> list[Path]:
+    """Returns the files that a path, a directory or a glob names, sorted; none where there is no such thing.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    path = Path(name)
+    if path.is_dir():
+        below = (found for found in path.rglob("*") if found.is_file())
+        return sorted(found for found in below if not any(part.startswith(".") for part in found.relative_to(path).parts))
+    if path.exists() or not glob.has_magic(name):
+        return [path] if path.is_file() else []
+    return sorted({file for found in glob.glob(name, recursive=True) for file in files_of(found)})
+
+
+def documents_of(path: Path, field: str = FIELD, *, of_files: int = 1) -> Iterator[bytes]:
+    """Yields the documents of a file that are not only white space.
+
+    Args:
+        path: a name that ends in .jsonl or .parquet says what it is; all else is text.
+        field: of a JSON object, or the column of a Parquet file.
+        of_files: of how many files it is one. A short text is cut finer when it is alone; among many, each is one document.
+
+    Raises:
+        DataError: the file is damaged, no text, or lacks the field; or pyarrow is missing.
+        OSError: it cannot be read.
+    """
+    if path.suffix == ".jsonl":
+        documents = _of_jsonl(path, field)
+    elif path.suffix == ".parquet":
+        documents = _of_parquet(path, field)
+    else:
+        text = path.read_bytes()
+        if text.startswith(b"JGTOKENS"):
+            raise DataError(f"a single token file; name the directory that it is in, {path.parent}")
+        if of_files > 1 and b"\0" in text[:4096]:
+            raise DataError(f"no text (it has a byte of zero); name only the texts, e.g. '{path.parent}/*.txt'")
+        documents = cut(text, fewest_blocks=-(-FEWEST_BLOCKS // of_files))
+    yield from (document for document in documents if document.strip())
+
+
+def _of_jsonl(path: Path, field: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise DataError(f"line {number} is no JSON ({e}); JSON Lines have an object on each line") from e
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                there = f"an object of {', '.join(row)}" if isinstance(row, dict) else "no object"
+                raise DataError(f"line {number} is {there}: must be an object with a text called {field}; name another field")
+            # A half of a surrogate pair, which JSON can write, is in no UTF-8.
+            yield row[field].encode(errors="replace")
+
+
+def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as e:
+        raise DataError("needs the pyarrow library: pip install 'jgraph[parquet]'") from e
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                there = ", ".join(file.schema_arrow.names)
+                raise DataError(f"has the columns {there}: must have one called {field}; name another field")
+            for batch in file.iter_batches(columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str | None):
+                        raise DataError(f"column {field} is of {batch.schema.types[0]}: must be of strings; name another field")
+                    yield (text or "").encode()
+    except pyarrow.ArrowException as e:
+        raise DataError(f"damaged, or no Parquet file ({e})") from e

@@ -1,0 +1,159 @@
+"""What `data` may name: several files, directories, globs, JSON Lines, Parquet, and mixtures of them."""
+
+import json
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from jgraph.data import load, make_token_files, write_tokens
+from jgraph.data.files import weighted
+from jgraph.errors import ConfigError, DataError
+
+
+def open_corpus(*data, **options):
+    return load([str(entry) for entry in data], **{"seq_len": 16, "vocab_size": 512} | options)
+
+
+@pytest.fixture
+def folder(tmp_path, stories):
+    """The stories, a file each, in directories, with one that is hidden and one that is empty."""
+    for i, story in enumerate(stories):
+        path = tmp_path / "texts" / f"part{i % 3}" / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(story)
+    (tmp_path / "texts" / ".hidden").write_text("not to be read")
+    (tmp_path / "texts" / "empty.txt").touch()
+    return tmp_path / "texts"
+
+
+@pytest.fixture
+def tokens(tmp_path, text_file, tokenizer_file):
+    make_token_files([text_file], tokenizer_file, tmp_path / "tokens", shard_tokens=500)
+    return tmp_path / "tokens"
+
+
+def test_files_a_directory_a_glob_and_one_file_of_the_same_documents_are_the_same_corpus(folder, text_file):
+    named = [[folder], [f"{folder}/**/*.txt"], sorted(folder.glob("*/*.txt")), [text_file]]
+    found = [open_corpus(*data) for data in named]
+    assert len({corpus.fingerprint for corpus in found}) == 1
+    assert all(np.array_equal(corpus.train, found[0].train) and len(corpus.sources) == 1 for corpus in found)
+
+
+def test_json_lines_hold_a_document_a_line(tmp_path, text_file, stories):
+    path = tmp_path / "pages.jsonl"
+    path.write_text("\n".join(json.dumps({"text": 3, "body": story}) for story in [*stories, " "]) + "\n\n")
+    assert open_corpus(path, field="body").fingerprint == open_corpus(text_file).fingerprint
+
+
+def test_parquet_holds_a_document_a_row(tmp_path, text_file, stories):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "pages.parquet"
+    parquet.write_table(pyarrow.table({"body": [*stories, None], "id": range(len(stories) + 1)}), path)
+    assert open_corpus(path, field="body").fingerprint == open_corpus(text_file).fingerprint
+    for field, message in (("text", "has the columns body, id: must have one called text"), ("id", "must be of strings")):
+        with pytest.raises(DataError, match=message):
+            open_corpus(path, field=field)
+    path.write_bytes(b"no such thing")
+    with pytest.raises(DataError, match=r"pages.parquet: damaged, or no Parquet file"):
+        open_corpus(path)
+
+
+def test_parquet_without_its_library_is_refused_with_the_install_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "pages.parquet").touch()
+    with pytest.raises(DataError, match=r"pages.parquet: needs .*pip install 'jgraph\[parquet\]'"):
+        open_corpus(tmp_path / "pages.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text"\n', r"a.jsonl: line 2 is no JSON"),
+        ("a.jsonl", b'{"body": "one", "id": 1}\n', r"a.jsonl: line 1 is an object of body, id: must be .* called text"),
+        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 is no object"),
+        ("a.png", b"\x89PNG\0", r"a.png: no text .*'.*texts/\*.txt'"),
+    ],
+)
+def test_a_file_that_holds_no_text_is_refused_with_its_name_and_place(folder, name, contents, message):
+    (folder / name).write_bytes(contents)
+    with pytest.raises(DataError, match=message):
+        open_corpus(folder)
+
+
+def test_a_glob_that_nothing_matches_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"\*.none: no such file"):
+        open_corpus(f"{tmp_path}/*.none")
+
+
+def test_make_reads_directories_and_json_lines_as_training_does(folder, tmp_path, text_file, tokenizer_file, tokens):
+    (folder / "part0" / "pages.jsonl").write_text(json.dumps({"text": "a page " * 9}))
+    (tmp_path / "stories.txt").write_text(text_file.read_text() + "\n<|endoftext|>\n" + "a page " * 9)
+    for name, texts in (("a", [folder]), ("b", [text_file])):
+        make_token_files(texts, tokenizer_file, tmp_path / name)
+    made, one = open_corpus(tmp_path / "a"), open_corpus(tmp_path / "b")
+    assert made.train_documents == open_corpus(folder).train_documents
+    assert made.fingerprint == one.fingerprint
+
+
+# --- Weights ---
+
+
+def test_a_weight_comes_after_a_colon_and_is_exact():
+    assert weighted(["code:0.7", "a:b:3", "prose:1e-3"]) == [
+        ("code", Fraction(7, 10)),
+        ("a:b", 3),
+        ("prose", Fraction(1, 1000)),
+    ]
+    assert weighted(["code", "a:b"]) == [("code", None), ("a:b", None)]
+
+
+def test_a_path_that_looks_like_a_weight_is_a_path_where_it_exists(tmp_path):
+    path = tmp_path / "chapter:1"
+    path.touch()
+    assert weighted([str(path), "b"]) == [(str(path), None), ("b", None)]
+    assert weighted([f"{path}:2"]) == [(str(path), 2)]
+
+
+@pytest.mark.parametrize("data", [["a:0"], ["a:-1"], ["a:nan"], ["a:inf"], ["a:0.5", "b"], ["a:1e-999"]])
+def test_weights_that_are_not_positive_or_not_given_to_all_are_refused(data):
+    with pytest.raises(ConfigError) as caught:
+        weighted(data)
+    assert caught.value.field == "data"
+
+
+# --- Several sources ---
+
+
+def test_weighted_texts_are_sources_of_their_own(folder, tmp_path):
+    corpus = open_corpus(f"{folder}/part0:0.7", f"{folder}/part1:0.3")
+    assert [source.weight for source in corpus.sources] == [Fraction(7, 10), Fraction(3, 10)]
+    assert len(corpus.train) == sum(len(source.tokens) for source in corpus.sources)
+    swapped = open_corpus(f"{folder}/part1:0.7", f"{folder}/part0:0.3")
+    assert corpus.fingerprint != swapped.fingerprint, "shares and sources changed places"
+
+
+def test_text_beside_token_files_is_read_through_their_tokenizer_and_weighed_by_size(tokens, folder):
+    corpus = open_corpus(folder / "part0", tokens, folder / "part1")
+    text, files = corpus.sources
+    assert (text.weight, files.weight) == (len(text.tokens), len(files.tokens))
+    both = open_corpus(f"{folder}/part[01]", tokenizer=tokens / "tokenizer.json")
+    assert corpus.decode(text.tokens[:]) == both.decode(both.train[:])
+
+
+def test_token_files_of_different_tokenizers_are_refused(tokens, tmp_path):
+    (tmp_path / "bare").mkdir()
+    for side in ("train", "heldout"):
+        write_tokens(tmp_path / "bare" / f"{side}-0.bin", [np.arange(40)], vocab_size=40)
+    with pytest.raises(DataError, match=r"bare has a vocabulary of 40, .*tokens one of 300"):
+        open_corpus(tokens, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"bare was made with another tokenizer.json than .*tokens"):
+        open_corpus(tokens, tmp_path / "bare")
+
+
+def test_a_source_that_is_too_short_is_named(folder, tokens):
+    with pytest.raises(DataError, match=r"`data` is .*part0: \d+ tokens to train on"):
+        open_corpus(f"{folder}/part0:1", "python-docs:1", seq_len=50_000)

@@ -1,0 +1,196 @@
+"""Which tokens row k is, for any k: permutations that are not stored, whole documents in another order each epoch, mixtures."""
+
+import tracemalloc
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jgraph.data import Batches, Index, Source, heldout_batches
+from jgraph.data.mixture import Shares
+from jgraph.data.orders import DocumentOrder, philox
+from jgraph.data.permutation import Permutation
+from jgraph.errors import DataError
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
+# A change here breaks the promise that a run resumes with the data it would have seen.
+FIRST_NUMBERS = [217755117, 153221646, 883335260, 879066693, 45120963, 271479682, 813643810, 559554245]
+FIRST_SOURCES = [0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+FIRST_TOKENS = [127, 151, 55, 7, 103, 18]
+
+
+def index_of(lengths, parts: int = 1) -> Index:
+    """Of documents in one file, or in several."""
+    pieces = [part for part in np.array_split(np.array(lengths), parts) if len(part)]
+    ends = np.concatenate([np.cumsum(part) for part in pieces]).astype(np.uint16)
+    return Index(ends, [len(part) for part in pieces], [int(part.sum()) for part in pieces])
+
+
+def source_of(lengths, *, first: int = 0, weight=1, parts: int = 1) -> Source:
+    """Tokens that count up from `first`."""
+    tokens = np.arange(first, first + sum(lengths), dtype=np.uint16)
+    return Source(tokens, Fraction(weight), index_of(lengths, parts))
+
+
+def batches_of(*sources, batch_size=4, seq_len=8, seed=0, shuffle="documents", **processes) -> Batches:
+    return Batches(sources, batch_size=batch_size, seq_len=seq_len, seed=seed, shuffle=shuffle, **processes)
+
+
+# --- Permutations ---
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_a_permutation_has_every_number_once_whatever_places_are_asked_for_together(size, seed):
+    permutation = Permutation(size, philox(seed, 0, 0))
+    found = permutation(np.arange(size))
+    assert sorted(found.tolist()) == list(range(size))
+    assert permutation(np.array([size - 1, 0])).tolist() == [found[-1], found[0]]
+
+
+def test_permutations_and_shares_are_the_same_for_ever():
+    assert [Shares([Fraction(5), Fraction(3), Fraction(2)]).whose(row)[0] for row in range(10)] == FIRST_SOURCES
+    assert Permutation(10**9, philox(1, 2, 3))(np.arange(8)).tolist() == FIRST_NUMBERS
+
+
+def test_every_number_is_about_as_often_at_every_place():
+    counts = np.zeros((10, 10))
+    for seed in range(300):
+        counts[np.arange(10), Permutation(10, philox(seed, 0, 0))(np.arange(10))] += 1
+    # Chi squared with 81 degrees of freedom is beyond 130 once in 2,000 draws.
+    assert ((counts - 30) ** 2 / 30).sum() < 130
+
+
+# --- Documents ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**64 - 1))
+def test_an_epoch_predicts_no_token_twice_and_leaves_out_at_most_a_row(lengths, seq_len, parts, seed):
+    if sum(lengths) <= seq_len:
+        return
+    order = DocumentOrder(sum(lengths), index_of(lengths, parts), seq_len=seq_len, seed=seed)
+    rows = order.num_rows
+    for epoch in range(2):
+        spans = order.spans(range(epoch * rows, epoch * rows + rows))
+        predicted = np.concatenate([np.concatenate([np.arange(*span) for span in row])[1:] for row in spans])
+        assert len(np.unique(predicted)) == len(predicted) == rows * seq_len
+        assert sum(lengths) - len(predicted) <= seq_len
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(0, 2**32))
+def test_spans_lie_each_in_one_document_and_follow_each_other_there(lengths, seed):
+    lengths = [30, *lengths]
+    index = index_of(lengths)
+    order = DocumentOrder(sum(lengths), index, seq_len=8, seed=seed)
+    starts = {0, *np.cumsum(lengths).tolist()}
+    for spans in order.spans(range(order.num_rows)):
+        assert sum(stop - start for start, stop in spans) == 9
+        assert all(not starts & set(range(start + 1, stop)) for start, stop in spans)
+        # Only the first begins, and only the last ends, inside a document.
+        assert all(start in starts for start, _ in spans[1:])
+        assert all(stop in starts for _, stop in spans[:-1])
+
+
+def test_each_epoch_puts_other_documents_beside_each_other():
+    order = DocumentOrder(800, index_of([4] * 200), seq_len=7, seed=0)
+    neighbours = [
+        {(a, b) for spans in order.spans(range(first, first + order.num_rows)) for (a, _), (b, _) in pairwise(spans)}
+        for first in (0, order.num_rows)
+    ]
+    assert len(neighbours[0]) > 100
+    assert len(neighbours[0] & neighbours[1]) < 10
+
+
+def test_document_order_is_the_same_for_ever():
+    batches = batches_of(source_of([3, 50, 2, 7, 90, 1]))
+    assert [int(batches[step][0, 0]) for step in range(6)] == FIRST_TOKENS
+
+
+def test_an_index_of_other_tokens_is_refused():
+    with pytest.raises(DataError, match="has 21 tokens where its documents have 20"):
+        batches_of(Source(np.arange(21, dtype=np.uint16), index=index_of([10, 10])))[0]
+
+
+def test_a_stream_without_an_index_is_refused_with_what_to_do():
+    with pytest.raises(DataError, match=r"make it again .* or take `data_shuffle` windows"):
+        batches_of(Source(np.arange(100, dtype=np.uint16)))
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_ten_million_documents_are_shuffled_at_any_step_in_bounded_memory(tmp_path):
+    documents = 10_000_000
+    ends = np.memmap(tmp_path / "ends", np.uint32, mode="w+", shape=documents)
+    per_file = documents // 100
+    sizes = []
+    for i in range(100):
+        lengths = np.random.default_rng(i).integers(1, 2000, per_file)
+        ends[i * per_file : (i + 1) * per_file] = np.cumsum(lengths)
+        sizes.append(int(lengths.sum()))
+    index = Index(ends, [per_file] * 100, sizes)
+    tracemalloc.start()
+    try:
+        order = DocumentOrder(sum(sizes), index, seq_len=1024, seed=0)
+        late = 3 * order.num_rows + order.num_rows // 2
+        spans = order.spans(range(late, late + 64))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+    assert DocumentOrder(sum(sizes), index, seq_len=1024, seed=0).spans(range(late, late + 64)) == spans
+
+
+# --- Mixtures ---
+
+WEIGHTS = st.lists(st.fractions(Fraction(1, 1000), 1000, max_denominator=1000), min_size=1, max_size=6)
+
+
+@settings(max_examples=50)
+@given(WEIGHTS)
+def test_rows_are_dealt_in_exact_proportion_at_any_time_and_each_sources_rows_are_numbered(weights):
+    shares = Shares(weights)
+    taken = [0] * len(weights)
+    for row in range(60):
+        assert shares.counts(row) == taken
+        parts = [weight / sum(weights) * row for weight in weights]
+        assert all(abs(count - part) <= max(1, len(weights) / 2) for count, part in zip(taken, parts, strict=True))
+        source, before = shares.whose(row)
+        assert before == taken[source]
+        taken[source] += 1
+    late = 10**15
+    assert sum(shares.counts(late)) == late
+
+
+@pytest.mark.parametrize("shuffle", ["windows", "documents"])
+def test_a_mixture_is_a_function_of_seed_and_step_on_any_number_of_processes(shuffle):
+    sources = [source_of([5, 30, 9] * 10, weight=Fraction(7, 10)), source_of([12] * 20, first=1000, weight=Fraction(3, 10))]
+    whole = [batches_of(*sources, batch_size=8, shuffle=shuffle)[step] for step in range(30)]
+    assert np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle)[17], whole[17]), "a run that resumes there"
+    assert not np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle, seed=1)[17], whole[17])
+    for count in (2, 4):
+        parts = [
+            batches_of(*sources, batch_size=8, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
+        ]
+        assert all(np.array_equal(np.concatenate([part[step] for part in parts]), whole[step]) for step in (0, 17, 29))
+    of_second = [row for batch in whole for row in batch if row[0] >= 1000]
+    assert len(of_second) == 72
+    per_epoch = batches_of(*sources, shuffle=shuffle).orders[1].num_rows
+    assert len({int(row[0]) for row in of_second[:per_epoch]}) == per_epoch, "an epoch repeats nothing"
+
+
+def test_epochs_are_counted_by_source():
+    sources = [source_of([81], weight=3), source_of([41], weight=1)]
+    assert [times for _, times in batches_of(*sources).epochs(10)] == [3, 2]
+
+
+def test_held_out_rows_of_a_mixture_have_its_shares():
+    sources = [source_of([800], weight=3), source_of([100], first=1000)]
+    rows = np.concatenate(heldout_batches(sources, batch_size=4, seq_len=8, limit=5))
+    assert (rows[:, 0] >= 1000).sum() == 5
+    rows = np.concatenate(heldout_batches(sources, batch_size=4, seq_len=8, limit=99))
+    assert len(rows) == 48, "twelve windows of the second source, and no more"
+    assert len({int(row[0]) for row in rows}) == len(rows)
