@@ -3,18 +3,25 @@
 The stream is cut into windows of seq_len + 1 tokens that overlap by one: the last token that a window predicts is the first
 that the next one reads. Each epoch shifts the cuts by an offset of its own and takes the windows in an order of its own.
 Both come from the raw output of Philox, which numpy promises to keep; the methods of its Generator may change (NEP 19).
+
+Where documents are to be kept apart, a batch says where each begins, and how much each prediction counts (`apart`).
 """
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError, require
 
-# B batch, T sequence
+# B batch, T sequence, S = T + 1
+
+Batch: TypeAlias = np.ndarray | dict[str, np.ndarray]
+Firsts: TypeAlias = Callable[[int, np.ndarray], np.ndarray]
+"""(start, ids) of a span of the stream -> bools, True where a token begins a document; of a span's first token anything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +39,7 @@ class Batches:
         process_index: which rows are ours; concatenated by process index, the parts are the batch of a single process.
         process_count: must divide batch_size.
         check: called before each batch; what it raises, reading a batch raises.
+        firsts: keeps documents apart; None joins them.
 
     Raises:
         ConfigError: process_count does not divide batch_size.
@@ -46,6 +54,7 @@ class Batches:
     process_index: int = 0
     process_count: int = 1
     check: Callable[[], None] | None = None
+    firsts: Firsts | None = None
 
     def __post_init__(self):
         assert 0 <= self.process_index < self.process_count
@@ -58,8 +67,10 @@ class Batches:
         """Windows of an epoch, whatever its offset."""
         return max(1, (len(self.tokens) - self.seq_len) // self.seq_len)
 
-    def __getitem__(self, step: int, /) -> np.ndarray:
+    def __getitem__(self, step: int, /) -> Batch:
         """Returns the rows of this process at a 0-based step: int32 of shape (batch_size // process_count, seq_len + 1).
+
+        With `firsts` a dict, as `apart` has it; its weights are of the whole batch.
 
         Raises:
             IndexError: the step is negative. There is no last step: epoch follows epoch.
@@ -70,8 +81,12 @@ class Batches:
         if self.check is not None:
             self.check()
         rows = self.batch_size // self.process_count
-        first = step * self.batch_size + self.process_index * rows
-        return _gather(self.tokens, [self._start(row) for row in range(first, first + rows)], self.seq_len)
+        own = slice(self.process_index * rows, (self.process_index + 1) * rows)
+        starts = [self._start(step * self.batch_size + row) for row in range(self.batch_size)]
+        if self.firsts is None:
+            return _gather(self.tokens, starts[own], self.seq_len)
+        rows_BS = _gather(self.tokens, starts, self.seq_len)
+        return {name: leaf[own] for name, leaf in apart(rows_BS, _firsts(self.firsts, starts, rows_BS)).items()}
 
     def _start(self, row: int) -> int:
         epoch, place = divmod(row, self.num_windows)
@@ -80,16 +95,40 @@ class Batches:
         return offset + int(order[place]) * self.seq_len
 
 
-def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int) -> list[np.ndarray]:
+def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns rows of tokens with what keeps their documents apart.
+
+    The target of a document's last token would be another document's first: it does not count. The others count alike, with a
+    mean of 1 over all rows. So the mean of weighted losses, over any microbatches and devices, is that over what counts.
+
+    Args:
+        rows_BS: int32 ids.
+        firsts_BS: bools, which of them begin a document; a row's first token always does.
+
+    Returns:
+        `tokens`, the rows; `starts`, int32 [B, T], where in its row the document of a token that is read begins; `weights`,
+        float32 [B, T], what the loss of the token after it is multiplied by.
+    """
+    T = rows_BS.shape[1] - 1
+    starts_BT = np.maximum.accumulate(np.where(firsts_BS[:, :T], np.arange(T, dtype=np.int32), np.int32(0)), axis=1)
+    counts_BT = ~firsts_BS[:, 1:]
+    weights_BT = counts_BT * np.float32(counts_BT.size / max(1, np.count_nonzero(counts_BT)))
+    return {"tokens": rows_BS, "starts": starts_BT, "weights": weights_BT}
+
+
+def heldout_batches(
+    tokens: Tokens, *, batch_size: int, seq_len: int, limit: int, firsts: Firsts | None = None
+) -> list[Batch]:
     """Returns windows to evaluate on, in the order of the text, each at most once, so that a mean weighs them equally.
 
     Args:
-        tokens, batch_size, seq_len: as `Batches` has them.
+        tokens, batch_size, seq_len, firsts: as `Batches` has them.
         limit: largest number of batches, at least 1; a longer text is sampled evenly.
 
     Returns:
         At least one int32 array of shape (batch_size, seq_len + 1). Fewer windows than batch_size make a single batch with
-        that many rows; otherwise those beyond a multiple of batch_size are left out, evenly over the text.
+        that many rows; otherwise those beyond a multiple of batch_size are left out, evenly over the text. With `firsts` dicts,
+        as `apart` has them; their weights are of all batches.
 
     Raises:
         DataError: the stream is shorter than seq_len + 1.
@@ -97,11 +136,15 @@ def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int
     assert limit >= 1
     _check_length(tokens, seq_len)
     num_windows = (len(tokens) - 1) // seq_len
-    if num_windows < batch_size:
-        return [_gather(tokens, [window * seq_len for window in range(num_windows)], seq_len)]
+    batch_size = min(batch_size, num_windows)
     num_chosen = min(limit, num_windows // batch_size) * batch_size
     starts = [row * num_windows // num_chosen * seq_len for row in range(num_chosen)]
-    return [_gather(tokens, starts[i : i + batch_size], seq_len) for i in range(0, num_chosen, batch_size)]
+    rows_BS = _gather(tokens, starts, seq_len)
+    parts = [slice(i, i + batch_size) for i in range(0, num_chosen, batch_size)]
+    if firsts is None:
+        return [rows_BS[part] for part in parts]
+    whole = apart(rows_BS, _firsts(firsts, starts, rows_BS))
+    return [{name: leaf[part] for name, leaf in whole.items()} for part in parts]
 
 
 # Two entries, for the batch that spans two epochs: then the order of an epoch is drawn once, not at every step.
@@ -117,6 +160,10 @@ def _gather(tokens: Tokens, starts: list[int], seq_len: int) -> np.ndarray:
     for row, start in zip(rows_BT, starts, strict=True):
         row[:] = tokens[start : start + seq_len + 1]
     return rows_BT
+
+
+def _firsts(firsts: Firsts, starts: list[int], rows_BS: np.ndarray) -> np.ndarray:
+    return np.stack([firsts(start, row) for start, row in zip(starts, rows_BS, strict=True)])
 
 
 def _check_length(tokens: Tokens, seq_len: int) -> None:

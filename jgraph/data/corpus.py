@@ -12,17 +12,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from jgraph.data.documents import count_heldout, cut, digest
+from jgraph.data.batches import Firsts
+from jgraph.data.documents import count_heldout, cut, digest, separate
 from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
 from jgraph.data.tokenfile import Concatenated, TokenFile, Tokens, token_dtype
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, end_of_text, load_decoder
 from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
+Documents = Literal["joined", "separate"]
 
 # zlib looks back 32 KiB, so its rate settles early; this many bytes take about 3 s.
 _ZLIB_BYTES = 32 << 20
@@ -42,6 +44,7 @@ class Corpus:
         entropy_nats_per_token: what the best model would need; None where nobody knows.
         files: token files, to be verified.
         decoder: ids to text; call `decode`.
+        train_firsts, heldout_firsts: tell documents apart, for `Batches` and `heldout_batches`; None where they are joined.
     """
 
     name: str
@@ -55,13 +58,17 @@ class Corpus:
     entropy_nats_per_token: float | None = None
     files: tuple[Path, ...] = ()
     decoder: Callable[[Sequence[int]], str] = field(kw_only=True, repr=False)
+    train_firsts: Firsts | None = field(default=None, repr=False)
+    heldout_firsts: Firsts | None = field(default=None, repr=False)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of 1-D ids. What is no UTF-8 reads as U+FFFD; without a tokenizer, ids read as numbers."""
         return self.decoder([int(token) for token in ids])
 
 
-def load(data: str, *, seq_len: int, vocab_size: int | None, tokenizer: Path | None = None) -> Corpus:
+def load(
+    data: str, *, seq_len: int, vocab_size: int | None, tokenizer: Path | None = None, documents: Documents = "joined"
+) -> Corpus:
     """Opens a corpus.
 
     Args:
@@ -70,18 +77,20 @@ def load(data: str, *, seq_len: int, vocab_size: int | None, tokenizer: Path | N
         seq_len: each side must have at least seq_len + 1 tokens.
         vocab_size: rows of the model's embedding; token ids must be smaller.
         tokenizer: a tokenizer.json, through which text is read; None reads bytes. Token files were made by their own.
+        documents: `separate` finds where documents begin.
 
     Raises:
-        DataError: there is no such thing, or it cannot be read, is empty, too short, damaged, or has ids that are too large.
+        DataError: there is no such thing, or it cannot be read, is empty, too short, damaged, or has ids that are too large; or
+            nothing separates its documents.
     """
     path = Path(data)
     try:
         if data in CORPORA:
-            corpus = _from_documents(data, CORPORA[data](), tokenizer)
+            corpus = _from_documents(data, CORPORA[data](), tokenizer, documents)
         elif path.is_dir():
-            corpus = _from_directory(data)
+            corpus = _from_directory(data, documents)
         elif path.is_file():
-            corpus = _from_documents(data, _read_text(path), tokenizer)
+            corpus = _from_documents(data, _read_text(path, documents), tokenizer, documents)
         else:
             close = difflib.get_close_matches(data, CORPORA, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -103,16 +112,22 @@ def load(data: str, *, seq_len: int, vocab_size: int | None, tokenizer: Path | N
     return corpus
 
 
-def _read_text(path: Path) -> list[bytes]:
+def _read_text(path: Path, documents: Documents) -> list[bytes]:
     text = path.read_bytes()
     if text.startswith(b"JGTOKENS"):
         raise DataError(f"`data` is {path}: a single token file; name the directory that it is in, {path.parent}")
     if not text.strip():
         raise DataError(f"`data` is {path}: the file is empty; name one with text in it")
+    if documents == "separate" and len(separate(text)) == 1:
+        raise _joined_only(path, "which has no lines that read <|endoftext|>")
     return cut(text)
 
 
-def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
+def _joined_only(data: Any, why: str) -> DataError:
+    return DataError(f"`documents` is separate: must be joined for `data` {data}, {why}: nothing says where a document ends")
+
+
+def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None, how: Documents) -> Corpus:
     by_hash = sorted((digest(document), document) for document in documents if document.strip())
     digests = [key for key, _ in by_hash]
     try:
@@ -121,9 +136,10 @@ def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None) -
         sides = [_ids([document for _, document in own], encoder) for own in (by_hash[num_heldout:], by_hash[:num_heldout])]
     except DataError as e:
         raise DataError(f"`data` is {name}: {e}") from e
+    train_firsts, heldout_firsts = (_starts(lengths) if how == "separate" else None for _, lengths in sides)
     return Corpus(
         name,
-        *sides,
+        *(ids for ids, _ in sides),
         train_documents=len(by_hash) - num_heldout,
         heldout_documents=num_heldout,
         vocab_size=encoder.vocab_size if encoder else 256,
@@ -132,14 +148,40 @@ def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None) -
         zlib_nats_per_token=None if encoder else _zlib_nats(documents),
         entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" and not encoder else None,
         decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
+        train_firsts=train_firsts,
+        heldout_firsts=heldout_firsts,
     )
 
 
-def _ids(documents: list[bytes], encoder: Encoder | None) -> np.ndarray:
-    """Returns the tokens of documents, one after another."""
+def _ids(documents: list[bytes], encoder: Encoder | None) -> tuple[np.ndarray, list[int]]:
+    """Returns the tokens of documents, one after another, and how many each has."""
     if encoder is None:
-        return np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
-    return np.concatenate(list(encoder.encode(documents))).astype(token_dtype(encoder.vocab_size))
+        ended = [document + b"\n" for document in documents]
+        return np.frombuffer(b"".join(ended), np.uint8), list(map(len, ended))
+    encoded = list(encoder.encode(documents))
+    return np.concatenate(encoded).astype(token_dtype(encoder.vocab_size)), list(map(len, encoded))
+
+
+def _starts(lengths: list[int]) -> Firsts:
+    """Tells the first tokens of documents of these lengths."""
+    starts = np.cumsum([0, *lengths])
+
+    def firsts(start: int, ids: np.ndarray) -> np.ndarray:
+        begin, end = np.searchsorted(starts, [start, start + len(ids)])
+        found = np.zeros(len(ids), bool)
+        found[starts[begin:end] - start] = True
+        return found
+
+    return firsts
+
+
+def _after(end: int) -> Firsts:
+    """Tells the tokens that come after an end of text."""
+
+    def firsts(_: int, ids: np.ndarray) -> np.ndarray:
+        return np.concatenate([[True], ids[:-1] == end])
+
+    return firsts
 
 
 def side_files(directory: Path) -> dict[Side, list[Path]]:
@@ -164,7 +206,7 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
     return sides
 
 
-def _from_directory(name: str) -> Corpus:
+def _from_directory(name: str, how: Documents) -> Corpus:
     """Maps all token files of a directory, reading only their headers."""
     sides = side_files(Path(name))
     try:
@@ -184,6 +226,12 @@ def _from_directory(name: str) -> Corpus:
                     f"{one.path.name} one of {first.vocab_size} in {first.dtype}: all files must come from one tokenizer"
                 )
             hasher.update(bytes.fromhex(header.sha256))
+    firsts = None
+    if how == "separate":
+        tokenizer = Path(name, TOKENIZER_FILE)
+        if not tokenizer.exists() or (end := end_of_text(tokenizer)) is None:
+            raise _joined_only(name, f"whose {TOKENIZER_FILE} is missing or has no end-of-text token")
+        firsts = _after(end)
     documents = {side: sum(file.header.num_documents for file in files) for side, files in opened.items()}
     return Corpus(
         name,
@@ -195,6 +243,8 @@ def _from_directory(name: str) -> Corpus:
         fingerprint=hasher.hexdigest(),
         files=tuple(file.path for files in opened.values() for file in files),
         decoder=load_decoder(Path(name, TOKENIZER_FILE)),
+        train_firsts=firsts,
+        heldout_firsts=firsts,
     )
 
 

@@ -1,7 +1,7 @@
 """A tokenizer.json through the optional `tokenizers` library: text to ids to make token files, ids to text to read samples."""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +94,8 @@ class Encoder:
         if not ids:
             raise DataError(f"{path}: its vocabulary is empty; name a trained tokenizer.json")
         self.vocab_size = max(ids.values()) + 1
-        ends = [ids[name] for name in _END_OF_TEXT if name in ids]
-        self._end = ends[:1] or self._encode(["\n"])[0].ids
+        end = _end_of_text(ids)
+        self._end = self._encode(["\n"])[0].ids if end is None else [end]
 
     def encode(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
         """Yields the ids of each document as a 1-D int64 array. Raises DataError for one that is not UTF-8, or has no ids."""
@@ -109,6 +109,19 @@ class Encoder:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises Exception itself
             raise DataError(f"the tokenizer cannot encode this text: {e}") from e
+
+
+def end_of_text(path: Path) -> int | None:
+    """Returns the id after each document of token files made by a tokenizer.json; None where that is a newline's.
+
+    Raises:
+        DataError: as `Encoder`.
+    """
+    return _end_of_text(_load(path).get_vocab(with_added_tokens=True))
+
+
+def _end_of_text(ids: Mapping[str, int]) -> int | None:
+    return next((ids[name] for name in _END_OF_TEXT if name in ids), None)
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
