@@ -140,6 +140,9 @@ class TrainConfig:
     """`layer` keeps only the input of a layer, and computes the rest again in the backward: less memory, a third more FLOPs."""
     data: str = "python-docs"
     """`python-docs`, `python-source`, `synthetic`, a text file, or a directory of token files (see `python -m jgraph.data`)."""
+    documents: Literal["joined", "separate"] = "joined"
+    """Whether the tokens of a document see those of other documents before it in their row. `separate`: they do not, as if each
+    document had a row to itself, and its last token, the end of text, predicts nothing."""
     init_from: str = ""
     """A Hugging Face folder whose weights the run begins with. Its config.json says the model's sizes, and its tokenizer.json
     reads `data` that is text. A run that goes on does not read it again."""

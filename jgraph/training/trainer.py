@@ -71,7 +71,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             kept_in = "" if where == "off" else cache.enable(Path(where) if where else None)
             folder = origin.opened(config, run_dir)
             sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
-            corpus = load(config.data, **sizes, tokenizer=origin.tokenizer_of(config, run_dir))
+            tokenizer = origin.tokenizer_of(config, run_dir)
+            corpus = load(config.data, **sizes, tokenizer=tokenizer, documents=config.documents)
             run_dir.check(config, corpus.fingerprint)
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
@@ -152,7 +153,7 @@ def _train(
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
     part = dict(zip(("process_index", "process_count"), setup.step.batch_part(config.batch_size), strict=True))
-    batches = Batches(corpus.train, **sizes, **part, check=check_files)
+    batches = Batches(corpus.train, **sizes, **part, check=check_files, firsts=corpus.train_firsts)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if begins := not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
@@ -290,19 +291,20 @@ def _evaluator(setup: TrainSetup, corpus: Corpus, watchdog: Watchdog) -> Callabl
         batch_size=config.batch_size // config.num_microbatches,
         seq_len=config.seq_len,
         limit=config.eval_batches * config.num_microbatches,
+        firsts=corpus.heldout_firsts,
     )
     loss, compiled = jax.jit(setup.loss), None
 
     def evaluate(state: TrainState) -> float:
         nonlocal compiled
         losses = []
-        for tokens_BS in map(setup.place_whole, batches):
+        for batch in map(setup.place_whole, batches):
             # By itself: no device is waited for meanwhile.
-            compiled = compiled or loss.lower(state, tokens_BS).compile()
+            compiled = compiled or loss.lower(state, batch).compile()
             with watchdog.over(lambda: "an evaluation", compiled):
-                losses.append(in_turn(compiled(state, tokens_BS)))
+                losses.append(in_turn(compiled(state, batch)))
         watchdog.wait(lambda: "an evaluation", losses, compiled)
-        # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
+        # All batches have the same number of tokens, or weights that make up for it: so this is the mean over tokens.
         return float(np.mean(jax.device_get(losses)))
 
     return evaluate
