@@ -154,9 +154,7 @@ def _mean_loss_backward(chunk: int, vocabulary: _Vocabulary, gradients, dloss: A
 _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
 
 
-def _chunks(
-    x_ND: Array, labels_N: Array, weights_N: Array | None, chunk: int
-) -> list[tuple[Array, Array, Array | None]]:
+def _chunks(x_ND: Array, labels_N: Array, weights_N: Array | None, chunk: int) -> list[tuple[Array, Array, Array | None]]:
     parts = [slice(i, i + chunk) for i in range(0, len(labels_N), chunk)]
     return [(x_ND[part], labels_N[part], None if weights_N is None else weights_N[part]) for part in parts]
 

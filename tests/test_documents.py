@@ -1,5 +1,7 @@
 """Documents apart: packed rows give the loss and the gradients of each document alone in a padded row, in every layout."""
 
+import dataclasses
+import shutil
 from typing import Any
 
 import jax
@@ -9,9 +11,11 @@ import pytest
 from flax import nnx
 
 from jgraph.data import apart
+from jgraph.errors import ConfigError
 from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
+from tests import tiny
 
 CONFIG = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=31, qk_norm="head", compute_dtype="float32"
@@ -106,6 +110,43 @@ def test_every_layout_gives_the_loss_and_the_gradients_of_padded_rows(weights, p
     np.testing.assert_allclose(held, padded[0], rtol=2e-6)
     _, metrics = step(state, setup.step.place(packed()))
     np.testing.assert_allclose(metrics.loss, padded[0], rtol=2e-6)
-    wanted = jax.eval_shape(setup.step.bound.pack, setup.step.shapes), setup.step.bound.pack(padded[1])
-    sums = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(wanted[1])]
+    sums = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(setup.step.bound.pack(padded[1]))]
     np.testing.assert_allclose(metrics.grad_square_sums, sums, rtol=5e-5)
+
+
+def test_a_loop_over_layers_gives_the_same(weights, padded):
+    _, params = weights
+    blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"].values())
+    graphdef, _ = nnx.split(GPT(dataclasses.replace(CONFIG, scan_layers=True), rngs=nnx.Rngs(0)), nnx.Param)
+    found = jax.jit(lambda params: nnx.merge(graphdef, params).loss(packed()))(params | {"blocks": blocks})
+    np.testing.assert_allclose(found, padded[0], rtol=2e-6)
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "fused"])
+def test_an_attention_kernel_without_documents_is_refused(attention):
+    config = dataclasses.replace(CONFIG, attention=attention, num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
+    with pytest.raises(ConfigError) as error:
+        TrainSetup.of(config_of(model=config)).check_loss()
+    assert error.value.field == "model.attention"
+
+
+@pytest.mark.parametrize(("layout", "field"), [({}, "module"), ({"pp": 2, "num_microbatches": 4}, "documents")])
+def test_a_model_that_knows_nothing_of_documents_is_refused(layout, field):
+    with pytest.raises(ConfigError) as error:
+        TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)).check_loss()
+    assert error.value.field == field
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_run_goes_on_with_the_losses_of_one_that_was_never_stopped(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(f"{i} " * (3 + i % 9) for i in range(400)))
+    flags = ("--data", str(text), "--documents", "separate", "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2")
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    losses = tiny.losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    assert tiny.train(tmp_path / "run", *flags, "--fsdp", "2") == 0
+    np.testing.assert_allclose(np.array(tiny.losses(tmp_path / "run"), float), np.array(losses, float), rtol=2e-3)
+    assert tiny.train(tmp_path / "joined", *flags, "--documents", "joined") == 0
+    assert abs(tiny.losses(tmp_path / "joined")[0][1] - losses[0][1]) > 1e-3

@@ -43,7 +43,16 @@ FIXED = {
     *("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_length", "init_from"),
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
-    *("optimizer.second_moment_dtype", "precision", "fp8.recipe", "fp8.format", "fp8.wgrad", "fp8.keep", "fp8.blocks"),
+    *(
+        "optimizer.second_moment_dtype",
+        "documents",
+        "precision",
+        "fp8.recipe",
+        "fp8.format",
+        "fp8.wgrad",
+        "fp8.keep",
+        "fp8.blocks",
+    ),
     *("fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 

@@ -116,9 +116,7 @@ def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray) -> dict[str, np.ndarray]:
     return {"tokens": rows_BS, "starts": starts_BT, "weights": weights_BT}
 
 
-def heldout_batches(
-    tokens: Tokens, *, batch_size: int, seq_len: int, limit: int, firsts: Firsts | None = None
-) -> list[Batch]:
+def heldout_batches(tokens: Tokens, *, batch_size: int, seq_len: int, limit: int, firsts: Firsts | None = None) -> list[Batch]:
     """Returns windows to evaluate on, in the order of the text, each at most once, so that a mean weighs them equally.
 
     Args:

@@ -124,7 +124,8 @@ def _read_text(path: Path, documents: Documents) -> list[bytes]:
 
 
 def _joined_only(data: Any, why: str) -> DataError:
-    return DataError(f"`documents` is separate: must be joined for `data` {data}, {why}: nothing says where a document ends")
+    message = f"must be joined for `data` {data}, {why}: nothing says where a document ends"
+    return DataError(f"`documents` is separate: {message}", field="documents")
 
 
 def _from_documents(name: str, documents: list[bytes], tokenizer: Path | None, how: Documents) -> Corpus:

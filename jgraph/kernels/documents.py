@@ -1,8 +1,8 @@
 """Causal attention among the tokens of a document, where rows hold several documents one after the other.
 
-A library's attention would take a mask of [T, T] a row, or as many documents as were compiled for. Here a row's document begins
-at a place that each token names, so a block of queries reads the keys from its first document's beginning on and no others; what
-lies before is not computed. Scores stay on the chip (Dao, "FlashAttention-2", arXiv:2307.08691).
+A library's attention would take a mask of [T, T] a row, or at most as many documents as were compiled for. Here each token says
+where its document begins. A block of queries reads the keys from there on; what lies before is not computed. Scores stay on the
+chip (Dao, "FlashAttention-2", arXiv:2307.08691).
 """
 
 # B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q and C rows of a block of queries and of keys
@@ -210,9 +210,7 @@ def _jgraph_documents_backward(
         dq_QK = lax.fori_loop(starts[first] // C, (first + Q) // C, add, jnp.zeros((Q, K)))
         dq[own, :] = dq_QK.astype(dq.dtype)
 
-    def of_keys(
-        q: Any, k: Any, v: Any, starts: Any, dy: Any, lse: Any, delta: Any, ends: Any, dk: Any, dv: Any
-    ) -> None:
+    def of_keys(q: Any, k: Any, v: Any, starts: Any, dy: Any, lse: Any, delta: Any, ends: Any, dk: Any, dv: Any) -> None:
         j = pl.program_id(0)
         own = pl.ds(j * C, C)
         k_CK, v_CK = k[own, :], v[own, :]

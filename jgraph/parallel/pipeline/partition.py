@@ -59,7 +59,6 @@ class PipelineModel:
     split_carried: Callable[[Tree], list[Tree]] = lambda carried: carried
     join_carried: Callable[[list[Tree]], Tree] = lambda layers: layers
 
-
     def context_of(self, batch: Tree) -> tuple[Tree, ...]:
         """Returns what a layer takes after x of a microbatch: its context, or nothing."""
         return () if self.context is None else (self.context(batch),)

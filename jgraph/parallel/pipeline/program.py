@@ -113,7 +113,11 @@ class Pipeline:
             ConfigError: the recipe's `keep` or `blocks` mean only some of the layers.
         """
         own, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
-        more = [*context, *[key] * self.model.takes_key, *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried)]
+        more = [
+            *context,
+            *[key] * self.model.takes_key,
+            *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried),
+        ]
         return replace(
             self, fp8=StagePrecision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
         )
