@@ -61,7 +61,7 @@ def padded(weights) -> Any:
 
 @pytest.fixture(scope="module")
 def of_packed(weights) -> Any:
-    graphdef, params = weights
+    graphdef, _ = weights
     return jax.jit(jax.value_and_grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch)))
 
 

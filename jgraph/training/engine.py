@@ -7,7 +7,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
-import numpy as np
 
 from jgraph.data import Batches, Corpus
 from jgraph.errors import JgraphError

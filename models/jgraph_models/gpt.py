@@ -65,7 +65,7 @@ class GPT(nnx.Module):
         """Returns the mean next-token loss in nats, scalar float32.
 
         Args:
-            batch: int32 ids [B, S], S - 1 predicted per row; or a dict as `jgraph.data.apart` gives it, to keep documents apart.
+            batch: int32 ids [B, S], S - 1 predicted per row; or what `jgraph.data.apart` gives, to keep documents apart.
         """
         tokens_BS, starts_BT, weights_BT = taken_apart(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
@@ -77,7 +77,12 @@ class GPT(nnx.Module):
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BT: Array, starts_BT: Array | None = None) -> Array:
-        """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`; of documents apart, with `starts_BT`."""
+        """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`.
+
+        Args:
+            tokens_BT: int32 ids.
+            starts_BT: where in its row each token's document begins, of which it sees no other; None: all are one.
+        """
         # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])

@@ -1,4 +1,4 @@
-"""Attention among documents: the kernel's body, interpreted on the CPU, against plain jax; compiled for a GPU that is not here."""
+"""Attention among documents: the kernel's body, interpreted on the CPU, against plain jax; compiled for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jgraph.xla import aot
 def arrays(length, size, heads=4, groups=2, rows=2, dtype=jnp.float32):
     shapes = [(rows, length, n, size) for n in (heads, groups, groups, heads)]
     q, k, v, dy = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes))
-    # Of a few tokens, of many blocks, of one token at the end; in the last row, one document.
+    # Of a few tokens, of several blocks, from the last token of a block on, of one token; in the last row, one document.
     begins = np.zeros((rows, length), int)
-    for place in (3, 17, length // 2, length - 1):
-        begins[:-1, place] = place
+    for place in (3, 17, 63, length // 2 + 20, length - 1):
+        begins[:-1, place % length] = place % length
     return q, k, v, jnp.asarray(np.maximum.accumulate(begins, axis=1), jnp.int32), dy
 
 
