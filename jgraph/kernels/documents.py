@@ -83,7 +83,8 @@ def _triton(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, inter
     own = jnp.arange(T, T + rows, dtype=starts_BT.dtype)
     starts_BT = jnp.concatenate([starts_BT, jnp.broadcast_to(own, (len(starts_BT), rows))], axis=1)
     qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BTHK, k_BTGK, v_BTGK))
-    return _attend(*qkv, starts_BT, K**-0.5, interpret)[:, :T, :, :K]
+    attended: Any = _attend(*qkv, starts_BT, K**-0.5, interpret)
+    return attended[:, :T, :, :K]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -191,20 +192,21 @@ def _jgraph_documents_backward(
     last_J = jnp.arange(C - 1, T, C)
     ends_BJ = jnp.sum(starts_BT[:, None] <= last_J[:, None], axis=-1, dtype=jnp.int32)
 
-    def gradients(q_QK: Any, k_CK: Any, v_CK: Any, dy_QK: Any, starts_Q: Any, lse_Q: Any, delta_Q: Any, *first: Any) -> Any:
+    def gradients(q_QK: Any, k_CK: Any, v_CK: Any, of_rows: Any, first_q: Any, first_c: Any) -> Any:
         """Returns the shares of keys, and the gradients of scores."""
-        shares_QC = jnp.exp2(_scores(q_QK, k_CK, starts_Q, *first, scale) - lse_Q[:, None])
+        dy_QK, starts_Q, lse_Q, delta_Q = of_rows
+        shares_QC = jnp.exp2(_scores(q_QK, k_CK, starts_Q, first_q, first_c, scale) - lse_Q[:, None])
         return shares_QC, shares_QC * (_product(dy_QK, v_CK, trans_b=True) - delta_Q[:, None]) * scale
 
     def of_queries(q: Any, k: Any, v: Any, starts: Any, dy: Any, lse: Any, delta: Any, dq: Any) -> None:
         first = pl.program_id(0) * Q
         own = pl.ds(first, Q)
-        given = dy[own, :], starts[own], lse[own], delta[own]
+        of_rows = dy[own, :], starts[own], lse[own], delta[own]
         q_QK = q[own, :]
 
         def add(j: Any, dq_QK: Any) -> Any:
             k_CK = k[pl.ds(j * C, C), :]
-            _, dscores_QC = gradients(q_QK, k_CK, v[pl.ds(j * C, C), :], *given, first, j * C)
+            _, dscores_QC = gradients(q_QK, k_CK, v[pl.ds(j * C, C), :], of_rows, first, j * C)
             return dq_QK + _product(dscores_QC.astype(k.dtype), k_CK)
 
         dq_QK = lax.fori_loop(starts[first] // C, (first + Q) // C, add, jnp.zeros((Q, K)))
@@ -215,18 +217,18 @@ def _jgraph_documents_backward(
         own = pl.ds(j * C, C)
         k_CK, v_CK = k[own, :], v[own, :]
 
-        def add(r: Any, i: Any, before: Any) -> Any:
+        def add(i: Any, before: Any, r: int) -> Any:
             dk_CK, dv_CK = before
             rows = pl.ds(i * Q, Q)
             q_QK, dy_QK = q[rows, r, :], dy[rows, r, :]
-            given = starts[rows], lse[r, rows], delta[r, rows]
-            shares_QC, dscores_QC = gradients(q_QK, k_CK, v_CK, dy_QK, *given, i * Q, j * C)
+            of_rows = dy_QK, starts[rows], lse[r, rows], delta[r, rows]
+            shares_QC, dscores_QC = gradients(q_QK, k_CK, v_CK, of_rows, i * Q, j * C)
             dk_CK += _product(dscores_QC.astype(q.dtype), q_QK, trans_a=True)
             return dk_CK, dv_CK + _product(shares_QC.astype(dy.dtype), dy_QK, trans_a=True)
 
         last, sums = (ends[j] + Q - 1) // Q, (jnp.zeros((C, K)), jnp.zeros((C, K)))
         for r in range(R):
-            sums = lax.fori_loop(j * C // Q, last, functools.partial(add, r), sums)
+            sums = lax.fori_loop(j * C // Q, last, lambda i, before, r=r: add(i, before, r), sums)
         dk[own, :], dv[own, :] = (total.astype(dk.dtype) for total in sums)
 
     in_specs = [specs[name] for name in ("q", "kv", "kv", "starts", "q", "rows", "rows")]

@@ -110,7 +110,7 @@ def _prepared(config: TrainConfig, corpus: Corpus) -> Callable[[], float]:
     init, step = setup.compile_init(), setup.compile_step()
 
     def timed() -> float:
-        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+        sizes: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
         batch, state = setup.step.place(Batches(corpus.train, **sizes, firsts=corpus.train_firsts)[0]), [init()]
 
         def run() -> tuple[TrainState, StepMetrics]:

@@ -196,7 +196,7 @@ class Attention(nnx.Module):
         config = self.config
         B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
-        kernel = attention_kernel(config, T) if starts_BT is None else document_kernel(config)
+        kernel: Any = attention_kernel(config, T) if starts_BT is None else document_kernel(config)
         if kernel == "fused":
             with jgraph.scope("attention"):
                 y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
