@@ -58,7 +58,13 @@ def flag(name: str) -> str:
 
 # The model's own settings and where it is read as one thing on the command line; so data and how it is read; what is given one
 # at a time there.
-_RENAMED = {"module": "model.module", "data_field": "data.field", "data_shuffle": "data.shuffle", "prompts": "prompt"}
+_RENAMED = {
+    "module": "model.module",
+    "data_field": "data.field",
+    "data_shuffle": "data.shuffle",
+    "data_documents": "data.documents",
+    "prompts": "prompt",
+}
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:

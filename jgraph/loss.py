@@ -35,7 +35,14 @@ def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
 
 
 def cross_entropy(
-    x_BTD: Array, head_DV: Array, labels_BT: Array, *, chunk: int = 0, axis: str | None = None, vocab_size: int = 0
+    x_BTD: Array,
+    head_DV: Array,
+    labels_BT: Array,
+    *,
+    chunk: int = 0,
+    axis: str | None = None,
+    vocab_size: int = 0,
+    weights_BT: Array | None = None,
 ) -> Array:
     """Returns the mean next-token loss in nats, from hidden states instead of logits.
 
@@ -54,6 +61,7 @@ def cross_entropy(
         chunk: tokens whose logits (in the dtype of `x_BTD`) are held at once; must divide B*T; 0 for `auto_chunk`.
         axis: of the mesh, over which the vocabulary is split; `x_BTD` and `labels_BT` are the same on all its devices.
         vocab_size: columns of the whole head, over all devices, beyond it are padding; 0 where there is none.
+        weights_BT: constants that the tokens' losses are multiplied by, before the mean over all tokens; None for ones.
 
     Returns:
         Scalar float32, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`; products
@@ -76,6 +84,9 @@ def cross_entropy(
     num_tokens = labels_BT.size
     if not num_tokens or not width:
         raise ShapeError(f"cross_entropy got {num_tokens} tokens and {width} columns of the head: give at least one of each")
+    if weights_BT is not None and weights_BT.shape != labels_BT.shape:
+        message = f"`weights_BT` is {weights_BT.shape}: must be as `labels_BT`, {labels_BT.shape}"
+        raise ShapeError(message, field="weights_BT")
     if not isinstance(vocab_size, Integral) or vocab_size < 0:
         raise ShapeError(f"`vocab_size` is {vocab_size!r}: must be a whole number, 0 or more", field="vocab_size")
     chunk = chunk or auto_chunk(num_tokens, width, x_BTD.dtype)
@@ -85,7 +96,8 @@ def cross_entropy(
     with scope("loss"):
         # Of a type that has all columns: those of the gradient are compared with the labels.
         labels_N = jnp.asarray(labels_BT, jnp.int32).reshape(num_tokens)
-        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_N, chunk, vocabulary)
+        weights_N = None if weights_BT is None else jnp.asarray(weights_BT, jnp.float32).reshape(num_tokens)
+        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_N, weights_N, chunk, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -103,26 +115,31 @@ class _Vocabulary:
         return labels_C if self.axis is None else labels_C - jax.lax.axis_index(self.axis) * width
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _mean_loss(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int, vocabulary: _Vocabulary) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _mean_loss(
+    x_ND: Array, head_DV: Array, labels_N: Array, weights_N: Array | None, chunk: int, vocabulary: _Vocabulary
+) -> Array:
     losses = [
-        jnp.sum(_losses(_margins(x_CD @ head_DV, labels_C, vocabulary), vocabulary))
-        for x_CD, labels_C in _chunks(x_ND, labels_N, chunk)
+        jnp.sum(_weighted(_losses(_margins(x_CD @ head_DV, labels_C, vocabulary), vocabulary), weights_C))
+        for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk)
     ]
     return _sum(losses) / labels_N.size
 
 
-def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int, vocabulary: _Vocabulary):
+def _mean_loss_forward(
+    x_ND: Array, head_DV: Array, labels_N: Array, weights_N: Array | None, chunk: int, vocabulary: _Vocabulary
+):
     losses, dx, dhead = [], [], []
-    for x_CD, labels_C in _chunks(x_ND, labels_N, chunk):
+    for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
         logits_CV = x_CD @ head_DV
         margins_CV = _margins(logits_CV, labels_C, vocabulary)
         losses_C = _losses(margins_CV, vocabulary)
         own_C = vocabulary.own(labels_C, head_DV.shape[1])
         one_hot_CV = own_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
         softmax_CV = jnp.exp(margins_CV - losses_C[:, None])
-        dlogits_CV = ((softmax_CV - one_hot_CV) / labels_N.size).astype(logits_CV.dtype)
-        losses.append(jnp.sum(losses_C))
+        weights_C1 = None if weights_C is None else weights_C[:, None]
+        dlogits_CV = _weighted((softmax_CV - one_hot_CV) / labels_N.size, weights_C1).astype(logits_CV.dtype)
+        losses.append(jnp.sum(_weighted(losses_C, weights_C)))
         dx.append(dlogits_CV @ head_DV.T)
         dhead.append(jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32))
     return _sum(losses) / labels_N.size, (jnp.concatenate(dx), _sum(dhead).astype(head_DV.dtype))
@@ -131,14 +148,19 @@ def _mean_loss_forward(x_ND: Array, head_DV: Array, labels_N: Array, chunk: int,
 def _mean_loss_backward(chunk: int, vocabulary: _Vocabulary, gradients, dloss: Array):
     dx_ND, dhead_DV = gradients
     dloss = vocabulary.sum(dloss)  # each device may use the loss, or only one of them
-    return (dx_ND * dloss).astype(dx_ND.dtype), (dhead_DV * dloss).astype(dhead_DV.dtype), None
+    return (dx_ND * dloss).astype(dx_ND.dtype), (dhead_DV * dloss).astype(dhead_DV.dtype), None, None
 
 
 _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
 
 
-def _chunks(x_ND: Array, labels_N: Array, chunk: int) -> list[tuple[Array, Array]]:
-    return [(x_ND[i : i + chunk], labels_N[i : i + chunk]) for i in range(0, len(labels_N), chunk)]
+def _chunks(x_ND: Array, labels_N: Array, weights_N: Array | None, chunk: int) -> list[tuple[Array, Array, Array | None]]:
+    parts = [slice(i, i + chunk) for i in range(0, len(labels_N), chunk)]
+    return [(x_ND[part], labels_N[part], None if weights_N is None else weights_N[part]) for part in parts]
+
+
+def _weighted(x: Array, weights: Array | None) -> Array:
+    return x if weights is None else x * weights
 
 
 def _sum(parts: list[Array]) -> Array:

@@ -122,7 +122,7 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
         model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.run_dir)
     # With the model's own settings, whose fields become flags too.
     kinds = get_type_hints(TrainConfig)
-    names = [(name, cli.flag(name).removeprefix("--")) for name in ("module", "data_field", "data_shuffle")]
+    names = [(name, cli.flag(name).removeprefix("--")) for name in ("module", "data_field", "data_shuffle", "data_documents")]
     fields = [(name, Annotated[kinds[name], tyro.conf.arg(name=shown)], dataclasses.field()) for name, shown in names]
     fields += [("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
     flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)

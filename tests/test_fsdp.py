@@ -297,7 +297,7 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
     made = config(fsdp=2, **fields)
     assert made.read_dtype == reads
     setup = TrainSetup.of(made)
-    state, tokens_BS = (setup.step.state, setup.tokens())
+    state, tokens_BS = (setup.step.state, setup.batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
     _, sums = jax.eval_shape(setup.step.bound.loss_and_grads, state.params, tokens_BS, jax.random.key(0), {})
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype(grads)}
@@ -399,7 +399,7 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any
     fields = {"steps": 4, "batch_size": 4, "seq_len": 64} | fields
     made = TrainConfig(**fields, fsdp=4, model=model, graph=graph)
     setup = on_target(made)
-    state, tokens_BS = (setup.step.state, setup.tokens())
+    state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), setup.options("gpu"), platform="gpu")
     assert report is not None
     check_identity(compiled, state)

@@ -33,7 +33,7 @@ def setup_of(**fields: Any) -> TrainSetup:
 
 def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
     """(kind, dtype, elements of the result) of all of the compiled step; one of two dtypes is two here."""
-    compiled, _ = aot.compile_lowered(setup.step.lower(setup.tokens()), setup.options("gpu"))
+    compiled, _ = aot.compile_lowered(setup.step.lower(setup.batch()), setup.options("gpu"))
     found = []
     for instruction in Program.of(compiled.as_text()).instructions.values():
         if kind := re.fullmatch(r"(all-reduce|reduce-scatter|all-gather)(-done)?", instruction.opcode):

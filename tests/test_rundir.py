@@ -57,7 +57,16 @@ FIXED = {
     *("optimizer.extend", "optimizer.decay_steps", "continue_from", "continue_with"),
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
-    *("optimizer.second_moment_dtype", "precision", "fp8.recipe", "fp8.format", "fp8.wgrad", "fp8.keep", "fp8.blocks"),
+    *(
+        "optimizer.second_moment_dtype",
+        "data_documents",
+        "precision",
+        "fp8.recipe",
+        "fp8.format",
+        "fp8.wgrad",
+        "fp8.keep",
+        "fp8.blocks",
+    ),
     *("fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 

@@ -161,7 +161,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the one before, as in a pipeline."""
     layers = pipe.layout.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
-    shapes, x = pipe.layer_shapes(params, inputs)
+    shapes, (x, *_) = pipe.layer_shapes(params, inputs)
     [layer], extra = shapes[0] if pipe.fp8 else shapes
 
     def forward(stage: Any, x: jax.Array) -> Any:
@@ -215,7 +215,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
 
 def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any, *, together: bool) -> Row:
     """Times head and embedding of a microbatch with their gradients: by all ranks together, or each on one GPU."""
-    model, x = pipe.model, pipe.activation(params, inputs)
+    model, (x, *_) = pipe.model, pipe.inputs(params, inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
     specs = pipe.specs(params)["outer"]
     outer, inputs, x = jax.device_put(
@@ -256,7 +256,7 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: A
 def time_permute(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> float:
     """Returns the milliseconds in which every rank passes an activation on, or a gradient back."""
     ranks = pipe.mesh.shape["pipe"]
-    x = jax.device_put(like(pipe.activation(params, inputs)), NamedSharding(pipe.mesh, PartitionSpec()))
+    x = jax.device_put(like(pipe.inputs(params, inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
 
     def permute(x: jax.Array) -> jax.Array:
         for i in range(CALLS):

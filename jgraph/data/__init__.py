@@ -1,7 +1,9 @@
 """Text and token files as batches: `load` opens a corpus, `Batches` and `heldout_batches` sample it. No jax here."""
 
 from jgraph.data.batches import Ahead as Ahead
+from jgraph.data.batches import Batch as Batch
 from jgraph.data.batches import Batches as Batches
+from jgraph.data.batches import apart as apart
 from jgraph.data.batches import heldout_batches as heldout_batches
 from jgraph.data.corpus import Corpus as Corpus
 from jgraph.data.corpus import is_text as is_text

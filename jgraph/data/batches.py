@@ -2,21 +2,28 @@
 
 Rows are numbered from the first of step 0 on. `Shares` says which source row r comes from and how many of its rows came
 before, the source's order which tokens those are; nothing need be remembered from one row to the next.
+
+Where documents are to be kept apart, a batch says where each begins, and how much each prediction counts (`apart`).
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
+from jgraph.data.documents import Documents
 from jgraph.data.mixture import Shares, Source
 from jgraph.data.orders import Order, Shuffle, Span
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError, require
 
-# B batch, T sequence
+# B batch, T sequence, S = T + 1
+
+Batch: TypeAlias = np.ndarray | dict[str, np.ndarray]
+Row: TypeAlias = tuple[Source, list[Span]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +41,11 @@ class Batches:
         process_index: which rows are ours; concatenated by process index, the parts are the batch of a single process.
         process_count: must divide batch_size.
         check: called before each batch; what it raises, reading a batch raises.
+        documents: whether they are kept apart.
 
     Raises:
         ConfigError: process_count does not divide batch_size.
-        DataError: a stream is shorter than seq_len + 1, or is to be shuffled by documents without an index of them.
+        DataError: a stream is shorter than seq_len + 1, or does not say where its documents end, and need.
     """
 
     tokens: Tokens | Sequence[Source]
@@ -49,6 +57,7 @@ class Batches:
     process_index: int = 0
     process_count: int = 1
     check: Callable[[], None] | None = None
+    documents: Documents = "joined"
 
     def __post_init__(self):
         assert 0 <= self.process_index < self.process_count
@@ -77,8 +86,10 @@ class Batches:
         rows = zip(self.sources, self._shares.counts(steps * self.batch_size), self.orders, strict=True)
         return [(source.name, count / order.num_rows) for source, count, order in rows]
 
-    def __getitem__(self, step: int, /) -> np.ndarray:
+    def __getitem__(self, step: int, /) -> Batch:
         """Returns the rows of this process at a 0-based step: int32 of shape (batch_size // process_count, seq_len + 1).
+
+        With documents `separate` a dict, as `apart` has it; its weights are of the whole batch.
 
         Raises:
             IndexError: the step is negative. There is no last step: epoch follows epoch.
@@ -88,16 +99,24 @@ class Batches:
             raise IndexError(f"step is {step}: must be 0 or more")
         if self.check is not None:
             self.check()
-        rows_BT = np.empty((self.batch_size // self.process_count, self.seq_len + 1), np.int32)
-        for place, (source, spans) in enumerate(self.spans(step)):
-            _read(self.sources[source].tokens, spans, rows_BT[place])
-        return rows_BT
+        own = self._own(step)
+        if self.documents == "joined":
+            return self._read(own)
+        first = step * self.batch_size
+        firsts_BS = self._firsts(range(first, first + self.batch_size))  # of all processes: weights are of the whole batch
+        return apart(self._read(own), firsts_BS, slice(own.start - first, own.stop - first))
 
     def spans(self, step: int) -> list[tuple[int, list[Span]]]:
         """Returns the source of each row of this process at a step, and the spans of its tokens that the row is made of."""
+        return self._spans(self._own(step))
+
+    def _own(self, step: int) -> range:
         num_rows = self.batch_size // self.process_count
         first = step * self.batch_size + self.process_index * num_rows
-        whose = [self._shares.whose(row) for row in range(first, first + num_rows)]
+        return range(first, first + num_rows)
+
+    def _spans(self, rows: range) -> list[tuple[int, list[Span]]]:
+        whose = [self._shares.whose(row) for row in rows]
         # A source's rows together, and then back in their places.
         found = {
             number: iter(order.spans([place for source, place in whose if source == number]))
@@ -105,20 +124,51 @@ class Batches:
         }
         return [(source, next(found[source])) for source, _ in whose]
 
+    def _read(self, rows: range) -> np.ndarray:
+        return _tokens([(self.sources[source], spans) for source, spans in self._spans(rows)], self.seq_len)
 
-def heldout_batches(tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int) -> list[np.ndarray]:
+    def _firsts(self, rows: range) -> np.ndarray:
+        return _firsts([(self.sources[source], spans) for source, spans in self._spans(rows)])
+
+
+def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice = slice(None)) -> dict[str, np.ndarray]:
+    """Returns rows of tokens with what keeps their documents apart.
+
+    The target of a document's last token would be another document's first: it does not count. The others count alike, with a
+    mean of 1 over all rows. So the mean of weighted losses, over any microbatches and devices, is that over what counts.
+
+    Args:
+        rows_BS: int32 ids.
+        firsts_BS: bools, which tokens of all rows begin a document; a row's first token always does.
+        own: which of all rows these are.
+
+    Returns:
+        `tokens`, the rows; `starts`, int32 [B, T], where in its row the document of a token that is read begins; `weights`,
+        float32 [B, T], what the loss of the token after it is multiplied by.
+    """
+    T = rows_BS.shape[1] - 1
+    counts_BT = ~firsts_BS[:, 1:]
+    weight = np.float32(counts_BT.size / max(1, np.count_nonzero(counts_BT)))
+    starts_BT = np.maximum.accumulate(np.where(firsts_BS[own, :T], np.arange(T, dtype=np.int32), np.int32(0)), axis=1)
+    return {"tokens": rows_BS, "starts": starts_BT, "weights": counts_BT[own] * weight}
+
+
+def heldout_batches(
+    tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int, documents: Documents = "joined"
+) -> list[Batch]:
     """Returns windows to evaluate on, in the order of the text, each at most once, so that a mean weighs them equally.
 
     Args:
-        tokens, batch_size, seq_len: as `Batches` has them; each source of a mixture has its share of the windows.
+        tokens, batch_size, seq_len, documents: as `Batches` has them; each source of a mixture has its share of the windows.
         limit: largest number of batches, at least 1; a longer text is sampled evenly.
 
     Returns:
         At least one int32 array of shape (batch_size, seq_len + 1). Fewer windows than batch_size make a single batch with
-        that many rows; otherwise those beyond a multiple of batch_size are left out, evenly over the text.
+        that many rows; otherwise those beyond a multiple of batch_size are left out, evenly over the text. With documents
+        `separate` dicts, as `apart` has them; their weights are of all batches.
 
     Raises:
-        DataError: a stream is shorter than seq_len + 1.
+        DataError: a stream is shorter than seq_len + 1, or does not say where its documents end.
     """
     assert limit >= 1
     sources = _sources(tokens)
@@ -130,12 +180,15 @@ def heldout_batches(tokens: Tokens | Sequence[Source], *, batch_size: int, seq_l
     if num_chosen >= batch_size:
         num_chosen -= num_chosen % batch_size
     chosen = shares.counts(num_chosen)
-    rows_BT = np.empty((num_chosen, seq_len + 1), np.int32)
-    for row, out in enumerate(rows_BT):
-        source, place = shares.whose(row)
+    rows = []
+    for source, place in map(shares.whose, range(num_chosen)):
         start = place * windows[source] // chosen[source] * seq_len
-        _read(sources[source].tokens, [(start, start + seq_len + 1)], out)
-    return [rows_BT[i : i + batch_size] for i in range(0, num_chosen, batch_size)]
+        rows.append((sources[source], [(start, start + seq_len + 1)]))
+    rows_BS, parts = _tokens(rows, seq_len), [slice(i, i + batch_size) for i in range(0, num_chosen, batch_size)]
+    if documents == "joined":
+        return [rows_BS[part] for part in parts]
+    firsts_BS = _firsts(rows)
+    return [apart(rows_BS[part], firsts_BS, part) for part in parts]
 
 
 class Ahead:
@@ -144,9 +197,9 @@ class Ahead:
     def __init__(self, batches: Batches, *, steps: int = 2):
         self._batches, self._steps = batches, steps
         self._worker = ThreadPoolExecutor(1, "jgraph-read")
-        self._read: dict[int, Future[np.ndarray]] = {}
+        self._read: dict[int, Future[Batch]] = {}
 
-    def __getitem__(self, step: int, /) -> np.ndarray:
+    def __getitem__(self, step: int, /) -> Batch:
         """Returns a batch, as `Batches` does, and raises what reading it raised."""
         wanted = range(step, step + self._steps + 1)
         self._read = {one: self._read.get(one) or self._worker.submit(self._batches.__getitem__, one) for one in wanted}
@@ -157,11 +210,19 @@ def _sources(tokens: Tokens | Sequence[Source]) -> tuple[Source, ...]:
     return tuple(tokens) if isinstance(tokens, Sequence) else (Source(tokens),)
 
 
-def _read(tokens: Tokens, spans: list[Span], row: np.ndarray) -> None:
-    at = 0
-    for start, stop in spans:
-        row[at : at + stop - start] = tokens[start:stop]
-        at += stop - start
+def _tokens(rows: Sequence[Row], seq_len: int) -> np.ndarray:
+    rows_BS = np.empty((len(rows), seq_len + 1), np.int32)
+    for (source, spans), row in zip(rows, rows_BS, strict=True):
+        at = 0
+        for start, stop in spans:
+            row[at : at + stop - start] = source.tokens[start:stop]
+            at += stop - start
+    return rows_BS
+
+
+def _firsts(rows: Sequence[Row]) -> np.ndarray:
+    """Returns which tokens begin a document; those that begin a span do, for what is before them is elsewhere in the text."""
+    return np.stack([np.concatenate([source.firsts(*span) for span in spans]) for source, spans in rows])
 
 
 def _check_length(tokens: Tokens, seq_len: int) -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from jgraph.data.documents import count_heldout, digest
+from jgraph.data.documents import Documents, count_heldout, digest
 from jgraph.data.files import FIELD, documents_of, files_of, is_token_directory, weighted
 from jgraph.data.mixture import Source
 from jgraph.data.orders import Index
@@ -77,6 +77,7 @@ def load(
     vocab_size: int | None,
     tokenizer: Path | None = None,
     field: str = FIELD,
+    documents: Documents = "joined",
 ) -> Corpus:
     """Opens a corpus.
 
@@ -90,11 +91,12 @@ def load(
         tokenizer: a tokenizer.json, through which text is read. None reads text beside token files through theirs, and else
             as bytes. Token files were made by their own.
         field: where the text is in JSON Lines and Parquet.
+        documents: `separate` needs a text that says where its documents end.
 
     Raises:
         ConfigError: a weight is not positive, or only some have one.
         DataError: there is no such thing, or it cannot be read, is empty, too short, damaged, or has ids that are too large;
-            or token files come from different tokenizers.
+            or token files come from different tokenizers; or nothing says where documents end.
     """
     try:
         groups = _groups(weighted([data] if isinstance(data, str) else data))
@@ -103,7 +105,7 @@ def load(
         raise DataError(f"`data` is {data if isinstance(data, str) else ' '.join(data)}: cannot be read: {e}") from e
     parts = []
     for names, weight in groups:
-        part = _open(names, tokenizer, field)
+        part = _open(names, tokenizer, field, documents)
         if min(len(part.train), len(part.heldout)) < seq_len + 1:
             raise DataError(
                 f"`data` is {part.name}: {len(part.train)} tokens to train on and {len(part.heldout)} held out, "
@@ -117,6 +119,8 @@ def load(
             raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {part.name} needs at least {ids} token ids")
         weight = weight or Fraction(len(part.train))
         (train,), (heldout,) = part.sources, part.heldout_sources
+        if documents == "separate":
+            train.firsts(0, 1), heldout.firsts(0, 1)
         weighed = replace(train, weight=weight), replace(heldout, weight=weight)
         parts.append(replace(part, sources=weighed[:1], heldout_sources=weighed[1:]))
     return parts[0] if len(parts) == 1 else _joined(parts)
@@ -163,18 +167,18 @@ def _tokenizer_beside(names: list[str]) -> Path | None:
     return found[0] if found else None
 
 
-def _open(names: list[str], tokenizer: Path | None, field: str) -> Corpus:
+def _open(names: list[str], tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
     """Opens what makes up one source: a directory of token files, or texts."""
     name = " ".join(names)
     try:
         if _is_tokens(names[0]):
             return _from_directory(name)
-        return _from_documents(name, _documents(names, field), tokenizer)
+        return _from_documents(name, _documents(names, field, documents), tokenizer)
     except OSError as e:
         raise DataError(f"`data` is {name}: cannot be read: {e}") from e
 
 
-def _documents(names: list[str], field: str) -> list[bytes]:
+def _documents(names: list[str], field: str, how: Documents) -> list[bytes]:
     files = {name: [] if name in CORPORA else _files(name) for name in names}
     of_files = sum(len(paths) or 1 for paths in files.values())
     documents = []
@@ -182,9 +186,9 @@ def _documents(names: list[str], field: str) -> list[bytes]:
         own = CORPORA[name]() if name in CORPORA else []
         for path in paths:
             try:
-                own += documents_of(path, field, of_files=of_files)
+                own += documents_of(path, field, of_files=of_files, documents=how)
             except DataError as e:
-                raise DataError(f"`data` is {path}: {e}") from e
+                raise DataError(f"`data` is {path}: {e}", field=e.field) from e
         if not own:
             raise DataError(f"`data` is {name}: the file is empty; name one with text in it")
         documents += own

@@ -9,8 +9,12 @@ import hashlib
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
 
 from jgraph.errors import DataError, require
+
+Documents: TypeAlias = Literal["joined", "separate"]
+"""Whether the tokens of a document see those of others in their row."""
 
 HELDOUT_FRACTION = 0.1
 _BLOCK_BYTES = 16 * 1024
@@ -28,10 +32,15 @@ def cut(text: bytes, *, fewest_blocks: int = FEWEST_BLOCKS) -> list[bytes]:
         text: bytes of any encoding; UTF-8 characters are never cut in two.
         fewest_blocks: a short text without separators gets smaller blocks, until there are about this many.
     """
-    documents = _trim(_SEPARATOR.split(text))
+    documents = separate(text)
     if len(documents) != 1:
         return documents
     return _trim(_blocks(documents[0], size=min(_BLOCK_BYTES, -(-len(documents[0]) // fewest_blocks))))
+
+
+def separate(text: bytes) -> list[bytes]:
+    """Returns the documents between lines that read `<|endoftext|>`; one where there is no such line, none without text."""
+    return _trim(_SEPARATOR.split(text))
 
 
 def _trim(documents: Iterable[bytes]) -> list[bytes]:

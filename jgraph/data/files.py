@@ -10,11 +10,11 @@ pages.parquet       a document a row, of a column by that name; needs pyarrow
 import glob
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from jgraph.data.documents import FEWEST_BLOCKS, cut
+from jgraph.data.documents import FEWEST_BLOCKS, Documents, cut, separate
 from jgraph.errors import DataError, require
 
 FIELD = "text"
@@ -64,30 +64,34 @@ def files_of(name: str) -> list[Path]:
     return sorted({file for found in glob.glob(name, recursive=True) for file in files_of(found)})
 
 
-def documents_of(path: Path, field: str = FIELD, *, of_files: int = 1) -> Iterator[bytes]:
+def documents_of(path: Path, field: str = FIELD, *, of_files: int = 1, documents: Documents = "joined") -> Iterator[bytes]:
     """Yields the documents of a file that are not only white space.
 
     Args:
         path: a name that ends in .jsonl or .parquet says what it is; all else is text.
         field: of a JSON object, or the column of a Parquet file.
         of_files: of how many files it is one. A short text is cut finer when it is alone; among many, each is one document.
+        documents: `separate` refuses a text that would be cut where nothing separates documents.
 
     Raises:
         DataError: the file is damaged, no text, or lacks the field; or pyarrow is missing.
         OSError: it cannot be read.
     """
     if path.suffix == ".jsonl":
-        documents = _of_jsonl(path, field)
+        found: Iterable[bytes] = _of_jsonl(path, field)
     elif path.suffix == ".parquet":
-        documents = _of_parquet(path, field)
+        found = _of_parquet(path, field)
     else:
         text = path.read_bytes()
         if text.startswith(b"JGTOKENS"):
             raise DataError(f"a single token file; name the directory that it is in, {path.parent}")
         if of_files > 1 and b"\0" in text[:4096]:
             raise DataError(f"no text (it has a byte of zero); name only the texts, e.g. '{path.parent}/*.txt'")
-        documents = cut(text, fewest_blocks=-(-FEWEST_BLOCKS // of_files))
-    yield from (document for document in documents if document.strip())
+        found = cut(text, fewest_blocks=-(-FEWEST_BLOCKS // of_files))
+        if documents == "separate" and len(found) > len(separate(text)):
+            why = "it has no lines that read <|endoftext|>, so nothing says where a document ends"
+            raise DataError(f"{why}; leave `data_documents` out", field="data_documents")
+    yield from (document for document in found if document.strip())
 
 
 def _of_jsonl(path: Path, field: str) -> Iterator[bytes]:

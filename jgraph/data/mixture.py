@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
+import numpy as np
+
 from jgraph.data.orders import DocumentOrder, Index, Order, Shuffle, WindowOrder
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError
@@ -32,12 +34,22 @@ class Source:
         how = {"seq_len": seq_len, "seed": seed, "source": number}
         if shuffle == "windows":
             return WindowOrder(len(self.tokens), **how)
+        return DocumentOrder(len(self.tokens), self._indexed("data_shuffle", "documents"), **how)
+
+    def firsts(self, start: int, stop: int) -> np.ndarray:
+        """Returns which tokens of a span begin a document, the first one among them. Raises DataError for want of an index."""
+        found = self._indexed("data_documents", "separate").firsts(start, stop)
+        found[0] = True
+        return found
+
+    def _indexed(self, field: str, value: str) -> Index:
         if self.index is None:
             raise DataError(
-                f"`data` {self.name} does not say where its documents end, as `data_shuffle` documents needs; "
-                "make it again with python -m jgraph.data make, or take `data_shuffle` windows"
+                f"`data` {self.name} does not say where its documents end, as `{field}` {value} needs; "
+                f"make it again with python -m jgraph.data make, or leave `{field}` out",
+                field=field,
             )
-        return DocumentOrder(len(self.tokens), self.index, **how)
+        return self.index
 
 
 class Shares:

@@ -105,6 +105,19 @@ class Index:
     def _bases(self) -> np.ndarray:
         return np.array([0, *accumulate(self.tokens)][:-1])
 
+    def firsts(self, start: int, stop: int) -> np.ndarray:
+        """Returns which tokens of a span of the stream begin a document."""
+        found = np.zeros(stop - start, bool)
+        for first, base, documents, tokens in zip(self._firsts, self._bases, self.documents, self.tokens, strict=True):
+            low, high = max(start, base), min(stop, base + tokens)
+            if low >= high:
+                continue
+            found[low - start] |= low == base
+            ends = self.ends[first : first + documents]
+            after = slice(*np.searchsorted(ends, [low - base, high - base]))  # the next one begins where one ends
+            found[ends[after].astype(np.int64) + base - start] = True
+        return found
+
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns where in the stream documents begin and how many tokens they have, both int64."""
         parts = np.searchsorted(self._firsts, documents, side="right") - 1

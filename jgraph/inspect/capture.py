@@ -93,7 +93,7 @@ def _explain(options: CaptureOptions) -> "Explanation":
     from jgraph.training.setup import TrainSetup
 
     setup = TrainSetup.of(config)
-    shapes = (setup.step.state, setup.tokens())
+    shapes = (setup.step.state, setup.batch())
     report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=setup.options(platform))
     name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
     notes = report.notes

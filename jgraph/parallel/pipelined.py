@@ -78,11 +78,11 @@ class Pipelined:
         """Returns a model's layers with products in FP8, and shapes of what they take besides parameters; `batch` is whole."""
         pipeline = self.pipeline(_model(model), binding)
         params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), self.shapes)
-        x = pipeline.activation(
+        x, *context = pipeline.inputs(
             params, jax.eval_shape(partial(by_microbatch, num_microbatches=binding.num_microbatches), batch)
         )
         state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
-        return FP8Function(pipeline.layers, config), (x, jax.eval_shape(lambda: jax.random.key(0)), *state)
+        return FP8Function(pipeline.layers, config), (x, tuple(context), jax.eval_shape(lambda: jax.random.key(0)), *state)
 
     def pipeline(self, model: PipelineModel, binding: Binding) -> Pipeline:
         """Returns the program that plays the schedule with a model and the carried state that a step asks for."""

@@ -154,6 +154,9 @@ class TrainConfig:
     data_shuffle: Literal["windows", "documents"] = "windows"
     """What comes in another order in each epoch: `windows` of the text, whose documents follow each other as they are, or the
     `documents` and then windows of those."""
+    data_documents: Literal["joined", "separate"] = "joined"
+    """Whether the tokens of a document see those of other documents before it in their row. `separate`: they do not, as if each
+    document had a row to itself, and its last token, the end of text, predicts nothing."""
     init_from: str = ""
     """A Hugging Face folder whose weights the run begins with. Its config.json says the model's sizes, and its tokenizer.json
     reads `data` that is text. A run that goes on does not read it again."""

@@ -7,9 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
-import numpy as np
 
-from jgraph.data import Corpus
+from jgraph.data import Batches, Corpus
 from jgraph.errors import JgraphError
 from jgraph.parallel.pipeline.autotune import seconds_of
 from jgraph.parallel.step import StepMetrics, TrainState
@@ -111,8 +110,8 @@ def _prepared(config: TrainConfig, corpus: Corpus) -> Callable[[], float]:
     init, step = setup.compile_init(), setup.compile_step()
 
     def timed() -> float:
-        tokens = np.resize(corpus.train[: config.batch_size * (config.seq_len + 1)], (config.batch_size, config.seq_len + 1))
-        batch, state = setup.step.place(tokens.astype(np.int32)), [init()]
+        sizes: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+        batch, state = setup.step.place(Batches(corpus.sources, **sizes, documents=config.data_documents)[0]), [init()]
 
         def run() -> tuple[TrainState, StepMetrics]:
             state[0], metrics = step(state[0], batch)

@@ -24,7 +24,7 @@ from jgraph.training.watchdog import Watchdog
 
 _LONGEST, _ROWS = 1024, 8  # of a folder, where nobody says more
 # Of a run, what its evaluations depend on. All else is as usual: they are the same over any devices.
-_KEPT = "module seq_len batch_size num_microbatches eval_batches data data_field"
+_KEPT = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents"
 
 
 @dataclass(frozen=True)
@@ -128,22 +128,22 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     if not model.reads_text and is_text(config.data):
         data, must = " ".join(config.data), f"directories of token files, as {model.source} has no tokenizer that reads text"
         raise DataError(f"`data` is {data}: must be {must}")
+    how: dict[str, Any] = {"field": config.data_field, "documents": config.data_documents}
     vocab_size = getattr(config.model, "vocab_size", None)
-    corpus = load(
-        config.data, seq_len=config.seq_len, vocab_size=vocab_size, tokenizer=model.tokenizer, field=config.data_field
-    )
+    corpus = load(config.data, seq_len=config.seq_len, vocab_size=vocab_size, tokenizer=model.tokenizer, **how)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
+    rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
     return Evaluation(
         source=model.source,
         data=corpus.name,
         fingerprint=corpus.fingerprint,
         batches=len(batches),
-        batch_size=len(batches[0]),
+        batch_size=len(rows[0]),
         seq_len=config.seq_len,
         devices=setup.num_devices,
-        tokens=sum(len(batch) for batch in batches) * config.seq_len,
-        bytes=_bytes(corpus, batches, tokenizer_file(config.data) or model.tokenizer),
+        tokens=sum(map(len, rows)) * config.seq_len,
+        bytes=_bytes(corpus, rows, tokenizer_file(config.data) or model.tokenizer),
         loss=loss,
     )
 

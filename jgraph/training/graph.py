@@ -21,7 +21,7 @@ from jgraph.xla.options import Graph
 # Fields that the compiled step does not depend on.
 _BESIDE = (
     "run_dir resume compile_cache on_nonfinite log_every eval_every eval_batches checkpoint_every checkpoint_keep hang_seconds "
-    "profile sample_tokens distributed data data_field data_shuffle seed log"
+    "profile sample_tokens distributed data data_field data_shuffle data_documents seed log"
 )
 
 

@@ -31,7 +31,7 @@ RULES = (
     Rule("remat graph xla_options compile_cache", "yes", "the same steps as another program, to rounding"),
     Rule("preset module model", "no", "another model"),
     Rule("init_from continue_from continue_with", "no", "another beginning"),
-    Rule("data data_field data_shuffle seed batch_size seq_len num_microbatches", "no", "other batches"),
+    Rule("data data_field data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),
     Rule("optimizer freeze", "no", "another optimizer, whose state would not be this one's"),
     Rule("precision fp8 main_params_dtype", "no", "other numbers"),
     Rule("main_grads_dtype decoupled_grad on_dtype_mismatch", "no", "other numbers"),

@@ -84,8 +84,8 @@ class TrainSetup:
         """
         model, mesh = functional_model(config), _mesh(config)
 
-        def mean_loss(params: Tree, tokens_BS: Array, key: Array, carried: Tree = None) -> Array | Loss:
-            found, after = model.loss(params, tokens_BS, key, carried)
+        def mean_loss(params: Tree, batch: Tree, key: Array, carried: Tree = None) -> Array | Loss:
+            found, after = model.loss(params, batch, key, carried)
             return Loss(found, carried=after) if after else found
 
         loss: Any
@@ -121,7 +121,7 @@ class TrainSetup:
                 freeze=config.freeze,
                 carried=model.carried,
                 fp8=_fp8(config),
-                batch=_tokens(config),
+                batch=_batch(config, config.batch_size),
             )
         return cls(config, model, step)
 
@@ -129,16 +129,20 @@ class TrainSetup:
     def num_devices(self) -> int:
         return self.step.num_devices
 
-    def place_whole(self, tokens_BS: np.ndarray) -> Array | np.ndarray:
+    def place_whole(self, batch: Tree) -> Tree:
         """Returns a batch of which every process has all rows; those that the ranks cannot share evenly go to each."""
         sharding = self.step.batch_sharding
-        if sharding is None or len(tokens_BS) % (self.config.dp * self.config.fsdp):
-            return tokens_BS
-        return jax.make_array_from_callback(tokens_BS.shape, sharding, lambda index: tokens_BS[index])
 
-    def loss(self, state: TrainState, tokens_BS: Array) -> Array:
+        def place(leaf: np.ndarray) -> Array | np.ndarray:
+            if sharding is None or len(leaf) % (self.config.dp * self.config.fsdp):
+                return leaf
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+        return jax.tree.map(place, batch)
+
+    def loss(self, state: TrainState, batch: Tree) -> Array:
         """Returns the mean next-token loss of a state in evaluation, in nats."""
-        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.model_state, tokens_BS)
+        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.model_state, batch)
 
     def logits(self, state: TrainState, tokens_BT: Array) -> Array:
         """Returns the logits (B, T, V) of a state in evaluation."""
@@ -169,31 +173,33 @@ class TrainSetup:
         rows, length = self.config.batch_size, self.config.seq_len
         if (count := getattr(self.config.model, "flops", None)) is not None:
             return count(rows, length)
-        return 3 * product_flops(self.loss, self.step.state, jax.ShapeDtypeStruct((rows, length + 1), jnp.int32))
+        return 3 * product_flops(self.loss, self.step.state, _batch(self.config, rows))
 
     def check_loss(self) -> None:
         """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
         rows = self.config.batch_size // self.config.num_microbatches
-        self._traced(self.loss, "have loss(tokens_BS), a scalar of floats", (rows, self.config.seq_len + 1), ())
+        taken = "tokens_BS" if self.config.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
+        self._traced(self.loss, f"have loss({taken}), a scalar of floats", _batch(self.config, rows), ())
 
     def sampling_problem(self) -> str:
         """Traces the model's logits. Returns why a sample cannot be drawn from them; empty if it can."""
         length = self.config.seq_len
         try:
-            self._traced(self.logits, "have logits(tokens_BT), floats (B, T, V)", (1, length), (1, length, ...))
+            tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
+            self._traced(self.logits, "have logits(tokens_BT), floats (B, T, V)", tokens_BT, (1, length, ...))
         except JgraphError as e:
             return str(e)
         return ""
 
-    def _traced(self, function: Callable[[TrainState, Array], Array], must: str, tokens: tuple[int, ...], shape: tuple) -> None:
+    def _traced(self, function: Callable[[TrainState, Tree], Array], must: str, given: Tree, shape: tuple) -> None:
         """Raises ConfigError where a function of the parameters and tokens fails or gives another shape; `...` is any size."""
         name = self.config.module
         with model_errors(name, must):
-            out = jax.eval_shape(function, self.step.state, jax.ShapeDtypeStruct(tokens, jnp.int32))
-            given, dtype = tuple(out.shape), out.dtype  # of one array; of anything else this fails
-        fits = len(given) == len(shape) and all(size in (..., own) for size, own in zip(shape, given, strict=True))
+            out = jax.eval_shape(function, self.step.state, given)
+            found, dtype = tuple(out.shape), out.dtype  # of one array; of anything else this fails
+        fits = len(found) == len(shape) and all(size in (..., own) for size, own in zip(shape, found, strict=True))
         if not (fits and jnp.issubdtype(dtype, jnp.floating)):
-            raise ConfigError(f"`module` is {name}: must {must}; it gives {dtype}{list(given)}", field="module")
+            raise ConfigError(f"`module` is {name}: must {must}; it gives {dtype}{list(found)}", field="module")
 
     def compile_init(self) -> Callable[[], TrainState]:
         """Compiles, in a thread of its own, the program that makes the state before the first step where it belongs.
@@ -244,15 +250,14 @@ class TrainSetup:
         some = jax.jit(lambda: [jnp.any(mask) for mask in jax.tree.leaves(self.step.trained())])()
         return {name for name, is_trained in zip(self.group_names(), some, strict=True) if is_trained}
 
-    def tokens(self) -> jax.ShapeDtypeStruct:
-        """Returns a batch over all processes, int32 [B, S], as a shape."""
-        shape = (self.config.batch_size, self.config.seq_len + 1)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.step.batch_sharding)
+    def batch(self) -> Tree:
+        """Returns a batch over all processes, as shapes: int32 [B, S], or a dict as `jgraph.data.apart` gives it."""
+        return _batch(self.config, self.config.batch_size, sharding=self.step.batch_sharding)
 
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
         options = self.xla_options(jax.default_backend())
-        return self.step.compile(self.tokens(), graph=self.config.known_graph, xla_options=options)
+        return self.step.compile(self.batch(), graph=self.config.known_graph, xla_options=options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns all options with which the step is compiled on a platform."""
@@ -330,7 +335,7 @@ class TrainSetup:
     def _pipeline_bytes(self) -> dict[str, int]:
         bound = self.step.bound
         assert isinstance(bound, BoundPipeline)
-        return bound.pipeline.bytes_per_rank(bound.shapes, _tokens_by_microbatch(self.config))
+        return bound.pipeline.bytes_per_rank(bound.shapes, _batch_by_microbatch(self.config))
 
 
 def functional_model(config: TrainConfig) -> FunctionalModel:
@@ -340,7 +345,6 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     settings: list[Any] = [] if config.model is None else [config.model]
     if config.precision == "fp8" and (in_fp8 := getattr(config.model, "in_fp8", None)):
         settings = [in_fp8()]
-    tokens_BS = jax.ShapeDtypeStruct((1, config.seq_len + 1), jnp.int32)
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
     remats = config.remat != "nothing" and not config.is_pipeline  # whose stages see to it
 
@@ -354,7 +358,7 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
         return made
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
-        return functional(make, tokens_BS, key=config.seed)
+        return functional(make, _batch(config, 1), key=config.seed)
 
 
 @contextlib.contextmanager
@@ -416,7 +420,11 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
         raise ConfigError(
             f"`pp` is {config.pp}: must be 1 for {config.module}, which has no pipeline_model(config, ranks)", field="pp"
         )
-    return make(config.model, config.pp)
+    model = make(config.model, config.pp)
+    if config.data_documents == "separate" and model.context is None:
+        message = f"must be joined for {config.module}, whose pipeline_model has no context for its layers"
+        raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
+    return model
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
@@ -460,22 +468,25 @@ def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, m
     binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=reductions)
     if (fp8 := _fp8(config)) is not None:
         with _precision_at_fault(config):
-            binding = in_fp8(binding, fp8, model, pipelined, _tokens(config))
+            binding = in_fp8(binding, fp8, model, pipelined, _batch(config, config.batch_size))
     pipeline = pipelined.pipeline(model, binding)
     return choose(
         pipeline,
         jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes),
-        _tokens_by_microbatch(config),
+        _batch_by_microbatch(config),
         memory_limit=config.memory_limit * 2**30 or None,
         share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
         engines=config.pp_engines,
     )
 
 
-def _tokens(config: TrainConfig) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32)
+def _batch(config: TrainConfig, *lead: int, sharding: Any = None) -> Tree:
+    """Returns the shapes of rows of data, which are the last of the `lead` dimensions."""
+    T = config.seq_len
+    kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
+    shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype, sharding=sharding) for name, (n, dtype) in kinds.items()}
+    return shapes if config.data_documents == "separate" else shapes["tokens"]
 
 
-def _tokens_by_microbatch(config: TrainConfig) -> jax.ShapeDtypeStruct:
-    rows = config.batch_size // config.num_microbatches
-    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), jnp.int32)
+def _batch_by_microbatch(config: TrainConfig) -> Tree:
+    return _batch(config, config.num_microbatches, config.batch_size // config.num_microbatches)

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.data import Ahead, Batches, Corpus, heldout_batches, load, verify_in_background
+from jgraph.data import Ahead, Batch, Batches, Corpus, heldout_batches, load, verify_in_background
 from jgraph.dispatch import check_devices, in_turn
 from jgraph.errors import ConfigError
 from jgraph.inference.generate import generate
@@ -77,7 +77,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             if isinstance(source, SavedRun):
                 held.callback(source.close)
             sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
-            corpus = load(config.data, **sizes, tokenizer=origin.tokenizer_of(config, run_dir), field=config.data_field)
+            tokenizer = origin.tokenizer_of(config, run_dir)
+            how = {"field": config.data_field, "documents": config.data_documents}
+            corpus = load(config.data, **sizes, tokenizer=tokenizer, **how)
             run_dir.check(config, corpus.fingerprint)
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
@@ -161,7 +163,8 @@ def _train(
     if config.profile:
         setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
-    how = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed, "shuffle": config.data_shuffle}
+    how = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+    how |= {"shuffle": config.data_shuffle, "documents": config.data_documents}
     part = dict(zip(("process_index", "process_count"), setup.step.batch_part(config.batch_size), strict=True))
     batches = Batches(corpus.sources, **how, **part, check=check_files)
     step, init = None, setup.init
@@ -311,30 +314,31 @@ def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profili
     )
 
 
-def heldout(config: TrainConfig, corpus: Corpus) -> list[np.ndarray]:
+def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:
     """Returns `eval_batches` whole batches to evaluate on, as microbatches, whose activations fit."""
     return heldout_batches(
         corpus.heldout_sources,
         batch_size=config.batch_size // config.num_microbatches,
         seq_len=config.seq_len,
         limit=config.eval_batches * config.num_microbatches,
+        documents=config.data_documents,
     )
 
 
-def evaluator(setup: TrainSetup, batches: list[np.ndarray], watchdog: Watchdog) -> Callable[[TrainState], float]:
+def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Callable[[TrainState], float]:
     """Returns the function for the mean loss of a state over batches of as many tokens each."""
     loss, compiled = jax.jit(setup.loss), None
 
     def evaluate(state: TrainState) -> float:
         nonlocal compiled
         losses = []
-        for tokens_BS in map(setup.place_whole, batches):
+        for batch in map(setup.place_whole, batches):
             # By itself: no device is waited for meanwhile.
-            compiled = compiled or loss.lower(state, tokens_BS).compile()
+            compiled = compiled or loss.lower(state, batch).compile()
             with watchdog.over(lambda: "an evaluation", compiled):
-                losses.append(in_turn(compiled(state, tokens_BS)))
+                losses.append(in_turn(compiled(state, batch)))
         watchdog.wait(lambda: "an evaluation", losses, compiled)
-        # All batches have the same number of tokens, so the mean of their means is the mean over tokens.
+        # All batches have the same number of tokens, or weights that make up for it: so this is the mean over tokens.
         return float(np.mean(jax.device_get(losses)))
 
     return evaluate

@@ -17,6 +17,7 @@ from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
@@ -33,7 +34,7 @@ _GELU_CUBIC = 0.044715
 
 
 class GPT(nnx.Module):
-    """`loss(tokens_BS)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
+    """`loss(batch)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
 
     hugging_face = HUGGING_FACE
 
@@ -60,24 +61,35 @@ class GPT(nnx.Module):
         """Returns the model in the pieces that draw text, with a cache of keys and values."""
         return decoder(self.config, rotary_of, library_attention)
 
-    def loss(self, tokens_BS: Array) -> Array:
-        """Returns the mean next-token loss in nats, scalar float32; `tokens_BS` are int32 ids, S - 1 predicted per row."""
-        x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1]), tokens_BS[:, 1:]
-        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=self.config.chunk_of(labels_BT.size))
+    def loss(self, batch: Any) -> Array:
+        """Returns the mean next-token loss in nats, scalar float32.
+
+        Args:
+            batch: int32 ids [B, S], S - 1 predicted per row; or what `jgraph.data.apart` gives, to keep documents apart.
+        """
+        tokens_BS, starts_BT, weights_BT = taken_apart(batch)
+        x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
+        chunk = self.config.chunk_of(labels_BT.size)
+        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
 
     def logits(self, tokens_BT: Array) -> Array:
         """Returns the float32 logits (B, T, V) of the token after each position."""
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
-    def hidden(self, tokens_BT: Array) -> Array:
-        """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`."""
+    def hidden(self, tokens_BT: Array, starts_BT: Array | None = None) -> Array:
+        """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`.
+
+        Args:
+            tokens_BT: int32 ids.
+            starts_BT: where in its row each token's document begins, of which it sees no other; None: all are one.
+        """
         # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
 
             def one(x_BTD: Array, block: Block) -> Array:
-                return block(x_BTD, rotary_T1K)
+                return block(x_BTD, rotary_T1K, starts_BT)
 
             # A loop keeps by itself what is made again apart from what was made before.
             one = nnx.remat(one, prevent_cse=False) if self.remat == "layer" else one
@@ -86,7 +98,7 @@ class GPT(nnx.Module):
             add_BTD, kernel = None, "xla" if self.config.norm == "xla" else "fused"
 
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
-                return block.parts(x_BTD, add_BTD, rotary_T1K, kernel)
+                return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
 
             parts = nnx.remat(parts) if self.remat == "layer" else parts
             for block in self.blocks:
@@ -106,13 +118,14 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
     padding = -config.vocab_size % ranks
 
-    def embed(outer: Any, tokens_BS: Array) -> Array:
-        return split_embedding(outer["embedding_VD"], tokens_BS[:, :-1], config.compute_dtype)
+    def embed(outer: Any, batch: Any) -> Array:
+        return split_embedding(outer["embedding_VD"], taken_apart(batch)[0][:, :-1], config.compute_dtype)
 
-    def layer(params: Any, x_BTD: Array) -> Array:
-        return nnx.merge(block, params)(x_BTD, rotary_of(config, x_BTD.shape[1]))
+    def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None) -> Array:
+        return nnx.merge(block, params)(x_BTD, rotary_of(config, x_BTD.shape[1]), starts_BT)
 
-    def head(outer: Any, x_BTD: Array, tokens_BS: Array) -> Array:
+    def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
+        tokens_BS, _, weights_BT = taken_apart(batch)
         x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
         head_DV = outer["embedding_VD"].T if config.head == "tied" else outer["head_DV"]
         labels_BT, size = tokens_BS[:, 1:], config.vocab_size if padding else 0
@@ -123,6 +136,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
             chunk=config.chunk_of(labels_BT.size),
             axis="pipe",
             vocab_size=size,
+            weights_BT=weights_BT,
         )
 
     def split(params: Any) -> tuple[Any, list[Any]]:
@@ -140,7 +154,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return outer | whole | {"blocks": blocks}
 
     axes = {"embedding_VD": 0} | ({"head_DV": 1} if config.head == "untied" else {})
-    return PipelineModel(embed, layer, head, sharded=axes, split=split, join=join)
+    return PipelineModel(embed, layer, head, sharded=axes, split=split, join=join, context=lambda batch: taken_apart(batch)[1])
 
 
 class Block(nnx.Module):
@@ -153,14 +167,16 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
-        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, "fused" if self.config.norm == "fused" else "xla")
+    def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
+        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, "fused" if self.config.norm == "fused" else "xla")
         return x_BTD + add_BTD
 
-    def parts(self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, norm: Norm) -> tuple[Array, Array]:
+    def parts(
+        self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
+    ) -> tuple[Array, Array]:
         """Takes a stream and what is still to be added to it, and returns the same."""
         x_BTD, normed_BTD = added_and_normed(self.attention_norm, x_BTD, add_BTD, norm)
-        attended_BTD = self.attention(normed_BTD, rotary_T1K)
+        attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = added_and_normed(self.mlp_norm, x_BTD, attended_BTD, norm)
         return x_BTD, self.mlp(normed_BTD)
 
@@ -176,11 +192,11 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = _norm(config, rngs, K), _norm(config, rngs, K)
         self.out = _linear(config, config.num_heads * K, config.d_model, rngs, residual=True)
 
-    def __call__(self, x_BTD: Array, rotary_T1K: Rotary) -> Array:
+    def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
         config = self.config
         B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
-        kernel = attention_kernel(config, T)
+        kernel: Any = attention_kernel(config, T) if starts_BT is None else document_kernel(config)
         if kernel == "fused":
             with jgraph.scope("attention"):
                 y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
@@ -189,13 +205,12 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         with jgraph.scope("attention"):
-            y_BTHK = jax.nn.dot_product_attention(
-                rotate(q_BTHK, rotary_T1K),
-                rotate(k_BTGK, rotary_T1K),
-                v_BTGK,
-                is_causal=True,
-                implementation=kernel,
-            )
+            # Only distances count in what is rotated: positions need not begin again at each document.
+            rotated = rotate(q_BTHK, rotary_T1K), rotate(k_BTGK, rotary_T1K), v_BTGK
+            if starts_BT is None:
+                y_BTHK = jax.nn.dot_product_attention(*rotated, is_causal=True, implementation=kernel)
+            else:
+                y_BTHK = document_attention(*rotated, starts_BT, implementation=kernel)
         return self.out(y_BTHK.reshape(B, T, -1))
 
 
@@ -236,6 +251,14 @@ def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused"
     return library_attention(config)
 
 
+def document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
+    """Returns the implementation of `document_attention`. Raises ConfigError where another kernel was asked for."""
+    if config.attention in ("cudnn", "fused"):
+        message = f"`model.attention` is {config.attention}: must be auto or xla where documents are kept apart"
+        raise ConfigError(message, field="model.attention")
+    return "xla" if config.attention == "xla" else "auto"
+
+
 def library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
     """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError where cuDNN or the device would refuse it."""
     if config.attention in ("fused", "xla"):
@@ -257,6 +280,11 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
         factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
         scaling = Scaling(*factors, config.rope_original_length)
     return rotary(length, config.head_size, config.rope_theta, scaling)
+
+
+def taken_apart(batch: Any) -> tuple[Array, Array | None, Array | None]:
+    """Returns a batch's tokens; where its documents begin and what each prediction counts, or None where they are joined."""
+    return (batch["tokens"], batch["starts"], batch["weights"]) if isinstance(batch, dict) else (batch, None, None)
 
 
 @jax.custom_vjp

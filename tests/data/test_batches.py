@@ -5,7 +5,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jgraph.data import Ahead, Batches, Concatenated, heldout_batches
+from jgraph.data import Ahead, Batches, Concatenated, apart, heldout_batches
+from jgraph.data.mixture import Source
+from jgraph.data.orders import Index
 from jgraph.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -130,3 +132,42 @@ def test_held_out_windows_come_in_order_at_most_once_and_evenly(num_tokens, seq_
 def test_held_out_text_that_fits_is_covered_whole():
     rows = np.concatenate(heldout_batches(TOKENS[:129], batch_size=4, seq_len=16, limit=2))
     assert rows[:, 0].tolist() == list(range(0, 128, 16))
+
+
+# --- Documents apart ---
+
+
+TENS = (Source(TOKENS, index=Index(np.arange(10, 1001, 10), [100], [1000])),)
+
+
+def test_rows_say_where_documents_begin_and_what_predicts_no_token_of_its_own():
+    batch = apart(np.arange(7, dtype=np.int32)[None], np.array([[False, True, False, False, True, True, False]]))
+    assert {name: (leaf.dtype, leaf.shape[1]) for name, leaf in batch.items()} == {
+        "tokens": (np.int32, 7), "starts": (np.int32, 6), "weights": (np.float32, 6)
+    }  # fmt: skip
+    assert batch["starts"].tolist() == [[0, 1, 1, 1, 4, 5]]
+    assert batch["weights"].tolist() == [[0, 2, 2, 0, 0, 2]]
+
+
+def test_weights_have_a_mean_of_one_over_the_rows_of_all_processes():
+    whole = batches_of(TENS, documents="separate")[3]
+    parts = [batches_of(TENS, documents="separate", process_index=i, process_count=2)[3] for i in range(2)]
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), leaf)
+    np.testing.assert_array_equal(whole["tokens"], batches_of()[3])
+    assert np.mean(whole["weights"]) == pytest.approx(1)
+    ends = whole["tokens"][:, 1:] % 10 == 0
+    assert (whole["weights"][ends] == 0).all()
+    assert len(set(whole["weights"][~ends])) == 1
+
+
+def test_heldout_weights_have_a_mean_of_one_over_all_batches():
+    batches = heldout_batches(TENS, batch_size=4, seq_len=16, limit=5, documents="separate")
+    assert np.mean([batch["weights"] for batch in batches]) == pytest.approx(1)
+    assert len({np.mean(batch["weights"]) for batch in batches}) > 1
+    joined = heldout_batches(TOKENS, batch_size=4, seq_len=16, limit=5)
+    np.testing.assert_array_equal([batch["tokens"] for batch in batches], joined)
+
+
+def test_rows_without_a_single_prediction_that_counts_have_no_weight():
+    assert not apart(np.zeros((2, 5), np.int32), np.ones((2, 5), bool))["weights"].any()

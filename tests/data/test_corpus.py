@@ -218,3 +218,33 @@ def test_files_of_different_tokenizers_are_refused(token_directory):
     write_tokens(token_directory / "train-00001.bin", [np.arange(9)], vocab_size=9)
     with pytest.raises(DataError, match=r"train-00001.bin has a vocabulary of 9 .* must come from one tokenizer"):
         open_corpus(token_directory, vocab_size=512)
+
+
+@pytest.mark.parametrize("read", ["bytes", "text through a tokenizer", "token files"])
+def test_documents_are_told_apart_in_every_span(text_file, tokenizer_file, token_directory, stories, read):
+    data = token_directory if read == "token files" else text_file
+    tokenizer = tokenizer_file if read == "text through a tokenizer" else None
+    corpus = load(str(data), seq_len=16, vocab_size=512, tokenizer=tokenizer, documents="separate")
+    found = []
+    for source in (*corpus.sources, *corpus.heldout_sources):
+        tokens, length = source.tokens, len(source.tokens)
+        marks = np.concatenate([source.firsts(at, min(at + 51, length))[1:] for at in range(0, length - 1, 50)])
+        starts = [0, *(1 + np.flatnonzero(marks)), length]
+        found += [corpus.decode(tokens[start:stop]) for start, stop in pairwise(starts)]
+    end = "\n" if read == "bytes" else "<|endoftext|>"
+    assert sorted(found) == sorted(story + end for story in stories)
+
+
+@pytest.mark.parametrize("missing", ["lines that separate", "the index"])
+def test_data_that_does_not_say_where_documents_end_is_refused(tmp_path, token_directory, missing):
+    data = token_directory
+    if missing == "the index":
+        (token_directory / "heldout.ends").unlink()
+    else:
+        data = tmp_path / "plain.txt"
+        data.write_text("".join(f"line {i}\n" for i in range(200)))
+    with pytest.raises(DataError) as error:
+        load(str(data), seq_len=4, vocab_size=512, documents="separate")
+    assert error.value.field == "data_documents"
+    assert str(data) in str(error.value)
+    assert len(load(str(data), seq_len=4, vocab_size=512).train) > 5

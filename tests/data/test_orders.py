@@ -116,7 +116,7 @@ def test_an_index_of_other_tokens_is_refused():
 
 
 def test_a_stream_without_an_index_is_refused_with_what_to_do():
-    with pytest.raises(DataError, match=r"make it again .* or take `data_shuffle` windows"):
+    with pytest.raises(DataError, match=r"make it again .* or leave `data_shuffle` out"):
         batches_of(Source(np.arange(100, dtype=np.uint16)))
 
 

@@ -24,7 +24,7 @@ def compile_step(config, graph="auto", num_microbatches=1):
     """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
     setup = TrainSetup.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
     options = compiler_options(graph, config.xla_options, platform="gpu")
-    state, tokens_BS = (setup.step.state, setup.tokens())
+    state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = aot.compile_for(setup.step.jitted(), state, tokens_BS, compiler_options=options)
     return compiled, report, state
 

@@ -107,20 +107,19 @@ def choose(
 
 def measure(pipeline: Pipeline, params: Tree, inputs: Tree) -> Mapping[str, float]:
     """Seconds of a layer's forward, dgrad and wgrad for one microbatch, medians on the first local device."""
-    stage, x = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
-    stage, x = _filled((stage, x))
+    stage, (x, *context) = _filled(pipeline.layer_shapes(params, inputs))
     params = stage[0] if pipeline.fp8 else stage
     if isinstance(function, FP8Function):
-        stage = (*stage[:2], jax.jit(function.quantize)(*stage[:2], x))
+        stage = (*stage[:2], jax.jit(function.quantize)(*stage[:2], x, *context))
     platform = jax.default_backend()
     options = compiler_options("auto", known(XLA_OPTIONS, platform), platform=platform) if pipeline.fp8 else None
     jit = partial(jax.jit, compiler_options=options)
 
     @jit
     def forward(stage: Tree, x: Array) -> Any:
-        first = x, _zeros(split.forward, stage, x)[1]
-        return _repeated(lambda made, stage: split.forward(stage, made[0])[:2], first, stage)
+        first = x, _zeros(split.forward, stage, x, *context)[1]
+        return _repeated(lambda made, stage, *context: split.forward(stage, made[0], *context)[:2], first, stage, *context)
 
     @jit
     def dgrad(stage: Tree, residuals: Any, dy: Array) -> Any:
@@ -172,7 +171,7 @@ def _filled(shapes: Any) -> Any:
 
 def measure_head(pipeline: Pipeline, params: Tree, inputs: Tree) -> float:
     """Seconds of the loss of one microbatch and its gradients on one rank, median on the first local device."""
-    model, x = pipeline.model, pipeline.activation(params, inputs)
+    model, (x, *_) = pipeline.model, pipeline.inputs(params, inputs)
     shares = math.prod(pipeline.mesh.shape[axis] for axis in batch_axes(pipeline.mesh))
     microbatch = jax.tree.map(lambda s: jnp.zeros((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
     head = End.of(model.head, params["outer"], pipeline.cast, model.sharded, x, microbatch)

@@ -256,7 +256,7 @@ def _plan(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
     function = pipeline.stage(jax.random.key_impl(key), len(layers))
     assert isinstance(function, FP8Function), "it has products in FP8"
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
-    return function.plan((layers, extra), pipeline.activation(shapes, batch_M), *keys)
+    return function.plan((layers, extra), *pipeline.inputs(shapes, batch_M), *keys)
 
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:

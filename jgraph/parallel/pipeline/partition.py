@@ -34,13 +34,16 @@ class PipelineModel:
 
     Attributes:
         embed: `embed(outer, batch) -> x`, a floating array; `outer` are the parameters of embedding and head, in float32.
-        layer: `layer(params, x) -> x` of the same shape and dtype; `layer(params, x, key)` with `takes_key`. With carried state
-            it takes its own as a last argument and returns the pair of x and the state after the microbatch.
+        layer: `layer(params, x) -> x` of the same shape and dtype; `layer(params, x, context)` with `context`,
+            `layer(params, x, key)` with `takes_key`, in this order. With carried state it takes its own as a last argument and
+            returns the pair of x and the state after the microbatch.
         head: `head(outer, x, batch) -> loss`, scalar float32, the mean over the microbatch; `outer` cast as the layers are.
         sharded: axis, by the path of a leaf of `outer` (`/` between names), along which each of P ranks holds 1/P of it.
         split: `split(params) -> (outer, layers)`: parameters outside the layers, and a list of one tree a layer.
         join: `join(outer, layers) -> params` inverts `split`.
-        takes_key: whether `layer` takes a random key as its third argument in a training step.
+        takes_key: whether `layer` takes a random key as its next argument in a training step.
+        context: `context(batch)` returns what every layer takes besides x, such as where documents begin: a tree of integers,
+            or None. No gradient goes through it. None: layers take nothing.
         split_carried, join_carried: the same for carried state, `split_carried(carried) -> layers` and its inverse: one tree a
             layer, all alike. Embedding and head carry nothing.
     """
@@ -52,8 +55,13 @@ class PipelineModel:
     split: Callable[[Tree], tuple[Tree, list[Tree]]] = lambda params: params
     join: Callable[[Tree, list[Tree]], Tree] = lambda outer, layers: (outer, layers)
     takes_key: bool = False
+    context: Callable[[Tree], Tree] | None = None
     split_carried: Callable[[Tree], list[Tree]] = lambda carried: carried
     join_carried: Callable[[list[Tree]], Tree] = lambda layers: layers
+
+    def context_of(self, batch: Tree) -> tuple[Tree, ...]:
+        """Returns what a layer takes after x of a microbatch: its context, or nothing."""
+        return () if self.context is None else (self.context(batch),)
 
 
 @dataclass(frozen=True)

@@ -108,23 +108,27 @@ class Pipeline:
         Args:
             tree: the model's parameters, as shapes.
             whole: of `layers`, with the recipe.
-            args: what `layers` takes besides.
+            args: what `layers` takes besides, as shapes.
 
         Raises:
             ConfigError: the recipe's `keep` or `blocks` mean only some of the layers.
         """
-        own, (x, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
-        more = [*[key] * self.model.takes_key, *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried)]
+        own, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        more = [
+            *context,
+            *[key] * self.model.takes_key,
+            *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried),
+        ]
         return replace(
             self, fp8=StagePrecision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
         )
 
-    def layers(self, tree: Tree, x: Array, key: Array, *carried: Tree) -> Array:
+    def layers(self, tree: Tree, x: Array, context: tuple[Tree, ...], key: Array, *carried: Tree) -> Array:
         """Returns what all layers make of x, one after another, from the model's own parameters and carried state."""
         states = [self.model.split_carried(state) for state in carried]
         for i, own in enumerate(self.model.split(tree)[1]):
             keys = [jax.random.fold_in(key, i)] * self.model.takes_key
-            y = self.model.layer(self.cast(own), x, *keys, *(state[i] for state in states))
+            y = self.model.layer(self.cast(own), x, *context, *keys, *(state[i] for state in states))
             x = y[0] if states else y
         return x
 
@@ -223,36 +227,36 @@ class Pipeline:
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
         """Returns bytes of one slot of each pool, for a stage or so many layers."""
-        x = self.activation(params, inputs)
+        x, *context = self.inputs(params, inputs)
         stage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0])
         stage = [stage[0]] * layers if layers else stage
-        spec = self.split(None, len(stage)).spec(self._stage_shapes(stage), x)
+        spec = self.split(None, len(stage)).spec(self._stage_shapes(stage), x, *context)
         size = x.size * x.dtype.itemsize
         return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 
-    def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, Any]:
-        """Returns shapes of what a stage of one layer takes as its parameters, and of its input."""
+    def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
+        """Returns shapes of what a stage of one layer takes as its parameters, and of its inputs."""
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"][0][0])
-        return self._stage_shapes([layer]), self.activation(params, inputs)
+        return self._stage_shapes([layer]), self.inputs(params, inputs)
 
     def _stage_shapes(self, layers: list[Tree]) -> Tree:
         """Returns shapes of what a stage takes as its parameters; in FP8, without the weights."""
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
         return (given, jax.eval_shape(partial(self.fp8.state, len(layers))), None) if self.fp8 else given
 
-    def activation(self, params: Tree, inputs: Tree) -> Any:
-        """Returns the shape of what passes between stages."""
+    def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
+        """Returns shapes of what passes between stages, and of the context where layers take one."""
         # Embedding may use the axis, so it is traced as the program traces it.
-        x: list[Any] = []
+        found: list[Any] = []
         outer_shards = self._shards(params)["outer"]
 
         def embed(params: Tree, inputs: Tree, *_: Any) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
             outer = jax.tree.map(lambda shard, part: shard.gather(part), outer_shards, params["outer"])
-            x.append(jax.eval_shape(self.model.embed, outer, first))
+            found.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
         jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [], None)
-        return x[0]
+        return tuple(found)
 
     def _mapped(self, run: Any, params: Tree, out_specs: Any) -> Any:
         return jax.shard_map(
@@ -291,8 +295,11 @@ class Pipeline:
             stages.append((whole, extra))
         function, head_outer = self.stage(impl, layout.layers_per_stage), self.cast(outer)
         if self.fp8 and isinstance(function, FP8Function):
-            x = jax.eval_shape(self.model.embed, outer, jax.tree.map(lambda leaf: leaf[0], inputs))
-            plan = function.plan(stages[0], x, *[] if key is None else [key])
+            first = jax.tree.map(lambda leaf: leaf[0], inputs)
+            context = jax.eval_shape(self.model.context_of, first)
+            plan = function.plan(
+                stages[0], jax.eval_shape(self.model.embed, outer, first), *context, *[] if key is None else [key]
+            )
             histories = self.fp8.pick(history, table_CN)
             over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
             weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
@@ -335,10 +342,12 @@ class Pipeline:
     def stage(self, impl: Any, layers: int) -> Any:
         """Returns the function of a stage, in FP8 if its products are."""
 
-        def stage(params: Tree, x: Array, *key: Array) -> tuple[Array, Tree]:
+        has_context = self.model.context is not None
+
+        def stage(params: Tree, x: Array, *args: Tree) -> tuple[Array, Tree]:
             own, extra = params
-            keys = [jax.random.wrap_key_data(data, impl=impl) for data in key]
-            return self.through(own, x, keys, extra.get("first"), extra["carried"], extra.get("active"))
+            context, keys = args[:has_context], [jax.random.wrap_key_data(data, impl=impl) for data in args[has_context:]]
+            return self.through(own, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
 
         return self.fp8.function(stage, layers) if self.fp8 else stage
 
@@ -353,13 +362,21 @@ class Pipeline:
         return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
 
     def through(
-        self, layers: Sequence[Tree], x: Array, key: Sequence[Array], first: Any, bits: Tree, active: Array | None = None
+        self,
+        layers: Sequence[Tree],
+        x: Array,
+        context: Sequence[Tree],
+        key: Sequence[Array],
+        first: Any,
+        bits: Tree,
+        active: Array | None = None,
     ) -> tuple[Array, Tree]:
         """Returns x after consecutive layers, and their carried state with a first axis of layers.
 
         Args:
             layers: their parameters.
             x: the input of the first.
+            context: of the microbatch, as `PipelineModel.context_of` gives it.
             key: of the microbatch, or nothing.
             first: number of the first layer, where there is a key.
             bits: the carried state before the step, as `Carried.pick` gives it.
@@ -368,7 +385,7 @@ class Pipeline:
         after = []
         for j, own in enumerate(layers):
             keys = [jax.random.fold_in(one, first + j) for one in key]
-            y = self._layer(own, x, *keys, *(state := self.carried.at(bits, j)))
+            y = self._layer(own, x, *context, *keys, *(state := self.carried.at(bits, j)))
             if state:
                 y, own_after = self.carried.taken(y)
                 after.append(own_after)

@@ -74,7 +74,7 @@ class StageExecutor:
         effects = jax.make_jaxpr(model.head)(head_outer, x, self._of(0)).effects
         # Whether ranks work on the head together, or each for itself.
         self._shares_head = any(getattr(effect, "name", None) == AXIS for effect in effects)
-        spec = split.spec(stages[0], x, *self._keys(0))
+        spec = split.spec(stages[0], x, *self._extra(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
             raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
         self.shapes = Shapes(x, spec.residuals, spec.stash, spec.aux)
@@ -103,7 +103,7 @@ class StageExecutor:
 
     def forward(self, chunk: Any, x: Array, m: Any) -> tuple[Array, Residuals, Tree]:
         """y, the residuals, the carried state after it."""
-        return self._by_chunk(chunk, lambda c: self._split.forward(self._stages[c], x, *self._keys(m)))
+        return self._by_chunk(chunk, lambda c: self._split.forward(self._stages[c], x, *self._extra(m)))
 
     def dgrad(self, chunk: Any, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
         """dx, the early gradients (as a chunk's parameters, None for the delayed ones and integers), the stash."""
@@ -194,11 +194,12 @@ class StageExecutor:
         """The microbatch's inputs."""
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, m, keepdims=False), self._inputs)
 
-    def _keys(self, m: Any) -> tuple[Array, ...]:
-        """What the stage takes besides x: the microbatch's key, as data, which pools can hold."""
+    def _extra(self, m: Any) -> tuple[Tree, ...]:
+        """What the stage takes besides x: the microbatch's context, and its key, as data, which pools can hold."""
+        context = self._model.context_of(self._of(m))
         if self._key is None:
-            return ()
-        return (jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(self._key, impl=self._impl), m)),)
+            return context
+        return (*context, jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(self._key, impl=self._impl), m)))
 
 
 def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:

@@ -134,7 +134,7 @@ def stages_of(
         keys = (numbers["key"], Number(first)) if pipeline.model.takes_key else ()
         extra = [
             {
-                "batch": numbers["batch"][m] if s == 0 else (),
+                "batch": numbers["batch"][m] if s == 0 or pipeline.model.context else (),
                 "carried": numbers["carried"][c] if "carried" in numbers else {},
                 "keys": (*keys, Number(m)) if keys else (),
             }
@@ -181,7 +181,8 @@ def _function(
         if extra["keys"]:
             data, first, m = extra["keys"]
             key = (jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), m),)
-        return pipeline.through(chunk.unpack(params["layers"])[:count], x, key, first, extra["carried"])
+        context = pipeline.model.context_of(extra["batch"])
+        return pipeline.through(chunk.unpack(params["layers"])[:count], x, context, key, first, extra["carried"])
 
     return stage
 
