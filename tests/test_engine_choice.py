@@ -128,7 +128,10 @@ def test_the_best_of_both_engines_are_timed_with_a_layer_a_stage_and_count_as_pr
     assert sorted(prepared) == [("dispatch", "zb-v", 4), ("program", "aligned", 4)]
     assert (config.pp_engine, config.schedule, config.chunks) == ("dispatch", "zb-v", 2)
     measured = {line["engine"].strip(): line["measured"].strip() for line in reversed(told["table"])}
-    assert measured == {"program": "measured 1300.00", "dispatch": "measured 1100.00"}
+    assert measured == {
+        "program": "measured 1300.00, from 130.00 with 4 layers",
+        "dispatch": "measured 1100.00, from 110.00 with 4 layers",
+    }
     assert set(told["seconds"]) == {"parts", "compiling", "timing"}
 
 

@@ -66,9 +66,13 @@ def settle_engine(
     failed = {row: error for row, timer in timers.items() if timer not in late and (error := timer.exception())}
     seconds: dict[Candidate, float] = {}
     # Not where one still compiles: the other one's time would be wrong, and would say nothing alone.
+    why: dict[Candidate, str] = {}
     for row in pair if not late and len(pair) - len(failed) > 1 else ():
         try:
-            seconds[row] = timers[row].result()() * (row.makespan / predicted(row) if row.makespan else 1.0)
+            found = timers[row].result()()
+            seconds[row] = found * row.makespan / predicted(row) if row.makespan else found
+            few = f", from {1e3 * found:.2f} with {_layers(config, row)} layers" if row.makespan else ""
+            why[row] = f"measured {1e3 * seconds[row]:.2f}{few}"
         except (JgraphError, jax.errors.JaxRuntimeError) as e:
             failed[row] = e
     clock.append(time.perf_counter())
@@ -77,9 +81,8 @@ def settle_engine(
             raise error
     left = [row for row in pair if row not in failed]
     taken = min(left, key=lambda row: (seconds.get(row, math.inf), row.makespan is None and timers[row] in late))
-    why = {row: (str(error).splitlines() or [type(error).__name__])[0] for row, error in failed.items()}
+    why |= {row: (str(error).splitlines() or [type(error).__name__])[0] for row, error in failed.items()}
     why |= {row: f"not compiled after {_LONGEST:g} s" for row in pair if timers[row] in late}
-    why |= {row: f"measured {1e3 * value:.2f}" for row, value in seconds.items()}
     for row in {row.engine: row for row in reversed(rows)}.values():
         if row.makespan and rows[0].makespan and row.makespan > _NEAR * rows[0].makespan:
             why[row] = f"{row.makespan / rows[0].makespan:.1f} x the least: not measured"
