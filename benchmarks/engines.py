@@ -53,7 +53,12 @@ def section(work: str, result: Row) -> Section:
     config = result["config"]
     return Section(
         f"{work}, {result['ranks']} ranks, {config['num_microbatches']} microbatches, {config['batch_size']} sequences",
-        {"run": lambda row: row["variant"], "takes": lambda row: row["chosen"], "after s": number("build_s", ".0f")},
+        {
+            "run": lambda row: row["variant"],
+            "takes": lambda row: row["chosen"],
+            "after s": number("build_s", ".0f"),
+            "of them": lambda row: row.get("phases", ""),
+        },
         needs="chosen",
         notes="\n".join(f"    {line}" for row in result["rows"] for line in row.get("table", [])),
     )

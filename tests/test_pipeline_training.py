@@ -201,21 +201,21 @@ def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
 def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
     config = config_of(pp=2, num_layers=4)
     _, form = staged(config)
-    seconds = autotune.measure(form.pipeline, form.shapes, shapes_of(config))
-    assert set(seconds) == {"forward", "dgrad", "wgrad"}
-    assert all(value > 0 for value in seconds.values())
-
     shared = []
 
     def share(value: float) -> float:
         shared.append(value)
         return 1e-3
 
+    parts = autotune.measure(form.pipeline, form.shapes, shapes_of(config), share=share)
+    assert (parts.forward, parts.dgrad, parts.wgrad, parts.head) == (1e-3, 1e-3, 1e-3, 0.0)
+    assert len(shared) == 3
+    assert all(value > 0 for value in shared)
+
     def chosen(limit: float | None):
-        return choose(form.pipeline, form.shapes, shapes_of(config), memory_limit=limit, share=share)
+        return choose(form.pipeline, form.shapes, shapes_of(config), parts=parts, memory_limit=limit)
 
     free = chosen(None)
-    assert len(shared) == 3
     assert {candidate.name for candidate in free.candidates} <= set(NAMES)
     assert {candidate.chunks for candidate in free.candidates if candidate.peak_bytes is not None} == {1, 2}
     assert free.candidates[0].verdict == "fastest that fits"
@@ -228,10 +228,11 @@ def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
 
 
 @pytest.mark.once
-def test_without_layers_for_two_chunks_only_one_is_tried(hasty):
+def test_without_layers_for_two_chunks_only_one_is_tried():
     config = config_of(pp=2, num_layers=3)
     _, form = staged(config)
-    found = choose(form.pipeline, form.shapes, shapes_of(config), memory_limit=None, share=lambda seconds: 1e-3)
+    parts = autotune.Parts(1e-3, 1e-3, 1e-3)
+    found = choose(form.pipeline, form.shapes, shapes_of(config), parts=parts, memory_limit=None)
     assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
 
 

@@ -1,25 +1,31 @@
 """`pp_engine` auto of a run: what plays its schedule, and which schedule, by measurement; kept with the run."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import jax
 
 from jgraph.data import Batches, Corpus
+from jgraph.dispatch import in_turn
 from jgraph.errors import JgraphError
-from jgraph.parallel.pipeline.autotune import seconds_of
+from jgraph.parallel.pipeline.autotune import filled, seconds_of
 from jgraph.parallel.step import StepMetrics, TrainState
 from jgraph.schedule import Candidate
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter
 from jgraph.training.graph import kept, place
 from jgraph.training.rundir import RunDir
-from jgraph.training.setup import TrainSetup, candidates
+from jgraph.training.setup import TrainSetup, predictor
 
-_LONGEST = 60.0  # seconds after which what is not compiled is not waited for
+_T = TypeVar("_T")
+_LONGEST = 50.0  # seconds after which what is not compiled is not waited for: with the timing it is a minute at most
+_NEAR = 1.3  # predicted to take so many times as long, a schedule is not measured: predictions are better than that
 _MOST_ROWS = 8
 
 
@@ -28,8 +34,9 @@ def settle_engine(
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Returns the run with an engine, a schedule and its chunks, and tells of them.
 
-    All schedules are simulated with measured times of a layer, under the memory limit. The best one of each engine is compiled,
-    both at once, and timed on a state of its own, which is freed; if one takes more than a minute to compile, the other alone.
+    All schedules are simulated with measured times of a layer, under the memory limit. The best two are compiled, both at once,
+    with one layer for each stage, and then timed; the time counts in proportion to what was predicted of them. If one takes too
+    long to compile, what is predicted decides.
 
     Returns:
         The configuration; what to write to `run_dir.engine`, nothing where it was not measured now.
@@ -48,52 +55,91 @@ def settle_engine(
             f"`pp_engine` auto: takes {before['engine']}, {before['schedule']}, as measured before ({run_dir.engine})"
         )
         return _with(config, before["engine"], before["schedule"], before["chunks"]), {}
-    began, rows = time.perf_counter(), _candidates(config)
-    firsts = [next(row for row in rows if row.engine == name) for name in dict.fromkeys(row.engine for row in rows)]
-    seconds: dict[str, float] = {}
-    verdicts: dict[str, str] = {}
-    threads = ThreadPoolExecutor(len(firsts))
-    timers = [threads.submit(_prepared, _with(config, row.engine, row.name, row.chunks), corpus) for row in firsts]
-    threads.shutdown(wait=False)
-    # Not timed while another one compiles, unless that takes too long.
-    if not wait(timers, timeout=max(0.0, began + _LONGEST - time.perf_counter())).done:
-        wait(timers, return_when=FIRST_COMPLETED)
-    for row, timer in sorted(zip(firsts, timers, strict=True), key=lambda pair: not pair[1].done()):
-        if seconds and not timer.done():
-            verdicts[row.engine] = f"not compiled after {_LONGEST:g} s"
-            continue
+    clock = [time.perf_counter()]
+    rows, predicted = _candidates(config)
+    pair = _pair(rows)
+    clock.append(time.perf_counter())
+    timers = {row: _begun(partial(_prepared, _as(config, row), corpus, layers=_layers(config, row))) for row in pair}
+    late = wait(timers.values(), timeout=max(0.0, clock[0] + _LONGEST - time.perf_counter())).not_done
+    clock.append(time.perf_counter())
+    failed = {row: error for row, timer in timers.items() if timer not in late and (error := timer.exception())}
+    seconds: dict[Candidate, float] = {}
+    # Not where one still compiles: the other one's time would be wrong, and would say nothing alone.
+    why: dict[Candidate, str] = {}
+    for row in pair if not late and len(pair) - len(failed) > 1 else ():
         try:
-            seconds[row.engine] = timer.result()()
+            found = timers[row].result()()
+            seconds[row] = found * row.makespan / predicted(row) if row.makespan else found
+            few = f", from {1e3 * found:.2f} with {_layers(config, row)} layers" if row.makespan else ""
+            why[row] = f"measured {1e3 * seconds[row]:.2f}{few}"
         except (JgraphError, jax.errors.JaxRuntimeError) as e:
-            verdicts[row.engine] = (str(e).splitlines() or [type(e).__name__])[0]
-            if len(firsts) == len(verdicts):
-                raise
-    winner = min(seconds, key=seconds.__getitem__)
-    taken = next(row for row in firsts if row.engine == winner)
-    table = [_row(row, seconds if row in firsts else {}, verdicts if row in firsts else {}, row is taken) for row in rows]
+            failed[row] = e
+    clock.append(time.perf_counter())
+    for error in failed.values():
+        if len(failed) == len(pair) or not isinstance(error, JgraphError | jax.errors.JaxRuntimeError):
+            raise error
+    left = [row for row in pair if row not in failed]
+    taken = min(left, key=lambda row: (seconds.get(row, math.inf), row.makespan is None and timers[row] in late))
+    why |= {row: (str(error).splitlines() or [type(error).__name__])[0] for row, error in failed.items()}
+    why |= {row: f"not compiled after {_LONGEST:g} s" for row in pair if timers[row] in late}
+    for row in {row.engine: row for row in reversed(rows)}.values():
+        if row.makespan and rows[0].makespan and row.makespan > _NEAR * rows[0].makespan:
+            why[row] = f"{row.makespan / rows[0].makespan:.1f} x the least: not measured"
+    table = [_row(row, why.get(row, ""), row is taken) for row in rows]
     reporter.line("`pp_engine` auto, ms a step:")
     for one in table[:_MOST_ROWS]:
         reporter.line("  " + "  ".join(one.values()))
-    told = {"engine": winner, "schedule": taken.name, "chunks": taken.chunks, "table": table, "measured_for": here}
-    return _with(config, winner, taken.name, taken.chunks), told
+    phases = dict(zip(("parts", "compiling", "timing"), (b - a for a, b in pairwise(clock)), strict=True))
+    told = {"engine": taken.engine, "schedule": taken.name, "chunks": taken.chunks, "table": table, "seconds": phases}
+    return _as(config, taken), told | {"measured_for": here}
 
 
-def _candidates(config: TrainConfig) -> list[Candidate]:
-    """Returns what could be taken, the most promising first."""
+def _candidates(config: TrainConfig) -> tuple[list[Candidate], Callable[[Candidate], float]]:
+    """Returns what could be taken, the most promising first, and what is predicted of one with as many layers as are timed."""
     if config.schedule != "auto":
-        return [Candidate(config.schedule, config.chunks, "", engine=engine) for engine in config.pp_engines]
-    found = [row for row in candidates(config) if row.makespan is not None and "more than the limit" not in row.verdict]
-    return sorted(found, key=lambda row: row.makespan or 0.0)
+        return [Candidate(config.schedule, config.chunks, "", engine=engine) for engine in config.pp_engines], lambda row: 1.0
+    predict = predictor(config)
+    found = [row for row in predict(None).candidates if row.makespan is not None and "more than the limit" not in row.verdict]
+
+    def predicted(row: Candidate) -> float:
+        same = (row.engine, row.name, row.chunks)
+        rows = predict(_layers(config, row)).candidates
+        return next(one.makespan for one in rows if (one.engine, one.name, one.chunks) == same and one.makespan)
+
+    return sorted(found, key=lambda row: row.makespan or 0.0), predicted
+
+
+def _pair(rows: list[Candidate]) -> list[Candidate]:
+    """Returns the best two that are near each other: the best of both engines, else the best two of one; perhaps one alone."""
+    first, *rest = rows
+    others = [*[row for row in rest if row.engine != first.engine][:1], *rest[:1]]
+    return [first, *[row for row in others if (row.makespan or 0.0) <= _NEAR * (first.makespan or 0.0)][:1]]
+
+
+def _layers(config: TrainConfig, row: Candidate) -> int | None:
+    """Returns how many layers are timed: one for each stage, which compiles soon; all of them where nothing is predicted."""
+    return config.pp * row.chunks if row.makespan else None
+
+
+def _begun(fn: Callable[[], _T]) -> Future[_T]:
+    """Calls a function in a thread of its own."""
+    thread = ThreadPoolExecutor(1)
+    found = thread.submit(fn)
+    thread.shutdown(wait=False)
+    return found
+
+
+def _as(config: TrainConfig, row: Candidate) -> TrainConfig:
+    return _with(config, row.engine, row.name, row.chunks)
 
 
 def _with(config: TrainConfig, engine: Any, schedule: str, chunks: int) -> TrainConfig:
     return dataclasses.replace(config, pp_engine=engine, schedule=schedule, chunks=chunks, memory_limit=0.0)
 
 
-def _row(row: Candidate, seconds: dict[str, float], verdicts: dict[str, str], is_taken: bool) -> dict[str, str]:
+def _row(row: Candidate, measured: str, is_taken: bool) -> dict[str, str]:
     """Returns a line of the table, as text of equal width."""
     predicted = "" if row.makespan is None else f"predicted {1e3 * row.makespan:.2f}"
-    measured = f"measured {1e3 * seconds[row.engine]:.2f}" if row.engine in seconds else verdicts.get(row.engine, "")
     return {
         "engine": f"{row.engine:8}",
         "schedule": f"{row.name:17}",
@@ -104,14 +150,16 @@ def _row(row: Candidate, seconds: dict[str, float], verdicts: dict[str, str], is
     }
 
 
-def _prepared(config: TrainConfig, corpus: Corpus) -> Callable[[], float]:
-    """Compiles a run's step and what makes its state. Returns a function that gives the median time of a training step."""
-    setup = TrainSetup.of(config)
-    init, step = setup.compile_init(), setup.compile_step()
+def _prepared(config: TrainConfig, corpus: Corpus, *, layers: int | None) -> Callable[[], float]:
+    """Compiles a run's step, of so many layers. Returns a function that gives the median time of a training step."""
+    setup = TrainSetup.of(config, layers=layers)
+    step = setup.compile_step()
 
     def timed() -> float:
         sizes: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        batch, state = setup.step.place(Batches(corpus.sources, **sizes, documents=config.data_documents)[0]), [init()]
+        batch = setup.step.place(Batches(corpus.sources, **sizes, documents=config.data_documents)[0])
+        # Not the run's own first state: random numbers take long to compile. Moments of the optimizer are zero as there.
+        state = [in_turn(filled(setup.step.state, zero=lambda path: path[0].name != "params"))]
 
         def run() -> tuple[TrainState, StepMetrics]:
             state[0], metrics = step(state[0], batch)

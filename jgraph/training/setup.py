@@ -37,14 +37,14 @@ from jgraph.parallel import (
     fsdp,
     train_step,
 )
-from jgraph.parallel.pipeline import Pipeline, choose, find_schedule
+from jgraph.parallel.pipeline import Pipeline, choose, find_schedule, measure
 from jgraph.parallel.pipelined import BoundPipeline
 from jgraph.parallel.step import CompiledStep, DispatchedStep, TrainState, in_fp8
 from jgraph.parallel.strategy import Binding
 from jgraph.precision.config import FP8Config
 from jgraph.precision.report import about
 from jgraph.processes import all_gather_scalar, devices_of_ranks
-from jgraph.schedule import Candidate, Choice, Costs, generate, simulate
+from jgraph.schedule import Choice, Costs, generate, simulate
 from jgraph.trace.flops import product_flops
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import find_model, model_errors
@@ -74,8 +74,10 @@ class TrainSetup:
     step: TrainStep
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "TrainSetup":
+    def of(cls, config: TrainConfig, *, layers: int | None = None) -> "TrainSetup":
         """Finds the model and traces its construction; computes nothing.
+
+        `layers`: of a pipeline, only so many from the first on: it is quicker to compile, to be timed.
 
         Raises:
             ConfigError: as `find_model` does; there are more ranks than devices; the model cannot be a pipeline; the schedule
@@ -93,6 +95,8 @@ class TrainSetup:
         if config.is_pipeline:
             assert mesh is not None
             loss = _pipeline_model(config)
+            if layers is not None:
+                loss = _shortened(loss, layers, len(jax.eval_shape(loss.split, model.shapes)[1]))
             strategy = _pipelined(config, mesh, model, loss)
         elif config.is_sharded:
             assert mesh is not None
@@ -427,6 +431,25 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
     return model
 
 
+def _shortened(model: PipelineModel, layers: int, of: int) -> PipelineModel:
+    """Returns the model with the first of its layers; the others are as the last of these where they are asked for."""
+
+    def split(tree: Tree) -> tuple[Tree, list[Tree]]:
+        outer, own = model.split(tree)
+        return outer, own[:layers]
+
+    def whole(own: list[Tree]) -> list[Tree]:
+        return [*own, *own[-1:] * (of - layers)]
+
+    return replace(
+        model,
+        split=split,
+        join=lambda outer, own: model.join(outer, whole(own)),
+        split_carried=lambda carried: model.split_carried(carried)[:layers],
+        join_carried=lambda own: model.join_carried(whole(own)),
+    )
+
+
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule that is asked for; `auto` measures."""
     pipelined, sizes = (
@@ -437,15 +460,15 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
         # Engines that are to be timed are given one by one.
         schedule = find_schedule(config.schedule, chunks=config.chunks, **sizes)
         return replace(pipelined, schedule=schedule, engine=config.pp_engines[0])
-    choice = _choice(config, pipelined, found, model)
+    choice = _predictor(config, pipelined, found, model)(None)
     return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
 
 
-def candidates(config: TrainConfig) -> tuple[Candidate, ...]:
-    """Returns what `schedule` auto has to choose from, simulated with measured times. Raises as `TrainSetup.of`."""
+def predictor(config: TrainConfig) -> Callable[[int | None], Choice]:
+    """Measures. Returns the choice that `schedule` auto has, of the model with so many layers. Raises as `TrainSetup.of`."""
     mesh, found, model = _mesh(config), functional_model(config), _pipeline_model(config)
     assert mesh is not None, "a pipeline has a mesh"
-    return _choice(config, _with_any_schedule(config, mesh, found, model), found, model).candidates
+    return _predictor(config, _with_any_schedule(config, mesh, found, model), found, model)
 
 
 def _with_any_schedule(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
@@ -462,22 +485,32 @@ def _with_any_schedule(config: TrainConfig, mesh: Mesh, found: FunctionalModel, 
     return Pipelined(mesh, shapes, generate("gpipe", pp=config.pp, microbatches=config.num_microbatches), **choices)
 
 
-def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Choice:
-    """Returns the fastest schedule that fits, and all others; `pipelined` is with any schedule."""
+def _predictor(
+    config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel
+) -> Callable[[int | None], Choice]:
+    """Measures. Returns a function to the fastest schedule that fits, and all others, of the model with so many layers.
+
+    `pipelined` is with any schedule. None are all layers; fewer fit in any case.
+    """
     reductions = jax.tree.map(lambda _: "mean", found.carried)
     binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=reductions)
     if (fp8 := _fp8(config)) is not None:
         with _precision_at_fault(config):
             binding = in_fp8(binding, fp8, model, pipelined, _batch(config, config.batch_size))
     pipeline = pipelined.pipeline(model, binding)
-    return choose(
-        pipeline,
-        jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes),
-        _batch_by_microbatch(config),
-        memory_limit=config.memory_limit * 2**30 or None,
-        share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
+    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
+    given = (pipeline, params, _batch_by_microbatch(config))
+    parts = measure(
+        *given,
         engines=config.pp_engines,
+        share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
     )
+
+    def predict(layers: int | None) -> Choice:
+        limit = None if layers else config.memory_limit * 2**30 or None
+        return choose(*given, parts=parts, memory_limit=limit, layers=layers, engines=config.pp_engines)
+
+    return predict
 
 
 def _batch(config: TrainConfig, *lead: int, sharding: Any = None) -> Tree:

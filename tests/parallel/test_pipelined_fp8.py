@@ -354,5 +354,5 @@ def test_a_layer_in_fp8_is_measured(monkeypatch, kind):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
     step = piped(kind=kind)
     batch_M = jax.tree.map(lambda leaf: leaf.reshape(M, B, -1), batch_of(M * B))
-    seconds = autotune.measure(step.bound.pipeline, step.bound.shapes, batch_M)
-    assert all(seconds[part] > 0 for part in ("forward", "dgrad", "wgrad"))
+    parts = autotune.measure(step.bound.pipeline, step.bound.shapes, batch_M)
+    assert min(parts.forward, parts.dgrad, parts.wgrad) > 0
