@@ -76,10 +76,10 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             source = origin.opened(config, run_dir) or continued.opened(config, run_dir)
             if isinstance(source, SavedRun):
                 held.callback(source.close)
-            sizes = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
+            sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
             tokenizer = origin.tokenizer_of(config, run_dir)
-            how = {"field": config.data_field, "documents": config.data_documents}
-            corpus = load(config.data, **sizes, tokenizer=tokenizer, **how)
+            sizes |= {"field": config.data_field, "documents": config.data_documents}
+            corpus = load(config.data, **sizes, tokenizer=tokenizer)
             run_dir.check(config, corpus.fingerprint)
             if is_process_zero():
                 held.enter_context(run_dir.locked(reporter.warn))
