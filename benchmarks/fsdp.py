@@ -3,7 +3,7 @@
     python -m benchmarks run fsdp --work gpt-1b3 gpt-7b
     python -m benchmarks run fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current \
         --peers compile compile:float8 --one-gpu no --together 2      # 1 for gpt-7b on two H200s: one at a time
-    python -m benchmarks run fsdp --work llama3-8b --name fsdp_llama --first "fp8=delayed graph=full grads=float32" \
+    python -m benchmarks run fsdp --work llama3-8b --name fsdp_fp8_llama --first "fp8=delayed graph=full grads=float32" \
         --peers compile:float8 --one-gpu no --together 1
 
 jgraph on one GPU with as many tokens takes part too. Both sides time whole steps handed over one after the other: forward,

@@ -81,6 +81,12 @@ def speed() -> str:
             "Milliseconds a training step, of pipelines its loss and gradients, median; of each kind the fastest:",
             in_fp8(("pipeline, " * ("pipeline" in name) + work, one) for name in fp8 for work, one in data[name].items()),
         ),
+        (
+            "Greedy text after one prompt",
+            [name for name in ("decode",) if name in data],
+            "Milliseconds a token, median:",
+            markdown(HEADS, [versus(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
+        ),
     ]
     parts: list[str] = []
     for title, used, note, table in (table for table in tables if table[1]):

@@ -111,7 +111,7 @@ fp8_sharded)
   piece 90 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
   ;;
 llama) # each alone on both GPUs; the soak's programs are in the cache by then
-  piece 350 $llama --first "$captured" --name fsdp_llama --together 1 --rounds 2 --seconds 2 --peers compile:float8 compile:float8:cudnn
+  piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --peers compile:float8 compile:float8:cudnn
   piece $((120 + steps)) $llama --variant "$captured" --soak "$steps" --soak-against nothing
   ;;
 esac
