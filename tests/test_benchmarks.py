@@ -233,7 +233,7 @@ def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_lik
 
 def test_what_an_engine_is_chosen_from_is_told_with_the_choice(monkeypatch):
     seconds = {"program": 2.0, "dispatch": 1.0}
-    monkeypatch.setattr(jgraph.training.engine, "_prepared", lambda config, corpus: lambda: seconds[config.pp_engine])
+    monkeypatch.setattr(jgraph.training.engine, "_prepared", lambda config, corpus, **_: lambda: seconds[config.pp_engine])
     config = engines.config_of("gpt-1b3-fp8", engines.Flags(sizes="tiny"))
     told = choice(replace(config, schedule="1f1b"))
     assert told["chosen"] == "1f1b:1 engine=dispatch"

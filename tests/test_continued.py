@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import jgraph
+from jgraph import evaluate
 from jgraph.checkpoint import Checkpoints, store
 from jgraph.data import Batches
 from jgraph.data import load as load_corpus
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.precision.config import FP8Config
+from jgraph.report import __main__ as report
 from jgraph.train import parse
 from jgraph.training import continued, origin
 from jgraph.training.config import TrainConfig
@@ -23,7 +25,7 @@ from tests import tiny
 from tests.test_pipeline_training import config_of
 from tests.test_resharding import assert_same_bits
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.long]
 
 CORPUS = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
 DELAYED = FP8Config(recipe="delayed", history=4)
@@ -188,7 +190,6 @@ def test_the_tokenizer_travels_with_the_weights(tmp_path):
 FLAGS = ("--eval-every", "100", "--sample-tokens", "0", "--steps", "2", "--model.compute-dtype", "float32")
 
 
-@pytest.mark.long
 def test_a_run_begins_where_another_ended_over_any_devices_and_goes_on_without_it(tmp_path, capsys):
     """From one device to two and back, with other data, rate and batch."""
     assert tiny.train(tmp_path / "0", *FLAGS) == 0
@@ -206,3 +207,19 @@ def test_a_run_begins_where_another_ended_over_any_devices_and_goes_on_without_i
     shutil.rmtree(last / "checkpoints" / "2")
     assert tiny.train(last, *begin, "--continue-from", str(tmp_path / "1")) == 0
     assert tiny.losses(last) == losses
+
+
+def test_a_run_goes_on_twice_as_long_then_on_other_text_is_evaluated_and_both_are_in_one_report(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = ("--fsdp", "2", "--pp", "2", "--model.num-layers", "2", "--num-microbatches", "2", "--eval-every", "20")
+    assert tiny.train(first, *flags, "--steps", "20") == 0
+    assert tiny.train(first, *flags, "--steps", "40", "--optimizer.extend", "constant") == 0
+    assert [entry["step"] for entry in tiny.entries(first)] == list(range(1, 41))
+    assert tiny.train(second, *flags, "--steps", "10", "--continue-from", str(first), "--data", "synthetic") == 0
+    assert f"began with the weights of {first} after 40 steps" in capsys.readouterr().out
+    assert evaluate.main([str(second), "--json", str(tmp_path / "numbers.json")]) == 0
+    told = json.loads((tmp_path / "numbers.json").read_text())
+    assert told["loss"] == pytest.approx(tiny.entries(second)[-1]["eval_loss"], rel=1e-5)
+    assert report.main([str(first), str(second), "--to", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert all(name in page for name in ("first", "second", "continue_from", "synthetic"))

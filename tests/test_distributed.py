@@ -267,7 +267,7 @@ def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
     (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
     assert (code, err) == (0, "")
     assert quiet == (0, "", "")
-    assert "devices: 2, of 2 processes" in out
+    assert "on 2 cpu devices of 2 processes" in out
     assert "sample, from the held-out prompt" in out
     assert_same_losses(tmp_path / "run", whole[0])
     delete_last(tmp_path / "run", 8)

@@ -20,7 +20,7 @@ from tests import tiny
 from tests.test_continued import written
 from tests.test_interop import byte_tokenizer, make
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.long]
 SIZES = ("--num-microbatches", "2", "--eval-batches", "3", "--sample-tokens", "0", "--steps", "2")
 
 

@@ -20,6 +20,7 @@ ELSEWHERE = {"own_model.py", "explain_for_h200.py"}
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 
+@pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_is_short(name):
@@ -33,6 +34,7 @@ def test_an_example_runs_and_is_short(name):
     assert losses == [] or losses[-1] < max(losses), done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_the_example_of_a_model_of_ones_own_trains_as_its_docstring_says(tmp_path):
     text = (ROOT / "examples/own_model.py").read_text()

@@ -103,6 +103,8 @@ def test_greedy_text_from_a_cache_is_that_of_the_whole_model_and_of_each_prompt_
     assert found == alone
 
 
+@pytest.mark.long
+@pytest.mark.once
 def test_drawn_text_from_a_cache_is_that_of_the_whole_model():
     model, params = gpt()
     choices = {"max_tokens": 12, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": 5}

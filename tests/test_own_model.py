@@ -17,6 +17,8 @@ def run(run_dir, module, *flags):
     return main([*FLAGS, "--run-dir", str(run_dir), *model, *flags])
 
 
+@pytest.mark.long
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("module", "strategy"),
     [

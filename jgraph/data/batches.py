@@ -45,7 +45,7 @@ class Batches:
 
     Raises:
         ConfigError: process_count does not divide batch_size.
-        DataError: a stream is shorter than seq_len + 1, or does not say where its documents end, and need.
+        DataError: a stream is shorter than seq_len + 1, or does not say where its documents end where that is asked for.
     """
 
     tokens: Tokens | Sequence[Source]

@@ -48,6 +48,8 @@ def test_main_grad_is_updated_in_place_on_the_target(h200):
     assert alias_map(entry.parts["backward"].compiled) == {i: i for i in range(6)}
 
 
+@pytest.mark.long
+@pytest.mark.once
 def test_a_joined_order_is_one_command_buffer(h200):
     graphed = blocks(2, h200[0], order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
     plan = graphed._plan(graphed.schedule, half_square, (), outputs="drop", join="segments", keyed="given")

@@ -109,7 +109,7 @@ LONG = pytest.mark.long
         ("aligned", [("pipe", 4)], {}),
         pytest.param("zb-v", [PIPE], {"chunks": 2}, marks=[LONG, pytest.mark.once]),
         pytest.param("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}, marks=pytest.mark.once),
-        pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=pytest.mark.once),
+        pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=[LONG, pytest.mark.once]),
         pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE, FSDP], {"chunks": 2}, marks=LONG),
         pytest.param("zb-h1", [DATA, PIPE, FSDP], {}, marks=LONG),

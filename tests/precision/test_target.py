@@ -51,7 +51,8 @@ def placed(step, leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.batch_sharding)
 
 
-@pytest.mark.parametrize(("recipe", "microbatches"), [pytest.param("current", 1, marks=pytest.mark.once), ("delayed", 2)])
+@pytest.mark.once
+@pytest.mark.parametrize(("recipe", "microbatches"), [("current", 1), ("delayed", 2)])
 def test_the_step_is_one_command_buffer_with_every_product_in_fp8_and_no_transpose_by_xla(h200, recipe, microbatches):
     model, loss = model_and_loss()
     step = jgraph.train_step(
@@ -99,7 +100,8 @@ def test_a_bf16_wgrad_leaves_two_products_of_three_in_fp8(h200):
     assert explained(step).fp8.products == 2 * PRODUCTS
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [pytest.param("dp", 1, marks=pytest.mark.once), ("fsdp", 2)])
+@pytest.mark.once
+@pytest.mark.parametrize(("name", "microbatches"), [("dp", 1), ("fsdp", 2)])
 def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_dtype_of_the_sums(h200, name, microbatches):
     model, loss = model_and_loss()
     devices = np.array(jax.devices()[:2])

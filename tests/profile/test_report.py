@@ -110,7 +110,7 @@ def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["nowhere"], "nowhere has no trace"),
+        (["nowhere"], "nowhere: no such file or directory"),
         (["tests", "--steps", "-1"], "--steps is -1"),
         (["tests/profile/traces/one.tar.xz"], "cannot be read as a trace"),
         ([], "required"),

@@ -30,14 +30,15 @@ def compile_step(config, graph="auto", num_microbatches=1):
 
 
 CASES = {
-    "cpu-tiny": config_of("cpu-tiny"),
     "launch-bound": config_of("launch-bound"),
     "two layers of gpt-124m": config_of("gpt-124m", num_layers=2),
     "swiglu, untied, grouped queries": config_of("cpu-tiny", mlp="swiglu", head="untied", num_kv_heads=2, num_layers=2),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.once) if name != "cpu-tiny" else name for name in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.once) if "swiglu" not in name else name for name in CASES]
+)
 def test_the_default_step_is_a_single_command_buffer_that_updates_its_state_in_place(h200, case):
     compiled, report, state = compile_step(CASES[case])
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
