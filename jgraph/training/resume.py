@@ -64,7 +64,7 @@ def resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
             return config
         extend, decay_steps = was, asked.decay_steps or had
     elif asked.extend == "no":
-        return config
+        extend, decay_steps = "no", asked.decay_steps  # which is refused, for its steps alone
     else:
         extend, decay_steps = asked.extend, asked.decay_steps
         if extend == "constant":
@@ -85,6 +85,8 @@ def differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list
     """
     extends = _extends(here, before, done)
     names = [name for name in here | before if rule_of(name).may == "no" or (rule_of(name).may != "yes" and not extends)]
+    if here.get("steps") != before.get("steps") and here["optimizer.extend"] == "no":
+        names = [name for name in names if name not in ("optimizer.extend", "optimizer.decay_steps")]  # they follow from it
     told = {name: f"`{name}` is {here.get(name, 'absent')} and was {before.get(name, 'absent')}" for name in names}
     if "steps" in told and here["steps"] < done:
         told["steps"] += f" ({done} are done)"
