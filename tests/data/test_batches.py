@@ -161,6 +161,14 @@ def test_weights_have_a_mean_of_one_over_the_rows_of_all_processes():
     assert len(set(whole["weights"][~ends])) == 1
 
 
+def test_documents_that_were_shuffled_are_apart_too():
+    batch = batches_of(TENS, shuffle="documents", documents="separate")[2]
+    tokens, starts = batch["tokens"][:, :-1], batch["starts"]
+    assert (np.diff(batch["tokens"]) != 1).any()  # they have other neighbours
+    begins = np.maximum.accumulate(np.where(tokens % 10 == 0, np.arange(tokens.shape[1]), 0), axis=1)
+    np.testing.assert_array_equal(starts, begins)
+
+
 def test_heldout_weights_have_a_mean_of_one_over_all_batches():
     batches = heldout_batches(TENS, batch_size=4, seq_len=16, limit=5, documents="separate")
     assert np.mean([batch["weights"] for batch in batches]) == pytest.approx(1)
