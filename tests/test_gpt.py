@@ -177,6 +177,7 @@ def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monk
         attention_kernel(config, 64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_what_is_made_again_is_not_kept_and_gives_the_same_gradients(scan_layers):
     def trained(remat):

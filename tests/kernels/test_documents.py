@@ -27,7 +27,8 @@ def run(q, k, v, starts, dy, **how):
 
 
 # Of several blocks forward and backward; of one that is padded, and heads that are.
-@pytest.mark.parametrize(("length", "size"), [pytest.param(256, 16, marks=pytest.mark.long), (100, 24)])
+@pytest.mark.long
+@pytest.mark.parametrize(("length", "size"), [(256, 16), (100, 24)])
 def test_the_kernel_gives_what_plain_jax_gives_with_a_mask(length, size):
     given = arrays(length, size)
     found, wanted = run(*given, implementation="triton", interpret=True), run(*given, implementation="xla")

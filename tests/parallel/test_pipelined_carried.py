@@ -128,6 +128,7 @@ def carried_and_params(step, rows):
     return state.carried, state.params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "choices", [{}, pytest.param({"engine": "dispatch"}, marks=LONG), pytest.param({"remat": "layer"}, marks=LONG)], ids=str
 )

@@ -148,6 +148,7 @@ def test_a_weight_used_twice_has_an_amax_for_each_use():
     assert state.window[0, :, 0].tolist() == [float(jnp.max(jnp.abs(x))), 100]
 
 
+@pytest.mark.long
 def test_every_turn_of_a_scan_has_an_amax_of_its_own():
     def layers(w, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (10 * x @ w, None), x, w)[0])

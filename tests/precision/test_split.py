@@ -71,7 +71,12 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("stage", "recipe"),
-    [*(("mlp", recipe) for recipe in RECIPES), ("scan", "delayed"), ("head kept", "current"), ("checkpoint", "delayed")],
+    [
+        *(("mlp", recipe) for recipe in RECIPES),
+        pytest.param("scan", "delayed", marks=pytest.mark.long),
+        ("head kept", "current"),
+        ("checkpoint", "delayed"),
+    ],
 )
 def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_order_of_sums(stage, recipe):
     fp8, params, state, x = made(stage, recipe)

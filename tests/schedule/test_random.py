@@ -78,6 +78,7 @@ def test_changed_orders_are_refused_exactly_if_they_cannot_be_played_and_are_saf
     assert sum(seen[name, True] for name in MUTATIONS) > 150
 
 
+@pytest.mark.long
 def test_fusing_and_splitting_backwards_is_refused_exactly_if_wgrads_would_not_go_first_in_first_out():
     rng = np.random.default_rng(4)
     seen: Counter[bool] = Counter()
