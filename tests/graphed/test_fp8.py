@@ -80,6 +80,7 @@ def test_calls_give_the_gradients_of_the_function_in_fp8(recipe):
         assert_same_bits(state, jax.tree.map(lambda *s: jnp.max(jnp.stack(s), 0), *[state for _, state in each]))
 
 
+@pytest.mark.once
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("param_grads", ["owned", "aliased"])

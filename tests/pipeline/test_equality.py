@@ -73,6 +73,7 @@ def test_fewer_microbatches_than_ranks_and_more_chunks_are_right_too(P, C, M, ru
     model.assert_same(model.piped(pipe), model.expected(P * C, M))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("runtime", ["aligned", "general"])
 def test_a_rank_that_waits_while_others_do_dgrads_adds_nothing(runtime):
     order = Order.parse([1, 1, -1, -1, -1.5, -1.5])
@@ -81,6 +82,7 @@ def test_a_rank_that_waits_while_others_do_dgrads_adds_nothing(runtime):
     model.assert_same(model.piped(model.pipeline(schedule, 2, runtime=runtime)), model.expected(2, 2))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 2, "aligned"), ("zb-v", 2, "general")])
 def test_nine_layers_on_eight_stages_are_right(name, C, runtime):
     pipe = model.pipeline(generate(name, pp=4, microbatches=5, chunks=C), 9, runtime=runtime)
@@ -102,6 +104,7 @@ def test_dropout_in_backward_is_that_of_forward(name, C, L, runtime, remat):
     model.assert_same(model.piped(pipe, dropout=5), model.expected(L, 4, dropout=5))
 
 
+@pytest.mark.once
 def test_two_keys_give_different_losses():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2)
     (one, _), (other, _), (none, _) = (model.piped(pipe, dropout=seed) for seed in (5, 6, None))
@@ -114,6 +117,7 @@ def test_a_layer_made_again_in_its_backward_gives_the_same_gradients(name, C, ru
     model.assert_same(model.piped(pipe), model.expected(4, 4))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 2, 2), ("1f1b", 2, 4), ("1f1b", 4, 2), ("1f1b", 4, 1)]
 )
@@ -141,6 +145,7 @@ def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
     model.assert_same(model.played(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(4, 8))
 def test_a_schedule_from_a_users_json_is_played(seed, tmp_path):
     # Signed numbers cannot say that a chunk has both whole and split backwards.
