@@ -121,6 +121,18 @@ def run(
         return 130
 
 
+def run_options(
+    kind: Any, act: Callable[[Any], None], prog: str, about: str | None, argv: Sequence[str] | None, *, positional: str
+) -> int:
+    """Runs a command whose arguments are a dataclass's fields, of which one has no flag; returns the code that `run` does."""
+
+    def parsed(args: list[str]) -> None:
+        if (options := parse(kind, prog, about, args)) is not None:
+            act(options)
+
+    return run(prog, parsed, argv, fields_of(kind) - {positional})
+
+
 def end_at_once(prog: str, tell: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
     """Ends the process with `HUNG` after a line on stderr, from any thread, whatever the others are stuck in.
 

@@ -38,12 +38,16 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
 def check_types(config: Any, *, prefix: str = "") -> None:
     """Raises ConfigError where a field of a dataclass, named after `prefix`, does not have the type of its annotation.
 
-    Numbers, strings, bools, choices (`Literal`) and tuples of strings are checked.
+    Numbers, strings, bools, choices (`Literal`) and tuples of strings or choices are checked.
     """
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if typing.get_origin(kind) is Literal:
             check_choice(prefix + name, value, typing.get_args(kind))
+            continue
+        if typing.get_origin(kind) is tuple and typing.get_origin(typing.get_args(kind)[0]) is Literal:
+            for one in value:
+                check_choice(prefix + name, one, typing.get_args(typing.get_args(kind)[0]))
             continue
         if kind == tuple[str, ...]:
             fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"

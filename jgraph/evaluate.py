@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, fields_of, parse, run, write_file
+from jgraph.cli import Count, File, run_options, write_file
 
 if TYPE_CHECKING:
     from jgraph.training.evaluation import Evaluation
@@ -53,13 +53,11 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, fields_of(Options) - {"run"})
+    return run_options(Options, tell, _PROG, __doc__, argv, positional="run")
 
 
-def _run(args: list[str]) -> None:
-    options = parse(Options, _PROG, __doc__, args)
-    if options is None:
-        return
+def tell(options: Options) -> None:
+    """Evaluates, writes the file that was asked for, and prints. Raises JgraphError, OSError."""
     # Only now: jax takes its time.
     from absl import logging
 

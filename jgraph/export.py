@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jgraph.cli import Count, fields_of, parse, run
+from jgraph.cli import Count, run_options
 
 _PROG = "jgraph.export"
 
@@ -37,13 +37,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, fields_of(Options) - {"run"})
-
-
-def _run(args: list[str]) -> None:
-    options = parse(Options, _PROG, __doc__, args)
-    if options is not None:
-        export(options)
+    return run_options(Options, export, _PROG, __doc__, argv, positional="run")
 
 
 def export(options: Options) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, fields_of, parse, run
+from jgraph.cli import Count, run_options
 from jgraph.errors import ConfigError
 
 _PROG = "jgraph.sample"
@@ -49,13 +49,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, fields_of(Options) - {"run"})
-
-
-def _run(args: list[str]) -> None:
-    options = parse(Options, _PROG, __doc__, args)
-    if options is not None:
-        sample(options)
+    return run_options(Options, sample, _PROG, __doc__, argv, positional="run")
 
 
 def sample(options: Options) -> None:

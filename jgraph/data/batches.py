@@ -99,12 +99,12 @@ class Batches:
             raise IndexError(f"step is {step}: must be 0 or more")
         if self.check is not None:
             self.check()
-        own = self._own(step)
+        own, first = self._own(step), step * self.batch_size
         if self.documents == "joined":
-            return self._read(own)
-        first = step * self.batch_size
-        firsts_BS = self._firsts(range(first, first + self.batch_size))  # of all processes: weights are of the whole batch
-        return apart(self._read(own), firsts_BS, slice(own.start - first, own.stop - first))
+            return _tokens(self._rows(own), self.seq_len)
+        rows = self._rows(range(first, first + self.batch_size))  # of all processes: weights are of the whole batch
+        part = slice(own.start - first, own.stop - first)
+        return apart(_tokens(rows[part], self.seq_len), _firsts(rows), part)
 
     def spans(self, step: int) -> list[tuple[int, list[Span]]]:
         """Returns the source of each row of this process at a step, and the spans of its tokens that the row is made of."""
@@ -124,11 +124,8 @@ class Batches:
         }
         return [(source, next(found[source])) for source, _ in whose]
 
-    def _read(self, rows: range) -> np.ndarray:
-        return _tokens([(self.sources[source], spans) for source, spans in self._spans(rows)], self.seq_len)
-
-    def _firsts(self, rows: range) -> np.ndarray:
-        return _firsts([(self.sources[source], spans) for source, spans in self._spans(rows)])
+    def _rows(self, rows: range) -> list[Row]:
+        return [(self.sources[source], spans) for source, spans in self._spans(rows)]
 
 
 def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice = slice(None)) -> dict[str, np.ndarray]:

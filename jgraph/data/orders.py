@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 16
 
 
 class Order(Protocol):
-    """What a stream's rows are: `num_rows` to an epoch, epoch after epoch."""
+    """Says what a stream's rows are: `num_rows` to an epoch, epoch after epoch."""
 
     num_rows: int
 
@@ -42,7 +42,7 @@ class Order(Protocol):
 
 
 class _Epochs(Generic[E]):
-    """What an order knows of an epoch, by its number. The next one is made by a thread, so that no step waits for it."""
+    """Keeps what an order knows of an epoch, by its number. The next one is made by a thread, so that no step waits for it."""
 
     def __init__(self, make: Callable[[int], E]):
         self._make, self._made = make, dict[int, Future[E]]()
@@ -83,7 +83,7 @@ class WindowOrder:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the documents of a stream lie.
+    """Says where the documents of a stream lie.
 
     Attributes:
         ends: where each document ends, 1-D, counted from the beginning of its own part; mapped, for token files.

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import File, fields_of, parse, run, write_file
+from jgraph.cli import File, run_options, write_file
 
 _PROG = "jgraph.report"
 
@@ -32,13 +32,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, fields_of(Options) - {"runs"})
-
-
-def _run(args: list[str]) -> None:
-    options = parse(Options, _PROG, __doc__, args)
-    if options is not None:
-        write(options)
+    return run_options(Options, write, _PROG, __doc__, argv, positional="runs")
 
 
 def write(options: Options) -> None:

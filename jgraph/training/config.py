@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
-from jgraph.errors import ConfigError, check_choice, check_types, require, require_positive
+from jgraph.errors import ConfigError, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
 from jgraph.training.model import settings_of
 
@@ -219,8 +219,6 @@ class TrainConfig:
         must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
         must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
         must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
-        for name in self.log:
-            check_choice("log", name, ("tensorboard", "wandb"))
         require(all(self.data) and bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
         must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
         rows = self.batch_size // self.num_microbatches

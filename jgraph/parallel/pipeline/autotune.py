@@ -60,7 +60,7 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer and the loss take for one microbatch, by themselves on one device.
+    """Holds what a layer and the loss take for one microbatch, by themselves on one device.
 
     Attributes:
         forward, dgrad, wgrad: seconds of a layer.

@@ -195,7 +195,7 @@ class StageExecutor:
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, m, keepdims=False), self._inputs)
 
     def _extra(self, m: Any) -> tuple[Tree, ...]:
-        """What the stage takes besides x: the microbatch's context, and its key, as data, which pools can hold."""
+        """Returns what the stage takes besides x: the microbatch's context, and its key, as data, which pools can hold."""
         context = self._model.context_of(self._of(m))
         if self._key is None:
             return context
