@@ -7,6 +7,7 @@ A results file is {"works": {NAME: result}}. A result has `environment`, `option
 import statistics
 from typing import Any
 
+from jgraph.training.model import settings_from
 from jgraph_models.gpt_config import GPTConfig
 
 Row = dict[str, Any]
@@ -103,7 +104,7 @@ def verdict(a: list[float], b: list[float]) -> str:
 
 def gpt_of(fields: Row) -> GPTConfig:
     """Returns the model of a stored configuration; earlier ones had its module among its settings."""
-    return GPTConfig(**{name: value for name, value in fields.items() if name != "module"})
+    return settings_from(GPTConfig, {name: value for name, value in fields.items() if name != "module"})
 
 
 def step_flops(config: Row) -> float:
