@@ -39,10 +39,12 @@ def settings_of(name: str) -> type | None:
 def settings_from(kind: type, fields: dict[str, Any]) -> Any:
     """Inverts `dataclasses.asdict`, through JSON, of settings whose fields may be dataclasses too."""
     hints = typing.get_type_hints(kind)
-    return kind(**{
-        name: hints[name](**value) if isinstance(value, dict) and is_dataclass(hints.get(name)) else value
-        for name, value in fields.items()
-    })
+    return kind(
+        **{
+            name: hints[name](**value) if isinstance(value, dict) and is_dataclass(hints.get(name)) else value
+            for name, value in fields.items()
+        }
+    )
 
 
 def _told(error: Exception) -> str:
