@@ -314,7 +314,13 @@ def _persistent(
     `parts` are the rows and columns that may have to be multiplied; the least that is enough is taken.
     """
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = lax.div(total - block + (_BLOCKS - 1), jnp.int32(_BLOCKS))
+    count = lax.div(total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
+
+    def share(turn: Any) -> _Work:
+        # Turned by one at each turn, so that no block gets the last columns, which are fewer, again and again.
+        number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
+        found = work(jnp.minimum(number, total - 1))
+        return found._replace(steps=jnp.where(number < total, found.steps, 0), rows=jnp.where(number < total, found.rows, 0))
 
     def place_of(step: Any) -> Any:
         return lax.rem(step, jnp.int32(shape.stages))
@@ -327,7 +333,7 @@ def _persistent(
         plgpu.set_max_registers(40, action="decrease")
 
         def tile(turn: Any, done: Any) -> Any:
-            mine = work(block + turn * _BLOCKS)
+            mine = share(turn)
 
             def step(k: Any) -> None:
                 @pl.when(done + k >= shape.stages)
@@ -339,14 +345,16 @@ def _persistent(
             loop(mine.steps, step)
             return done + mine.steps
 
-        lax.fori_loop(jnp.int32(0), count, tile, jnp.int32(0))
+        done = lax.fori_loop(jnp.int32(0), count, tile, jnp.int32(0))
+        last = jnp.maximum(done - shape.stages, 0)
+        loop(done - last, lambda k: plgpu.barrier_wait(empty.at[place_of(last + k)]))
 
     @pl.when(wg < 2)
     def multiply():
         plgpu.set_max_registers(232, action="increase")
 
         def tile(turn: Any, done: Any) -> Any:
-            mine = work(block + turn * _BLOCKS)
+            mine = share(turn)
 
             def run(rows: int, columns: int) -> None:
                 def products(acc: Any) -> Any:
@@ -394,7 +402,7 @@ def _parts(shape: Shape, columns: int) -> tuple[int, ...]:
     """Returns how many of its columns a warpgroup may have to multiply, for a matrix of so many."""
     last = columns % shape.tile[1]
     counts = [last - left for left in (0, shape.columns) if left < last and left < shape.tile[1]]
-    half = shape.columns // 2
+    half = shape.columns // 2 if shape.columns % (2 * _SWIZZLED) == 0 else shape.columns
     needed = {half if count <= half else shape.columns for count in counts}
     return tuple(sorted(needed | ({shape.columns} if columns >= shape.tile[1] or not needed else set())))
 
@@ -537,7 +545,8 @@ def _wgrad_mosaic(
     step = _SWIZZLED
     begins, ends = _bounds(sizes_G, M)
     width = 128 // dtype.itemsize
-    out_type = jax.ShapeDtypeStruct((G, K, N), dtype) if add_GKN is None else ()
+    adds = add_GKN is not None and not interpret  # jax interprets no copy that adds
+    out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
     staged = plgpu.SMEM((2, 2, _SLAB, width), dtype, transforms=_transforms(plgpu, dtype))
 
     def grouped_wgrad(begins, ends, x, dy, dw, xs, dys, staged, full, empty):
@@ -579,13 +588,13 @@ def _wgrad_mosaic(
                         staged[wg, slot] = new[row : row + _SLAB, column : column + width]
                         plgpu.commit_smem()
                         there = dw.at[which, pl.ds(head + row, _SLAB), pl.ds(left + column, width)]
-                        how = {} if add_GKN is None else {"reduction_op": "add"}
+                        how = {"reduction_op": "add"} if adds else {}
                         plgpu.copy_smem_to_gmem(staged.at[wg, slot], there, **how)
 
-                if add_GKN is None:
-                    store()
-                else:
+                if adds:
                     pl.when(steps > 0)(store)
+                else:
+                    store()
 
             counts = jnp.clip(K - head, 0, shape.rows), jnp.clip(N - left, 0, shape.columns)
             return _Work(steps, *counts, load, finish, mask)
@@ -599,8 +608,9 @@ def _wgrad_mosaic(
         _persistent(plgpu, jnp.int32(G * down * across), work, operands, shape, parts, full, empty)
 
     kernel = _kernel(plgpu, grouped_wgrad, "grouped_wgrad", out_type, shape, [(step, rows), (step, columns)], staged, interpret)
-    if add_GKN is None:
-        return kernel(begins, ends, x_MK, dy_MN)
+    if not adds:
+        dw_GKN = kernel(begins, ends, x_MK, dy_MN)
+        return dw_GKN if add_GKN is None else add_GKN + dw_GKN
     sum_GKN = jax.new_ref(add_GKN)
     kernel(begins, ends, x_MK, dy_MN, sum_GKN)
     return sum_GKN[...]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, ShapeError
+from jgraph.kernels import grouped
 from jgraph.kernels.grouped import choose, grouped_dot, grouped_wgrad
 from jgraph.xla import aot
 from tests.kernels.test_quantize import needs_mosaic
@@ -67,6 +68,16 @@ def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementati
         assert_near(found, loop(*args))
 
 
+@needs_mosaic
+@pytest.mark.long
+def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
+    monkeypatch.setattr(grouped, "_BLOCKS", 2)  # so that a block has several tiles
+    jax.clear_caches()
+    # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
+    args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
+    assert_near(run(*args, implementation="mosaic", interpret=True), loop(*args))
+
+
 def test_rows_beyond_the_sizes_do_not_reach_a_weight_gradient():
     x, _, sizes, dy, add = arrays(SIZES["beyond"], jnp.float32)
     beyond = jnp.arange(ROWS)[:, None] >= sum(SIZES["beyond"])
@@ -95,9 +106,9 @@ def test_what_cannot_be_multiplied_is_refused_by_its_name():
         with pytest.raises(ShapeError) as error:
             grouped_wgrad(**({"x_MK": x, "dy_MN": dy, "sizes_G": sizes, "dtype": "float32"} | changed))
         assert error.value.field == field
-    for field, changed in [("dtype", {"dtype": "float16"}), ("implementation", {"implementation": "cuda"})]:
+    for field, dtype, implementation in [("dtype", "float16", "auto"), ("implementation", "float32", "cuda")]:
         with pytest.raises(ConfigError) as error:
-            grouped_wgrad(x, dy, sizes, **({"dtype": "float32"} | changed))
+            grouped_wgrad(x, dy, sizes, dtype=dtype, implementation=implementation)
         assert error.value.field == field
     with pytest.raises(ShapeError, match="multiples of 8, 64 and 64") as error:
         grouped_dot(x, weights, sizes, implementation="mosaic")
