@@ -262,7 +262,7 @@ class Shape(NamedTuple):
         rows, columns: of the tile that a warpgroup multiplies.
         split: what two warpgroups take: `rows` or `columns` of one tile, or a tile each, so that one multiplies while the other
             stores.
-        stages: places of the ring.
+        stages: places of the ring, or of the two rings where each takes tiles of its own.
     """
 
     rows: int = 64
@@ -322,79 +322,79 @@ def _persistent(
         found = work(jnp.minimum(number, total - 1))
         return found._replace(steps=jnp.where(number < total, found.steps, 0), rows=jnp.where(number < total, found.rows, 0))
 
-    def place_of(step: Any) -> Any:
-        return lax.rem(step, jnp.int32(shape.stages))
+    rings = 2 if shape.split == "tiles" else 1
+    places = shape.stages // rings
+
+    def place_of(step: Any, ring: Any) -> Any:
+        return ring * places + lax.rem(step, jnp.int32(places))
 
     def loop(steps: Any, body: Callable[[Any], None]) -> None:
         lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
+
+    def tiles(each: Callable[[_Work, Any, Any], None]) -> tuple[Any, ...]:
+        """Calls `each` with a tile, its ring and how many steps that ring has seen; returns these of all rings."""
+
+        def tile(turn: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
+            mine, ring = share(turn), lax.rem(turn, jnp.int32(rings))
+            each(mine, ring, seen[0] if rings == 1 else jnp.where(ring == 0, *seen))
+            return tuple(count + jnp.where(ring == number, mine.steps, 0) for number, count in enumerate(seen))
+
+        return lax.fori_loop(jnp.int32(0), count, tile, (jnp.int32(0),) * rings)
 
     @pl.when(wg == 2)
     def load():
         plgpu.set_max_registers(40, action="decrease")
 
-        def tile(turn: Any, done: Any) -> Any:
-            mine = share(turn)
-
+        def each(mine: _Work, ring: Any, seen: Any) -> None:
             def step(k: Any) -> None:
-                @pl.when(done + k >= shape.stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[place_of(done + k)])
-
-                mine.load(k, place_of(done + k))
+                place = place_of(seen + k, ring)
+                pl.when(seen + k >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
+                mine.load(k, place)
 
             loop(mine.steps, step)
-            return done + mine.steps
 
-        done = lax.fori_loop(jnp.int32(0), count, tile, jnp.int32(0))
-        last = jnp.maximum(done - shape.stages, 0)
-        loop(done - last, lambda k: plgpu.barrier_wait(empty.at[place_of(last + k)]))
+        for ring, seen in enumerate(tiles(each)):
+            last = jnp.maximum(seen - places, 0)
+            loop(seen - last, lambda k, last=last, ring=ring: plgpu.barrier_wait(empty.at[place_of(last + k, ring)]))
 
     @pl.when(wg < 2)
     def multiply():
         plgpu.set_max_registers(232, action="increase")
 
-        def tile(turn: Any, done: Any) -> Any:
-            mine = share(turn)
-
+        def each(mine: _Work, ring: Any, seen: Any) -> None:
             def run(rows: int, columns: int) -> None:
                 def products(acc: Any) -> Any:
                     def step(k: Any) -> None:
-                        place = place_of(done + k)
+                        place = place_of(seen + k, ring)
                         plgpu.barrier_wait(full.at[place])
                         if mine.mask is not None:
                             mine.mask(k, place)
                         plgpu.wgmma(acc, *operands(place, wg, rows, columns))
                         plgpu.wgmma_wait(1)
-
-                        @pl.when(k > 0)
-                        def _():
-                            plgpu.barrier_arrive(empty.at[place_of(done + k - 1)])
+                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[place_of(seen + k - 1, ring)]))
 
                     loop(mine.steps, step)
                     return acc[...]
 
                 result = pl.run_scoped(products, plgpu.ACC((rows, columns)))
-
-                @pl.when(mine.steps > 0)
-                def _():
-                    plgpu.barrier_arrive(empty.at[place_of(done + mine.steps - 1)])
-
+                last = place_of(seen + mine.steps - 1, ring)
+                pl.when(mine.steps > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
                 mine.finish(result)
 
             def idle(k: Any) -> None:
-                plgpu.barrier_wait(full.at[place_of(done + k)])
-                plgpu.barrier_arrive(empty.at[place_of(done + k)])
+                plgpu.barrier_wait(full.at[place_of(seen + k, ring)])
+                plgpu.barrier_arrive(empty.at[place_of(seen + k, ring)])
 
-            turns = (lax.rem(turn, jnp.int32(2)) == wg) if shape.split == "tiles" else turn >= 0
+            # A warpgroup has to see every phase of the barriers that it waits for: hence a ring each where tiles are split.
+            turns = ring == wg if rings == 2 else ring == 0
             counts = (mine.rows > 0) & (mine.columns > 0)
             for rows, fewer in zip(parts[0], (0, *parts[0]), strict=False):
                 for columns, less in zip(parts[1], (0, *parts[1]), strict=False):
                     fits = (mine.rows > fewer) & (mine.rows <= rows) & (mine.columns > less) & (mine.columns <= columns)
                     pl.when(turns & fits)(functools.partial(run, rows, columns))
             pl.when(turns & ~counts)(lambda: loop(mine.steps, idle))
-            return done + mine.steps
 
-        lax.fori_loop(jnp.int32(0), count, tile, jnp.int32(0))
+        tiles(each)
         plgpu.wait_smem_to_gmem(0)
 
 
