@@ -111,11 +111,11 @@ class MoE(nnx.Module):
         if config.balance_loss or config.z_loss:
             y = losses.attach(y, weight * (config.balance_loss * balance + config.z_loss * z))
         if bias_E is not None:
-            self.bias_E[...] = bias_E
-        self.tokens_E[...] = found.counts
-        self.unseen_E[...] = jnp.where(found.counts > 0, 0, self.unseen_E[...] - 1)
-        entropy = router.entropy(found.probabilities)
-        self.entropy[...], self.balance[...], self.z[...] = map(jax.lax.stop_gradient, (entropy, balance, z))
+            self.bias_E.set_value(bias_E)
+        self.tokens_E.set_value(found.counts)
+        self.unseen_E.set_value(jnp.where(found.counts > 0, 0, self.unseen_E[...] - 1))
+        for place, value in (self.entropy, router.entropy(found.probabilities)), (self.balance, balance), (self.z, z):
+            place.set_value(jax.lax.stop_gradient(value))
         return y
 
 
