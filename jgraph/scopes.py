@@ -6,20 +6,12 @@ from typing import Literal
 
 import jax
 
+# fmt: off
 Scope = Literal[
-    "forward",
-    "dgrad",
-    "wgrad",
-    "attention",
-    "router",
-    "dispatch",
-    "experts",
-    "combine",
-    "loss",
-    "quantize",
-    "optimizer",
+    "forward", "dgrad", "wgrad", "attention", "router", "dispatch", "experts", "combine", "loss", "quantize", "optimizer",
     "copies",
 ]
+# fmt: on
 
 PREFIX = "jgraph."
 

@@ -21,8 +21,8 @@ class MoEConfig:
     shared_experts: int = 0
     """Experts that every token passes besides, as one MLP of so many times the width."""
     router: Literal["softmax-topk", "topk-softmax", "sigmoid"] = "softmax-topk"
-    """What a token's weights are: of the softmax over all experts the largest (Mixtral, Qwen3), the softmax over the chosen ones,
-    or sigmoids, where a bias without gradient keeps the experts even (DeepSeek-V3)."""
+    """What a token's weights are: the largest of the softmax over all experts (Mixtral, Qwen3), the softmax over the chosen, or
+    sigmoids, where a bias without gradient keeps the experts even (DeepSeek-V3)."""
     weights: Literal["normalized", "as-they-are"] = "normalized"
     """Whether a token's weights are divided by their sum."""
     weights_scale: float = 1.0
@@ -42,6 +42,5 @@ class MoEConfig:
         require(0 < self.weights_scale < float("inf"), f"{_PREFIX}weights_scale", self.weights_scale, "positive")
         chosen, among = self.experts_per_token, self.num_experts
         fits = chosen > 0 and (chosen <= among or not among)
-        require(
-            fits, f"{_PREFIX}experts_per_token", chosen, f"1 to the {among} of `{_PREFIX}num_experts`" if among else "positive"
-        )
+        allowed = f"from 1 to `{_PREFIX}num_experts` {among}" if among else "positive"
+        require(fits, f"{_PREFIX}experts_per_token", chosen, allowed)

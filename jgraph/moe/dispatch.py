@@ -18,31 +18,31 @@ class Order(NamedTuple):
     """A permutation of rows.
 
     Attributes:
-        of_R: int32, where each row comes from: copy k of a token is token * K + k.
-        inverse_R: int32, where each copy went.
+        source: int32 [R], where each row comes from: copy k of a token is token * K + k.
+        inverse: int32 [R], where each copy went.
     """
 
-    of_R: Array
-    inverse_R: Array
+    source: Array
+    inverse: Array
 
 
 def order_of(experts_NK: Array) -> Order:
     """Returns the order in which the copies for expert 0 come first, then those for expert 1; within one, by token."""
-    of_R = jnp.argsort(experts_NK.reshape(-1), stable=True).astype(jnp.int32)
-    places_R = jnp.arange(len(of_R), dtype=jnp.int32)
-    return Order(of_R, jnp.zeros_like(of_R).at[of_R].set(places_R, unique_indices=True, mode="promise_in_bounds"))
+    source_R = jnp.argsort(experts_NK.reshape(-1), stable=True).astype(jnp.int32)
+    places_R = jnp.arange(len(source_R), dtype=jnp.int32)
+    return Order(source_R, jnp.zeros_like(source_R).at[source_R].set(places_R, unique_indices=True, mode="promise_in_bounds"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatched(x: Array, order: Order, copies: int) -> Array:
     """Returns rows in an order, each of x [N, ...] as often as it has copies."""
-    return _rows(x, order.of_R // copies)
+    return _rows(x, order.source // copies)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def combined(y: Array, order: Order, copies: int) -> Array:
     """Returns for each token the sum of its rows of y [R, ...], added in float32."""
-    places_NK = order.inverse_R.reshape(-1, copies)
+    places_NK = order.inverse.reshape(-1, copies)
     # Not a sum over an axis: so many look-ups and additions are one kernel.
     total = _rows(y, places_NK[:, 0]).astype(jnp.float32)
     for k in range(1, copies):

@@ -22,14 +22,14 @@ _INIT = nnx.initializers.normal(0.02)
 class MoE(nnx.Module):
     """Sends each token through some of many SwiGLU experts, in the place of an MLP. No token is dropped.
 
-    The router's losses, times their coefficients, are in the gradient (`losses.attach`) but not in the value of the model's loss.
+    The router's losses, times their coefficients, are in the gradient (`losses.attach`), not in the value of the model's loss.
 
     >>> moe = jgraph.MoE(16, 32, jgraph.MoEConfig(num_experts=4), rngs=nnx.Rngs(0))
     >>> moe(jnp.ones((2, 8, 16))).shape
     (2, 8, 16)
 
-    Its state is carried from step to step; `jgraph.functional` says how it is reduced over microbatches and devices, by what the
-    variables have as `reduction`. After a step it tells of the step: `jgraph.moe.statistics`.
+    Its state is carried from step to step, and reduced over microbatches and devices by the `reduction` of its variables. After
+    a step it tells of the step: `jgraph.moe.statistics`.
 
     Attributes:
         router_DE, up_EDF2, down_EFD: parameters, float32; with shared experts also `shared_up_DF2` and `shared_down_FD`.
@@ -106,27 +106,27 @@ class MoE(nnx.Module):
     ) -> Array:
         """Attaches the losses and writes the state."""
         config = self.config
-        balance = losses.balance_loss(found.probabilities_NE, found.counts_E, axes)
+        balance = losses.balance_loss(found.probabilities, found.counts, axes)
         z = losses.z_loss(logits_NE)
         if config.balance_loss or config.z_loss:
             y = losses.attach(y, weight * (config.balance_loss * balance + config.z_loss * z))
         if bias_E is not None:
-            self.bias_E[...] = bias_E
-        self.tokens_E[...] = found.counts_E
-        self.unseen_E[...] = jnp.where(found.counts_E > 0, 0, self.unseen_E[...] - 1)
-        entropy = router.entropy(found.probabilities_NE)
-        self.entropy[...], self.balance[...], self.z[...] = map(jax.lax.stop_gradient, (entropy, balance, z))
+            self.bias_E.set_value(bias_E)
+        self.tokens_E.set_value(found.counts)
+        self.unseen_E.set_value(jnp.where(found.counts > 0, 0, self.unseen_E[...] - 1))
+        for place, value in (self.entropy, router.entropy(found.probabilities)), (self.balance, balance), (self.z, z):
+            place.set_value(jax.lax.stop_gradient(value))
         return y
 
 
 def through(x_ND: Array, found: router.Routing, up_EDF2: Array, down_EFD: Array) -> Array:
     """Returns what the experts make of each token by a routing, as a weighted sum, in x's dtype."""
-    copies = found.experts_NK.shape[1]
+    copies = found.experts.shape[1]
     with scope("dispatch"):
-        order = dispatch.order_of(found.experts_NK)
+        order = dispatch.order_of(found.experts)
         x_RD = dispatch.dispatched(x_ND, order, copies)
-        weights_R = dispatch.dispatched(found.weights_NK.reshape(-1), order, 1)
+        weights_R = dispatch.dispatched(found.weights.reshape(-1), order, 1)
     with scope("experts"):
-        y_RD = experts(x_RD, weights_R, up_EDF2, down_EFD, found.counts_E)
+        y_RD = experts(x_RD, weights_R, up_EDF2, down_EFD, found.counts)
     with scope("combine"):
         return dispatch.combined(y_RD, order, copies)

@@ -18,16 +18,16 @@ class Routing(NamedTuple):
     """Where the tokens of a microbatch go.
 
     Attributes:
-        experts_NK: int32, the experts of each token, all different.
-        weights_NK: what their results are multiplied by.
-        probabilities_NE: of all experts, their sum is one.
-        counts_E: int32, tokens of each expert.
+        experts: int32 [N, K], the experts of each token, all different.
+        weights: [N, K], what their results are multiplied by.
+        probabilities: [N, E], of all experts; their sum is one.
+        counts: int32 [E], tokens of each expert.
     """
 
-    experts_NK: Array
-    weights_NK: Array
-    probabilities_NE: Array
-    counts_E: Array
+    experts: Array
+    weights: Array
+    probabilities: Array
+    counts: Array
 
 
 def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> Routing:

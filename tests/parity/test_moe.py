@@ -138,7 +138,7 @@ def test_a_layer_is_that_of_transformers(kind):
 def twice(original, experts_NK):
     """A token's row stands where another's should."""
     order = original(experts_NK)
-    return order._replace(of_R=order.of_R.at[0].set(order.of_R[1]))
+    return order._replace(source=order.source.at[0].set(order.source[1]))
 
 
 def next_expert(original, x, weights, up, down, sizes):

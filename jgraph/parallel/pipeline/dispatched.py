@@ -130,14 +130,14 @@ class Dispatched:
                     found[i] = found[i] + gradient if i in found else gradient
             outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
-            loss, count, after, histories = results["loss"][0], pipeline.schedule.num_microbatches, [], {}
+            count, after, histories = pipeline.schedule.num_microbatches, [], {}
             if pipeline.fp8 is not None:
-                loss, grads = jax.tree.map(lambda total: total / count, (loss, grads))
                 histories = pipeline.fp8.finish(results["histories"], data, pipeline.layout)
             if results["carried"]:
                 total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
                 after = pipeline.carried.finish(total, count, data, pipeline.layout)
-            return *lax.pmean((loss, grads), data), after, histories
+            means = jax.tree.map(lambda total: lax.pmean(total, data) / count, (results["loss"][0], grads))
+            return *means, after, histories
 
         in_specs = jax.tree.map(lambda shape: shape.sharding.spec, self.results)
         out_specs = (PartitionSpec(), specs, PartitionSpec(), PartitionSpec())

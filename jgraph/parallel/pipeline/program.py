@@ -305,7 +305,7 @@ class Pipeline:
             weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
             stages = list(zip(stages, histories, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
-        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, self.share, key, impl)
+        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
         state = (aligned if self.runtime == "aligned" else general).play(runtime)
         summed = jax.tree_util.tree_map_with_path(
@@ -313,12 +313,11 @@ class Pipeline:
         )
         of_stages = [grads[0] for grads in state.grads] if self.fp8 else state.grads
         grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in of_stages]}
-        count = self.schedule.num_microbatches if self.fp8 else 1  # what the mean is still to be divided by
-        if self.fp8:
-            grads = jax.tree.map(lambda g: g / count, grads)
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
-        grads = jax.tree.map(lambda g: lax.pmean(g, data), grads)
+        # The mean is taken last: so a microbatch's loss is differentiated as it is, which histories and attached losses need.
+        count = self.schedule.num_microbatches
+        grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch) / count
         after = self.carried.finish(state.carried, self.schedule.num_microbatches, batch, layout) if carried else []
         histories = self.fp8.finish([after for _, after in state.grads], batch, layout) if self.fp8 else history
@@ -385,11 +384,14 @@ class Pipeline:
         after = []
         for j, own in enumerate(layers):
             keys = [jax.random.fold_in(one, first + j) for one in key]
-            y = self._layer(own, x, *context, *keys, *(state := self.carried.at(bits, j)))
+            counts = active if j == len(layers) - 1 else None
+            # Padding may have gradients even where nothing goes on from what it makes: of losses that it attaches.
+            given = x if counts is None else jnp.where(counts, x, lax.stop_gradient(x))
+            y = self._layer(own, given, *context, *keys, *(state := self.carried.at(bits, j)))
             if state:
                 y, own_after = self.carried.taken(y)
                 after.append(own_after)
-            x = y if active is None or j < len(layers) - 1 else jnp.where(active, y, x)
+            x = y if counts is None else jnp.where(counts, y, x)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
     def cast(self, tree: Tree) -> Tree:
@@ -397,11 +399,6 @@ class Pipeline:
         if self.compute_dtype is None:
             return tree
         return jax.tree.map(lambda p: p.astype(self.compute_dtype) if p.ndim > 1 else p, tree)
-
-    @property
-    def share(self) -> float:
-        """Returns what a microbatch's loss counts: in FP8 all of it, as histories have amax of gradients of one microbatch."""
-        return 1.0 if self.fp8 else 1 / self.schedule.num_microbatches
 
     @property
     def recompute(self) -> Recompute:

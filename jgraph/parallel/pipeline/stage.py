@@ -53,7 +53,6 @@ class StageExecutor:
         head_outer: Tree,
         stages: Sequence[Tree],
         inputs: Tree,
-        share: float,
         key: Array | None,
         impl: Any,
     ):
@@ -64,11 +63,10 @@ class StageExecutor:
             stages: for each chunk, what the stage function takes as its parameters: a pair of the layers' and others. In FP8,
                 that pair, the state and the weights.
             inputs: of the microbatches, leaves [M, ...].
-            share: what a microbatch's loss is multiplied with.
             key: key data of a random key of the kind `impl`, or None.
         """
         self._model, self._split, self._inputs, self.carried = model, split, inputs, carried
-        self._share, self._key, self._impl = share, key, impl
+        self._key, self._impl = key, impl
         self._outer, self._head_outer, self._stages = outer, head_outer, stages
         x = jax.eval_shape(model.embed, outer, self._of(0))
         effects = jax.make_jaxpr(model.head)(head_outer, x, self._of(0)).effects
@@ -168,7 +166,7 @@ class StageExecutor:
 
     @scope("loss")
     def head(self, m: Any, y: Array, here: Array) -> tuple[Array, Tree, Array]:
-        """This microbatch's loss times `share`, and of it the gradients as `outer`, and dy.
+        """This microbatch's loss, and of it the gradients as `outer`, and dy.
 
         Args:
             m: the microbatch.
@@ -178,12 +176,11 @@ class StageExecutor:
         if self._shares_head:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda outer, y: self._model.head(outer, y, self._of(m)), self._head_outer, y)
-        # The mean is taken here, of one number, and not at the end, of all gradients.
-        d_outer, dy = pull_back(jnp.where(here, self._share, 0).astype(loss.dtype))
+        d_outer, dy = pull_back(here.astype(loss.dtype))
         if not self._shares_head:
             # Cotangents of zero are not enough: of what lies elsewhere as y, the derivative may be infinite.
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
-        return jnp.where(here, loss * self._share, 0), d_outer, dy
+        return jnp.where(here, loss, 0), d_outer, dy
 
     def _by_chunk(self, chunk: Any, of: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1 or isinstance(chunk, int):

@@ -1,0 +1,233 @@
+"""The layer of experts and its functions, by themselves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph.errors import ConfigError
+from jgraph.moe import dispatch, losses, router
+from jgraph.moe.statistics import starved, statistics
+from jgraph.parallel import Replicated, train_step
+from jgraph.scopes import PREFIX
+
+D, F, E = 4, 6, 5
+
+
+def layer(**settings):
+    return jgraph.MoE(D, F, jgraph.MoEConfig(num_experts=E, **settings), rngs=nnx.Rngs(0))
+
+
+def apart(moe):
+    """The layer's graph, parameters and state."""
+    graph, params, state = nnx.split(moe, nnx.Param, ...)
+    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+
+def rows(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+REFUSED = {
+    "experts_per_token": {"num_experts": 4, "experts_per_token": 5},
+    "num_experts": {"num_experts": -1},
+    "weights_scale": {"weights_scale": 0.0},
+    "balance_loss": {"balance_loss": -0.1},
+    "router": {"router": "hash"},
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_settings_that_cannot_work_are_refused_in_a_line(field):
+    with pytest.raises(ConfigError) as error:
+        jgraph.MoEConfig(**REFUSED[field])
+    assert error.value.field == f"model.moe.{field}"
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_without_experts_is_refused():
+    with pytest.raises(ConfigError) as error:
+        jgraph.MoE(D, F, jgraph.MoEConfig(), rngs=nnx.Rngs(0))
+    assert error.value.field == "model.moe.num_experts"
+
+
+# --- Router ---
+
+LOGITS = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
+ROUTERS = {
+    "softmax-topk": ({}, [4 / 7, 3 / 7]),
+    "softmax-topk, scaled": ({"weights_scale": 7.0}, [4, 3]),
+    "softmax-topk, as they are": ({"weights": "as-they-are"}, [0.4, 0.3]),
+    "topk-softmax": ({"router": "topk-softmax", "weights": "as-they-are"}, [4 / 7, 3 / 7]),
+    "sigmoid, as they are": ({"router": "sigmoid", "weights": "as-they-are"}, [0.4 / 1.4, 0.3 / 1.3]),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_tokens_weights_are_those_of_its_router(kind):
+    settings, weights = ROUTERS[kind]
+    found = router.route(jnp.asarray(LOGITS), jgraph.MoEConfig(num_experts=4, **settings))
+    np.testing.assert_array_equal(found.experts, [[0, 1]])
+    np.testing.assert_allclose(found.weights, [weights], rtol=1e-6)
+    np.testing.assert_array_equal(found.counts, [1, 1, 0, 0])
+
+
+def test_a_bias_chooses_and_does_not_weigh():
+    config = jgraph.MoEConfig(num_experts=4, router="sigmoid", weights="as-they-are")
+    found = router.route(jnp.asarray(LOGITS), config, jnp.asarray([0.0, 0, 0, 1]))
+    np.testing.assert_array_equal(found.experts, [[3, 0]])
+    np.testing.assert_allclose(found.weights, [[0.1 / 1.1, 0.4 / 1.4]], rtol=1e-6)
+
+
+def test_an_even_router_has_a_balance_loss_of_the_experts_of_a_token_and_the_largest_entropy():
+    probabilities = jnp.full((10, E), 1 / E)
+    assert losses.balance_loss(probabilities, jnp.full(E, 4)) == pytest.approx(2)
+    assert router.entropy(probabilities) == pytest.approx(np.log(E))
+
+
+# --- Dispatch ---
+
+
+def test_rows_lie_by_expert_and_within_one_by_token():
+    order = dispatch.order_of(jnp.asarray([[2, 0], [0, 1], [2, 1]]))
+    np.testing.assert_array_equal(order.source, [1, 2, 3, 5, 0, 4])
+    np.testing.assert_array_equal(order.inverse[order.source], np.arange(6))
+
+
+def test_moving_rows_has_the_gradient_of_plain_indexing():
+    experts = jnp.asarray(np.random.default_rng(0).integers(0, E, (7, 3)))
+    order, x, seed = dispatch.order_of(experts), rows(7, D), rows(21, D, seed=1)
+
+    def ours(x):
+        return jnp.sum(dispatch.combined(dispatch.dispatched(x, order, 3) * seed, order, 3) ** 2)
+
+    def plain(x):
+        tokens = order.source // 3
+        return jnp.sum(jnp.zeros_like(x).at[tokens].add(x[tokens] * seed) ** 2)
+
+    np.testing.assert_allclose(jax.grad(ours)(x), jax.grad(plain)(x), rtol=1e-5)
+
+
+def test_copies_are_added_in_float32():
+    order = dispatch.order_of(jnp.asarray([[0, 1, 2]]))
+    # In bfloat16, 256 + 1 is 256.
+    parts = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16)
+    assert dispatch.combined(parts, order, 3).item() == 258
+    gradient = jax.vjp(lambda x: dispatch.dispatched(x, order, 3), parts[:1])[1](parts)[0]
+    assert gradient.item() == 258
+
+
+def test_no_gradient_of_the_layer_scatters():
+    graph, params, state = apart(layer())
+    grad = jax.grad(lambda p, x: jnp.sum(nnx.merge(graph, p, state)(x)), (0, 1))
+    text = str(jax.make_jaxpr(grad)(params, rows(2, 3, D)))
+    assert "scatter-add" not in text
+    # The one that is left inverts the permutation.
+    assert text.count("scatter[") == 1
+
+
+# --- Layer ---
+
+
+def test_a_token_gets_the_same_whatever_stands_beside_it():
+    moe, x = layer(shared_experts=1), rows(2, 8, D)
+    moe.eval()
+    np.testing.assert_allclose(moe(x)[:, 3:], moe(x[:, 3:]), rtol=1e-5, atol=1e-8)
+
+
+def test_an_attached_loss_counts_as_much_as_is_said():
+    def gradient(weight, **settings):
+        graph, params, state = apart(layer(**settings))
+
+        def loss(params):
+            return 0 * jnp.sum(nnx.merge(graph, params, state)(rows(8, D), weight=weight))
+
+        return jax.grad(loss)(params)["router_DE"]
+
+    assert np.abs(gradient(1.0)).max() > 0
+    assert not np.any(gradient(1.0, balance_loss=0.0))
+    thrice, weighed = gradient(1.0, balance_loss=0.0, z_loss=1.5), gradient(3.0, balance_loss=0.0, z_loss=0.5)
+    np.testing.assert_allclose(weighed, thrice, rtol=1e-5)
+
+
+def test_evaluation_leaves_the_state_and_attaches_nothing():
+    moe = layer(router="sigmoid")
+    moe.eval()
+    graph, params, state = apart(moe)
+
+    def loss(params):
+        moe = nnx.merge(graph, params, state)
+        return 0 * jnp.sum(moe(rows(8, D))), nnx.to_pure_dict(nnx.state(moe, nnx.Not(nnx.Param)))
+
+    gradient, after = jax.grad(loss, has_aux=True)(params)
+    assert not np.any(gradient["router_DE"])
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_every_part_has_a_scope_forward_and_backward():
+    graph, params, state = apart(layer())
+    grad = jax.grad(lambda p, x: jnp.sum(nnx.merge(graph, p, state)(x)), (0, 1))
+    text = jax.jit(grad).lower(params, rows(8, D)).as_text(debug_info=True)
+    for name in ("router", "dispatch", "experts", "combine"):
+        assert f"jvp({PREFIX}{name})" in text
+        assert f"transpose(jvp({PREFIX}{name}))" in text
+
+
+# --- State ---
+
+
+class Model(nnx.Module):
+    def __init__(self, config):
+        self.moe = jgraph.MoE(D, F, config, rngs=nnx.Rngs(0))
+
+    def loss(self, x):
+        return jnp.mean((self.moe(x) - x) ** 2)
+
+
+def after_steps(steps, microbatches, config, x):
+    """The carried state after each of some steps, on the host."""
+    model = jgraph.functional(lambda: Model(config))
+    given = {"carried": model.carried, "reductions": model.reductions, "num_microbatches": microbatches}
+
+    def loss(params, x, key, carried):
+        value, after = model.loss(params, x, key, carried)
+        return jgraph.Loss(value, carried=after)
+
+    step, found = train_step(loss, optax.sgd(0.0), Replicated(None, model.shapes), **given), []
+    run, state = step.compile(x), step.init(*jax.jit(model.init)())
+    for _ in range(steps):
+        state, _ = run(state, step.place(x))
+        found.append(jax.device_get(state.carried))
+    return found
+
+
+def test_the_bias_moves_once_a_step_by_the_load_of_the_whole_step_before():
+    config = jgraph.MoEConfig(num_experts=E, router="sigmoid", bias_rate=0.25)
+    states = [state["moe"] for state in after_steps(3, 3, config, rows(12, 2, D))]
+    assert [state["tokens_E"].sum() for state in states] == [48, 48, 48]
+    np.testing.assert_array_equal(states[0]["bias_E"], np.zeros(E))
+    for before, after in zip(states, states[1:], strict=False):
+        moved = 0.25 * np.sign(48 / E - before["tokens_E"])
+        np.testing.assert_array_equal(after["bias_E"] - before["bias_E"], moved.astype(np.float32))
+
+
+def test_an_expert_without_a_token_in_any_microbatch_is_counted():
+    # Four tokens, one a microbatch, have one expert each: no microbatch sees more than one of the five.
+    config = jgraph.MoEConfig(num_experts=E, experts_per_token=1)
+    states = [state["moe"] for state in after_steps(3, 4, config, rows(4, 1, D, seed=3))]
+    unused = states[0]["tokens_E"] == 0
+    assert 1 < np.sum(~unused) < E
+    for number, state in enumerate(states, 1):
+        np.testing.assert_array_equal(-state["unseen_E"], number * unused)
+    assert starved({"moe": states[2]}, 4) == {}
+    assert starved({"moe": states[2]}, 3) == {"moe": np.flatnonzero(unused).tolist()}
+
+
+def test_starved_experts_of_stacked_layers_are_told_by_layer():
+    state = {"tokens_E": np.ones((2, 3)), "unseen_E": np.array([[0, 0, 0], [0, -100, -99]])}
+    carried = {"blocks": {"moe": state | dict.fromkeys(("entropy", "balance", "z"), np.zeros(2)), "norm": {"mean": np.ones(3)}}}
+    assert statistics(carried).keys() == {"blocks/moe"}
+    assert starved(carried) == {"blocks/moe/1": [1]}

@@ -1,0 +1,151 @@
+"""In every strategy the router's losses are in the gradient as if they were added, and its state is of the whole step."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph.parallel import FullySharded, Pipelined, PipelineModel, Replicated, train_step
+from jgraph.schedule import generate
+
+# L layers, D model, F hidden, E experts, K experts of a token, T tokens of a row
+L, D, F, E, T, ROWS = 3, 4, 6, 5, 3, 16
+CONFIG = jgraph.MoEConfig(num_experts=E, router="sigmoid", balance_loss=0.5, z_loss=0.3, shared_experts=1)
+
+
+def normed(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3)
+
+
+class Stack(nnx.Module):
+    """Layers of experts in a residual stream."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.normal(0.7)
+        self.layers = nnx.List([jgraph.MoE(D, F, CONFIG, rngs=rngs, kernel_init=init) for _ in range(L)])
+        self.scale = nnx.Param(jnp.ones(D))
+
+    def loss(self, batch):
+        x = batch["x"] * self.scale[...]
+        for layer in self.layers:
+            x = x + layer(normed(x))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+
+def pipeline_model():
+    graph, _, _ = nnx.split(Stack(nnx.Rngs(0)).layers[0], nnx.Param, ...)
+
+    def layer(params, x, carried):
+        moe = nnx.merge(graph, params, carried)
+        return x + moe(normed(x)), nnx.to_pure_dict(nnx.state(moe, nnx.Not(nnx.Param)))
+
+    return PipelineModel(
+        embed=lambda outer, batch: batch["x"] * outer["scale"],
+        layer=layer,
+        head=lambda outer, x, batch: jnp.mean((x - batch["y"]) ** 2),
+        split=lambda params: ({"scale": params["scale"]}, list(params["layers"].values())),
+        join=lambda outer, layers: outer | {"layers": dict(enumerate(layers))},
+        split_carried=lambda carried: list(carried["layers"].values()),
+        join_carried=lambda layers: {"layers": dict(enumerate(layers))},
+    )
+
+
+@cache
+def batch():
+    rng = np.random.default_rng(1)
+    # Rows differ, so that means over devices and microbatches are not means of equal things.
+    return {name: (rng.standard_normal((ROWS, T, D)) * np.linspace(0.5, 2, ROWS)[:, None, None]).astype("f") for name in "xy"}
+
+
+def plain_loss(params, rows):
+    """Of one microbatch, with the losses added, every expert computing every token; and the tokens of each expert, by layer."""
+    x, total, counts = rows["x"] * params["scale"], 0.0, []
+    for layer in params["layers"].values():
+        stream, x = x, normed(x)
+        logits = x @ layer["router_DE"]
+        scores = jax.nn.sigmoid(logits)
+        chosen = jnp.sum(jax.nn.one_hot(jnp.argsort(-scores, axis=-1)[..., : CONFIG.experts_per_token], E), -2)
+        weights = chosen * scores / jnp.sum(chosen * scores, -1, keepdims=True)
+        gate, up = jnp.split(jnp.einsum("...d,edf->...ef", x, layer["up_EDF2"]), 2, -1)
+        y = jnp.einsum("...e,...ef,efd->...d", weights, jax.nn.silu(gate) * up, layer["down_EFD"])
+        gate, up = jnp.split(x @ layer["shared_up_DF2"], 2, -1)
+        x = stream + y + (jax.nn.silu(gate) * up) @ layer["shared_down_FD"]
+        means = [jnp.mean(leaf, (0, 1)) for leaf in (chosen, scores / jnp.sum(scores, -1, keepdims=True))]
+        total += CONFIG.balance_loss * E * jnp.sum(means[0] * means[1])
+        total += CONFIG.z_loss * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+        counts.append(jnp.sum(chosen, (0, 1)))
+    return jnp.mean((x - rows["y"]) ** 2) + total, jnp.stack(counts)
+
+
+@cache
+def plain(ranks, microbatches):
+    """Mean gradients and all tokens of each expert, where a rank's rows are consecutive and a microbatch is of all ranks."""
+
+    def regrouped(leaf):
+        return leaf.reshape(ranks, microbatches, -1, T, D).swapaxes(0, 1).reshape(microbatches, -1, T, D)
+
+    @jax.jit
+    def mean(params):
+        found, counts = jax.vmap(plain_loss, (None, 0))(params, jax.tree.map(regrouped, batch()))
+        return jnp.mean(found), jnp.sum(counts, 0)
+
+    params, _ = jax.jit(jgraph.functional(lambda: Stack(nnx.Rngs(0))).init)()
+    return jax.device_get(jax.grad(mean, has_aux=True)(params))
+
+
+def mesh(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes))
+
+
+LONG = ("data", "fsdp", "pipe and data", "pipe and fsdp, layers again", "pipe by the host")
+CASES = {
+    "microbatches": ({}, 4, "", {}),
+    "data": ({"data": 4}, 2, "", {}),
+    "fsdp": ({"fsdp": 2}, 2, "", {}),
+    "data and fsdp": ({"data": 2, "fsdp": 2}, 1, "", {}),
+    # Three layers: the last stage is padded.
+    "pipe, aligned": ({"pipe": 2}, 4, "aligned", {}),
+    "pipe and data": ({"data": 2, "pipe": 2}, 4, "zb-h1", {}),
+    "pipe and fsdp, layers again": ({"pipe": 2, "fsdp": 2}, 2, "1f1b", {"remat": "layer"}),
+    "pipe by the host": ({"pipe": 2}, 4, "1f1b", {"engine": "dispatch"}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long, pytest.mark.once] if case in LONG else []) for case in CASES]
+)
+def test_gradients_have_the_routers_losses_and_the_state_is_of_the_step(case):
+    axes, microbatches, schedule, choices = CASES[case]
+    model = jgraph.functional(lambda: Stack(nnx.Rngs(0)))
+    ranks = int(np.prod([size for name, size in axes.items() if name != "pipe"]))
+
+    def loss(params, batch, key, carried):
+        value, after = model.loss(params, batch, key, carried)
+        return jgraph.Loss(value, carried=after)
+
+    if "pipe" in axes:
+        order = generate(schedule, pp=2, microbatches=microbatches)
+        loss, strategy = pipeline_model(), Pipelined(mesh(**axes), model.shapes, order, **choices)
+    elif "fsdp" in axes:
+        strategy = FullySharded(mesh(**axes), model.shapes)
+    else:
+        strategy = Replicated(mesh(**axes) if axes else None, model.shapes)
+    given = {"carried": model.carried, "reductions": model.reductions, "num_microbatches": microbatches}
+    step = train_step(loss, optax.sgd(1.0), strategy, **given)
+    params, carried = jax.jit(model.init)()
+    before = jax.device_get(params)
+    run, state = step.compile(batch()), step.init(params, carried)
+    state, _ = run(state, step.place(batch()))
+    after = jax.device_get(step.canonical.of(state))
+    grads = jax.tree.map(np.subtract, before, after.params)
+    # A pipeline's microbatch is of consecutive rows, all ranks' together.
+    wanted, counts = plain(1 if "pipe" in axes else ranks, microbatches)
+    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))
+    for i, own in enumerate(after.carried["layers"].values()):
+        np.testing.assert_array_equal(own["tokens_E"], counts[i])
