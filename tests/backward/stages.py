@@ -100,20 +100,20 @@ def experts() -> Stage:
     return Stage(run, params, hidden(), delayed=3)
 
 
-def grouped_params(*lead: int) -> dict[str, jax.Array]:
-    shapes = {"router": (D, 3), "up": (3, D, 2 * F), "down": (3, F, D)}
-    return {name: normal(i, *lead, *shape, scale=D**-0.5) for i, (name, shape) in enumerate(shapes.items())}
+def grouped_params(*lead: int, seed: int = 0, width: int = D) -> dict[str, jax.Array]:
+    shapes = {"router": (width, 3), "up": (3, width, 2 * F), "down": (3, F, width)}
+    return {name: normal(seed + i, *lead, *shape, scale=D**-0.5) for i, (name, shape) in enumerate(shapes.items())}
 
 
 def grouped_mlp(p, x):
     """Two experts a token, of three: SwiGLU, by grouped products, summed with weights."""
-    tokens = x.reshape(-1, D)
+    tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = jax.lax.top_k(jax.nn.softmax(tokens @ p["router"]), 2)
     order = jnp.argsort(chosen.ravel())
     sizes = jnp.bincount(chosen.ravel(), length=3).astype(jnp.int32)
     gate, up = jnp.split(grouped_dot(tokens[order // 2], p["up"], sizes), 2, axis=-1)
     out = grouped_dot(jax.nn.silu(gate) * up, p["down"], sizes)
-    back = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, 2, D)
+    back = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, 2, x.shape[-1])
     return x + jnp.sum(back * weights[..., None], 1).reshape(x.shape)
 
 
