@@ -206,8 +206,11 @@ def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any,
     """Computes dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded."""
     if site.name == GROUPED:
         return grouped.grouped_wgrad(x, dy, *extra, dtype=dtype)
-    if site.name == "dot_general" and np.dtype(dtype) != site.w_aval.dtype:
-        return _dot_gradient(site, x, dy, dtype)
+    if np.dtype(dtype) != site.w_aval.dtype:
+        if site.name == "dot_general":
+            return _dot_gradient(site, x, dy, dtype)
+        if site.eqn.params.get("ragged_dot_dimension_numbers") == grouped.ROWS:
+            return lax.ragged_dot_general(x, dy, *extra, grouped.SUMMED, preferred_element_type=dtype)
     (dw,) = jax.linear_transpose(lambda w: site.run(x, w, extra), replay.zeros(site.w_aval))(dy)
     return dw.astype(dtype)
 

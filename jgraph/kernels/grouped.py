@@ -13,6 +13,11 @@ from jax.typing import DTypeLike
 CALLS = DOT, DGRAD, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_dgrad", "_jgraph_grouped_wgrad"
 """Names of the jitted functions, by which a product and its two gradients are found in a trace."""
 
+ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+"""Of a grouped product as a `ragged_dot_general`; then that of its dgrad and its wgrad."""
+TURNED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
 
 def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array) -> Array:
     """Multiplies the rows of each group with the group's matrix; sums in float32, the result in x's dtype.
@@ -65,20 +70,15 @@ _dot.defvjp(_dot_forward, _dot_backward)
 
 @jax.jit
 def _jgraph_grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array) -> Array:
-    return _ragged(x_MK, weights_GKN, sizes_G, (1, 1), (0,)).astype(x_MK.dtype)
+    return lax.ragged_dot_general(x_MK, weights_GKN, sizes_G, ROWS, preferred_element_type=jnp.float32).astype(x_MK.dtype)
 
 
 @jax.jit
 def _jgraph_grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
-    return _ragged(dy_MN, weights_GKN, sizes_G, (1, 2), (0,)).astype(dy_MN.dtype)
+    return lax.ragged_dot_general(dy_MN, weights_GKN, sizes_G, TURNED, preferred_element_type=jnp.float32).astype(dy_MN.dtype)
 
 
 @partial(jax.jit, static_argnames="dtype")
 def _jgraph_grouped_wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
-    dw_GKN = _ragged(x_MK, dy_MN, sizes_G, (0, 0), ())
+    dw_GKN = lax.ragged_dot_general(x_MK, dy_MN, sizes_G, SUMMED, preferred_element_type=jnp.float32)
     return dw_GKN.astype(dtype) if add_GKN is None else add_GKN + dw_GKN
-
-
-def _ragged(left: Array, right: Array, sizes_G: Array, summed: tuple[int, int], groups: tuple[int, ...]) -> Array:
-    numbers = lax.RaggedDotDimensionNumbers((((summed[0],), (summed[1],)), ((), ())), (0,), groups)
-    return lax.ragged_dot_general(left, right, sizes_G, numbers, preferred_element_type=jnp.float32)

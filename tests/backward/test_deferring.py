@@ -137,9 +137,10 @@ def test_bfloat16_parameters_do_not_round_what_goes_into_main_grad():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(dtype):
+@pytest.mark.parametrize("product", [grouped_dot, jax.lax.ragged_dot])
+def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(product, dtype):
     def run(p, x):
-        return grouped_dot(x, p["w"].astype(x.dtype), sizes)
+        return product(x, p["w"].astype(x.dtype), sizes)
 
     params, x, sizes = {"w": normal(2, 4, 32, 8).astype(dtype)}, normal(3, 20, 32).astype(jnp.bfloat16), jnp.array([9, 0, 4, 5])
     split = jgraph.split_backward(run)
