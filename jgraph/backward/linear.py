@@ -210,7 +210,7 @@ def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any,
         if site.name == "dot_general":
             return _dot_gradient(site, x, dy, dtype)
         if site.eqn.params.get("ragged_dot_dimension_numbers") == grouped.ROWS:
-            return lax.ragged_dot_general(x, dy, *extra, grouped.SUMMED, preferred_element_type=dtype)
+            return lax.ragged_dot_general(x, dy, extra[0], grouped.SUMMED, preferred_element_type=dtype)
     (dw,) = jax.linear_transpose(lambda w: site.run(x, w, extra), replay.zeros(site.w_aval))(dy)
     return dw.astype(dtype)
 

@@ -137,7 +137,15 @@ def test_bfloat16_parameters_do_not_round_what_goes_into_main_grad():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("product", [grouped_dot, jax.lax.ragged_dot])
+@pytest.mark.parametrize(
+    "product",
+    [
+        grouped_dot,
+        lambda x, w, sizes: grouped_dot(x, w.reshape(128, 8).reshape(4, 32, 8), sizes),
+        jax.lax.ragged_dot,
+    ],
+    ids=["grouped", "grouped, reshaped", "ragged"],
+)
 def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(product, dtype):
     def run(p, x):
         return product(x, p["w"].astype(x.dtype), sizes)
@@ -146,7 +154,8 @@ def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(pr
     split = jgraph.split_backward(run)
     y, residuals = split.forward(params, x)
     stash = split.dgrad(params, residuals, y)[2]
-    total = split.accumulate({"w": jnp.ones((4, 32, 8))}, params, residuals, stash)["w"] - 1
+    with jax.disable_jit():  # in a program XLA leaves out a rounding that is followed by its inverse
+        total = split.accumulate({"w": jnp.zeros((4, 32, 8))}, params, residuals, stash)["w"]
     of_group = jnp.repeat(jnp.eye(4, dtype=x.dtype), sizes, axis=0, total_repeat_length=18)
     exact = jnp.einsum("bg,bd,bf->gdf", of_group, x[:18], y[:18], preferred_element_type=jnp.float32)
     np.testing.assert_allclose(total, exact, rtol=0, atol=1e-6 * float(jnp.abs(exact).max()))
@@ -170,3 +179,5 @@ def test_the_kernel_adds_onto_main_grad_where_its_weight_is_a_parameter_of_no_ot
     assert grouped_wgrads(lambda p, x: grouped_dot(x, p["w"], sizes), params) == [4]
     assert grouped_wgrads(lambda p, x: grouped_dot(x, p["w"].swapaxes(1, 2), sizes), params) == [3]
     assert grouped_wgrads(lambda p, x: grouped_dot(grouped_dot(x, p["w"], sizes), p["w"], sizes), params) == [3, 3]
+    layers = {"w": normal(2, 2, 4, 32, 32)}
+    assert grouped_wgrads(lambda p, x: jax.lax.scan(lambda x, w: (grouped_dot(x, w, sizes), None), x, p["w"])[0], layers) == [3]
