@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct
+from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct, name_of
 from jgraph.trace import replay
 
 # Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
@@ -113,7 +113,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
         return _Value(False) if replay.is_literal(atom) else env[atom]
 
     for i, eqn in enumerate(jaxpr.eqns):
-        name, values = eqn.primitive.name, [read(v) for v in eqn.invars]
+        name, values = name_of(eqn), [read(v) for v in eqn.invars]
         flags = [v in live for v in eqn.outvars]
         made = frozenset().union(*(v.params for v in values if not v.data and any(flags)))
         if not made:

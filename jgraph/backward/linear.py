@@ -17,10 +17,22 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from jgraph.kernels import grouped
 from jgraph.trace import replay
 
-# By primitive: the operands that may be the weight. What is neither weight nor data is kept as it is (group sizes).
-PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (1,), "ragged_dot_general": (1,)}
+GROUPED = "grouped product"
+
+# By name: the operands that may be the weight. What is neither weight nor data is kept as it is (group sizes).
+PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (1,), "ragged_dot_general": (1,), GROUPED: (1,)}
+
+
+def name_of(eqn: core.JaxprEqn) -> str:
+    """Returns what an equation is called in `PRODUCTS`: a `grouped_dot` by what it is, all else by its primitive."""
+    name = eqn.primitive.name
+    if name in replay.CUSTOM and [inner.params.get("name") for inner in replay.body(eqn).eqns] == [grouped.DOT]:
+        # Under a vmap it has an axis more, and is no grouped product.
+        return GROUPED if [v.aval.ndim for v in eqn.invars] == [2, 3, 1] else name  # pyright: ignore[reportAttributeAccessIssue]
+    return name
 
 
 HOOK = "jgraph_dot_general"
@@ -69,6 +81,10 @@ class DelayedProduct:
     def data(self) -> int:
         return 1 - self.weight
 
+    @property
+    def name(self) -> str:
+        return name_of(self.eqn)
+
     def run(self, x: Any, w: Any, extra: Sequence[Any]) -> jax.Array:
         operands = (x, w) if self.weight == 1 else (w, x)
         return replay.apply(self.eqn, (*operands, *extra))[0]
@@ -108,8 +124,18 @@ class DelayedProduct:
         """Computes dw in `dtype` from the cotangents of the tap; all with the axes `lead` in front."""
         one = partial(weight_gradient, self, dtype=dtype)
         for _ in self.lead:
-            one = jax.vmap(one)
+            # A kernel has no second form for several.
+            one = _turn_by_turn(one) if self.name == GROUPED else jax.vmap(one)
         return one(tap[0], extra, tap[1])
+
+    @property
+    def adds(self) -> bool:
+        """Whether it has `add_weight_gradient`: the sums of other products XLA makes parts of them."""
+        return self.name == GROUPED and not self.lead
+
+    def add_weight_gradient(self, tap: Any, extra: Sequence[Any], total: jax.Array) -> jax.Array:
+        """Adds dw to a float32 sum inside the kernel that computes it."""
+        return grouped.grouped_wgrad(*tap, *extra, dtype=total.dtype, add_GKN=total)
 
 
 class Bound(NamedTuple):
@@ -150,6 +176,10 @@ class OwnProducts:
         return part
 
 
+def _turn_by_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: lax.map(lambda args: fn(*args), args)
+
+
 def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
     """Computes the product. Its gradients are dx for x and (x, dy) for the tap; the weight gets none here."""
 
@@ -162,7 +192,10 @@ def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any
 
     def backward(kept, dy):
         x, w, extra = kept
-        (dx,) = jax.linear_transpose(lambda x: site.run(x, w, extra), replay.zeros(site.x_aval))(dy)
+        if site.name == GROUPED:
+            dx = grouped.grouped_dgrad(dy, w, *extra)
+        else:
+            (dx,) = jax.linear_transpose(lambda x: site.run(x, w, extra), replay.zeros(site.x_aval))(dy)
         return dx, None, None, (x, dy)
 
     run.defvjp(forward, backward)
@@ -171,8 +204,13 @@ def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any
 
 def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any, dtype: Any) -> jax.Array:
     """Computes dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded."""
-    if site.eqn.primitive.name == "dot_general" and np.dtype(dtype) != site.w_aval.dtype:
-        return _dot_gradient(site, x, dy, dtype)
+    if site.name == GROUPED:
+        return grouped.grouped_wgrad(x, dy, *extra, dtype=dtype)
+    if np.dtype(dtype) != site.w_aval.dtype:
+        if site.name == "dot_general":
+            return _dot_gradient(site, x, dy, dtype)
+        if site.eqn.params.get("ragged_dot_dimension_numbers") == grouped.ROWS:
+            return lax.ragged_dot_general(x, dy, extra[0], grouped.SUMMED, preferred_element_type=dtype)
     (dw,) = jax.linear_transpose(lambda w: site.run(x, w, extra), replay.zeros(site.w_aval))(dy)
     return dw.astype(dtype)
 

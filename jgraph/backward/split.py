@@ -341,10 +341,12 @@ def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: 
     plan = residuals.plan
     # Where the gradient must go through a cast, it comes in the parameter's dtype and is widened only then.
     dtype = None if plan.exact else jnp.float32
-    gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash, dtype))
+    gradients = iter(_late(plan, jax.tree.leaves(params), residuals, stash, dtype, adding=True))
     late = jax.tree.unflatten(plan.trees[0], [next(gradients) if late else None for late in plan.delayed])
 
     def added(total: Any, late: Any) -> Any:
+        if callable(late) and total is not None:
+            return late(total)
         if isinstance(late, jax.Array) and total is not None:
             return total + late.astype(total.dtype)
         if jax.tree.leaves(late):
@@ -354,8 +356,14 @@ def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: 
     return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)
 
 
-def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dtype: Any = None) -> list[Any]:
-    """Gradients of the delayed parameters, in order; of `dtype`, or else of the parameters' dtypes."""
+def _late(
+    plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dtype: Any = None, *, adding: bool = False
+) -> list[Any]:
+    """Gradients of the delayed parameters, in order; of `dtype`, or else of the parameters' dtypes.
+
+    Args:
+        adding: whether a function stands in the place of a gradient that a kernel adds onto a sum; it takes the sum.
+    """
     kept = _kept(residuals)
     again: list[Any] = []
     if None in plan.taps_from:
@@ -379,7 +387,15 @@ def _late(plan: Plan, params: list[Any], residuals: Residuals, stash: Stash, dty
     sites, extras, cotangents = plan.block.all_sites(), iter(kept[i] for i in plan.extras), []
     leaves = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(plan.taps_from)]
     taps = jax.tree.unflatten(jax.tree.structure([site.tap() for site in sites]), leaves)
-    for site, w, tap in zip(sites, products, taps, strict=True):
+    # By the place of the parameter, where it is the weight as it is, and of that product alone.
+    adders: dict[int, Callable[[Any], Any]] = {}
+    as_they_are = weights(delayed) if adding else [None] * len(sites)
+    for site, w, tap, own in zip(sites, products, taps, as_they_are, strict=True):
         extra = [next(extras) for _ in site.eqn.invars[2:]]
-        cotangents.append(site.weight_gradient(tap, extra, w.dtype))
-    return pull_back(cotangents)[0]
+        place = next((i for i, leaf in enumerate(delayed) if leaf is own), None)
+        if place is not None and site.adds and sum(bool(site.params & other.params) for other in sites) == 1:
+            adders[place] = partial(site.add_weight_gradient, tap, extra)
+            cotangents.append(replay.zeros(jax.typeof(w)))
+        else:
+            cotangents.append(site.weight_gradient(tap, extra, w.dtype))
+    return [adders.get(i, gradient) for i, gradient in enumerate(pull_back(cotangents)[0])]

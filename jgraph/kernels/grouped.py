@@ -19,6 +19,14 @@ from jax.typing import DTypeLike
 from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.target import target
 
+CALLS = DOT, DGRAD, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_dgrad", "_jgraph_grouped_wgrad"
+"""Names of the jitted functions, by which a product and its two gradients are found in a trace."""
+
+ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+"""Of a grouped product as a `ragged_dot_general`; then that of its dgrad and its wgrad."""
+TURNED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
 
 def grouped_dot(
     x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementation: str = "auto", interpret: bool = False
@@ -47,6 +55,12 @@ def grouped_dot(
     if weights_GKN.dtype != x_MK.dtype:
         raise ShapeError(f"`weights_GKN` is {weights_GKN.dtype}: must be {x_MK.dtype} as `x_MK` is", field="weights_GKN")
     return _dot(x_MK, weights_GKN, sizes_G, _chosen(implementation, (M, K, N), x_MK.dtype), interpret)
+
+
+def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
+    """Multiplies the rows of dy with their group's transposed matrix: the gradient of the rows of `grouped_dot`."""
+    (M, N), K = dy_MN.shape, weights_GKN.shape[1]
+    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype), False)
 
 
 def grouped_wgrad(
@@ -84,7 +98,7 @@ def grouped_wgrad(
     if add_GKN is not None and (add_GKN.shape != shape or add_GKN.dtype != jnp.float32):
         message = f"`add_GKN` is {add_GKN.dtype}{list(add_GKN.shape)}: must be float32 of shape {shape}"
         raise ShapeError(message, field="add_GKN")
-    return _wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK.dtype), interpret)
+    return _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK.dtype), interpret)
 
 
 def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:
@@ -120,24 +134,34 @@ def _check(implementation: str, sizes_G: Array, **arrays: tuple[Array, int]) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
-    return _product(x_MK, weights_GKN, sizes_G, implementation, interpret, transposed=False)
+    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation, interpret)
 
 
 def _dot_forward(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Any:
-    return _dot(x_MK, weights_GKN, sizes_G, implementation, interpret), (x_MK, weights_GKN, sizes_G)
+    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation, interpret), (x_MK, weights_GKN, sizes_G)
 
 
 def _dot_backward(implementation: str, interpret: bool, kept: tuple[Array, ...], dy_MN: Array) -> tuple[Any, ...]:
     x_MK, weights_GKN, sizes_G = kept
-    dx_MK = _product(dy_MN, weights_GKN, sizes_G, implementation, interpret, transposed=True)
-    return dx_MK, _wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation, interpret), None
+    dx_MK = _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, implementation, interpret)
+    dw_GKN = _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation, interpret)
+    return dx_MK, dw_GKN, None
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
 # jax 0.11 gives every call of a kernel a name of its own, and compiles each: so these are functions of the program.
-@functools.partial(jax.jit, static_argnames=("implementation", "interpret", "transposed"))
+@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+def _jgraph_grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
+    return _product(x_MK, weights_GKN, sizes_G, implementation, interpret, transposed=False)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
+def _jgraph_grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
+    return _product(dy_MN, weights_GKN, sizes_G, implementation, interpret, transposed=True)
+
+
 def _product(x_MK: Array, weights: Array, sizes_G: Array, implementation: str, interpret: bool, *, transposed: bool) -> Array:
     if implementation == "mosaic":
         return _product_mosaic(x_MK, weights, sizes_G, transposed, interpret)
@@ -145,7 +169,7 @@ def _product(x_MK: Array, weights: Array, sizes_G: Array, implementation: str, i
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "implementation", "interpret"))
-def _wgrad(
+def _jgraph_grouped_wgrad(
     x_MK: Array,
     dy_MN: Array,
     sizes_G: Array,
@@ -161,13 +185,12 @@ def _wgrad(
 
 
 def _product_xla(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool) -> Array:
-    numbers = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), (0,), (0,))
+    numbers = TURNED if transposed else ROWS
     return lax.ragged_dot_general(x_MK, weights, sizes_G, numbers, preferred_element_type=jnp.float32).astype(x_MK.dtype)
 
 
 def _wgrad_xla(x_MK: Array, dy_MN: Array, sizes_G: Array) -> Array:
-    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-    return lax.ragged_dot_general(x_MK, dy_MN, sizes_G, numbers, preferred_element_type=jnp.float32)
+    return lax.ragged_dot_general(x_MK, dy_MN, sizes_G, SUMMED, preferred_element_type=jnp.float32)
 
 
 class _Tiles(NamedTuple):

@@ -133,8 +133,8 @@ class Shape:
 
 def why_not(site: DelayedProduct) -> str:
     """Returns why a product cannot be in FP8; empty where it can."""
-    if site.eqn.primitive.name != "dot_general":
-        return f"a {site.eqn.primitive.name}"
+    if site.name != "dot_general":
+        return f"a {site.name}"
     if any(site.eqn.params["dimension_numbers"][1]):
         return "it has batch dimensions"
     if not site.moved or len(site.params) != 1:

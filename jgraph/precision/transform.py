@@ -344,6 +344,8 @@ def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Con
         reason = why_not(site)
         if any(names[p] in kept for p in site.params):
             reason = "kept by `fp8.keep`"
+        elif fnmatch.fnmatch(name, "*router*"):
+            reason = "a router"  # whose choice of experts a rounding would change
         elif any(_block_number(names[p]) in ends for p in site.params):
             reason = "kept by `fp8.blocks`"
         label = name if times[name] == 1 else f"{name}#{times[name]}"

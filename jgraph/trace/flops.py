@@ -7,7 +7,11 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jgraph.trace.replay import SCAN
+from jgraph.kernels.grouped import DGRAD, DOT, WGRAD
+from jgraph.trace.replay import JITS, SCAN
+
+# By name of a call of a grouped product: which axis of its second operand is neither a group's nor in the first one.
+_OTHER_SIDE = {DOT: -1, DGRAD: -2, WGRAD: -1}
 
 
 def product_flops(fn: Callable[..., Any], *args: Any) -> float:
@@ -26,13 +30,19 @@ def _flops(jaxpr: core.Jaxpr) -> float:
 
 
 def _of(eqn: core.JaxprEqn) -> float:
+    if eqn.primitive.name in JITS and eqn.params["name"] in _OTHER_SIDE:
+        # Rows times two sides of a matrix, which a kernel's own program does not say.
+        return 2.0 * math.prod(_shape(eqn.invars[0])) * _shape(eqn.invars[1])[_OTHER_SIDE[eqn.params["name"]]]
     match eqn.primitive.name:
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             return _product(eqn, math.prod(_shape(eqn.invars[0])[axis] for axis in contracted))
         case "ragged_dot_general":
-            (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-            return _product(eqn, math.prod(_shape(eqn.invars[0])[axis] for axis in contracted))
+            numbers = eqn.params["ragged_dot_dimension_numbers"]
+            (contracted, _), _ = numbers.dot_dimension_numbers
+            # Where rows are summed over, each is in the sum of one group alone.
+            apart = _shape(eqn.invars[2])[-1] if {*numbers.lhs_ragged_dimensions} & {*contracted} else 1
+            return _product(eqn, math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)) / apart
         case "conv_general_dilated":
             # Every element of the kernel but its outputs is used once for each element of the result.
             kernel = _shape(eqn.invars[1])

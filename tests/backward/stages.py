@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jgraph.kernels.grouped import grouped_dot
 from jgraph_models.gpt import GPT, Block, GPTConfig
 from jgraph_models.rotary import rotary
 
@@ -97,6 +98,34 @@ def experts() -> Stage:
         return x + (back * scores.max(-1, keepdims=True)).reshape(x.shape)
 
     return Stage(run, params, hidden(), delayed=3)
+
+
+def grouped_params(*lead: int, seed: int = 0, width: int = D) -> dict[str, jax.Array]:
+    shapes = {"router": (width, 3), "up": (3, width, 2 * F), "down": (3, F, width)}
+    return {name: normal(seed + i, *lead, *shape, scale=D**-0.5) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def grouped_mlp(p, x):
+    """Two experts a token, of three: SwiGLU, by grouped products, summed with weights."""
+    tokens = x.reshape(-1, x.shape[-1])
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(tokens @ p["router"]), 2)
+    order = jnp.argsort(chosen.ravel())
+    sizes = jnp.bincount(chosen.ravel(), length=3).astype(jnp.int32)
+    gate, up = jnp.split(grouped_dot(tokens[order // 2], p["up"], sizes), 2, axis=-1)
+    out = grouped_dot(jax.nn.silu(gate) * up, p["down"], sizes)
+    back = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, 2, x.shape[-1])
+    return x + jnp.sum(back * weights[..., None], 1).reshape(x.shape)
+
+
+def grouped(transform: Callable[..., Any] = lambda fn: fn) -> Stage:
+    return Stage(transform(grouped_mlp), grouped_params(), hidden(), delayed=3)
+
+
+def grouped_scan() -> Stage:
+    def run(p, x):
+        return jax.lax.scan(lambda x, p: (grouped_mlp(p, x), None), x, p)[0]
+
+    return Stage(run, grouped_params(2), hidden(), delayed=3)
 
 
 def dropout() -> Stage:
@@ -223,6 +252,9 @@ STAGES: dict[str, Callable[[], Stage]] = {
     "gpt block, swiglu": lambda: gpt_block(mlp="swiglu", num_kv_heads=2),
     "grouped attention": grouped_attention,
     "experts": experts,
+    "grouped experts": grouped,
+    "grouped experts, checkpoint": lambda: grouped(jax.checkpoint),
+    "grouped experts, scan": grouped_scan,
     "dropout": dropout,
     "tied embedding": tied,
     "scan": scanned,

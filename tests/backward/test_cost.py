@@ -60,6 +60,34 @@ def test_a_gpt_block_costs_what_theory_says():
     assert dgrad + wgrad <= 1.005 * (joint - forward)
 
 
+def test_experts_cost_a_third_each_and_keep_what_theory_lists():
+    stage, rows = STAGES["grouped experts"](), 2 * 2 * 16
+    # On a CPU each of the three experts multiplies all rows; up is two products, down one.
+    product = 3 * 2 * rows * 32 * 64
+    assert [int(part // product) for part in parts(stage.run, stage.params, stage.x)] == [3, 3, 3, 9]
+    spec = jgraph.split_backward(stage.run).spec(stage.params, stage.x)
+    assert leaves(spec.residuals.dgrad) == sorted(
+        [
+            ((32, 3), "float32"),  # the router's logits, their largest and the softmax's sum
+            ((32,), "float32"),
+            ((32,), "float32"),
+            ((32, 2), "float32"),  # of each token the weights and numbers of its experts
+            ((32, 2), "int32"),
+            ((64,), "int32"),  # the order of the rows
+            ((64, 32), "float32"),  # the experts' outputs, for the gradient of the weights
+        ]
+    )
+    assert leaves(spec.residuals.wgrad) == sorted(
+        [
+            ((2, 16, 32), "float32"),  # x
+            ((64, 32), "float32"),  # its rows by expert, and how many each has
+            ((3,), "int32"),
+            ((64, 128), "float32"),  # gate and up, from which the SwiGLU is made again
+        ]
+    )
+    assert leaves(spec.stash.arrays) == [((32, 3), "float32"), ((64, 32), "float32"), ((64, 128), "float32")]
+
+
 def test_no_product_is_in_two_parts():
     split = jgraph.split_backward(mlp)
     params, x = mlp_params(), hidden()

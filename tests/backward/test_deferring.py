@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend import core
 
 import jgraph
+from jgraph.kernels.grouped import WGRAD, grouped_dot
 from jgraph.xla.donation import alias_map
 from tests.backward.stages import Stage, gpt_block, gradients_by_vjp, hidden, mlp, mlp_params, normal
 
@@ -132,3 +134,50 @@ def test_bfloat16_parameters_do_not_round_what_goes_into_main_grad():
     exact = jnp.einsum("btd,btf->df", x, y, preferred_element_type=jnp.float32)
     np.testing.assert_allclose(total, exact, rtol=0, atol=1e-6 * float(jnp.abs(exact).max()))
     assert split.wgrad(params, residuals, stash)["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "product",
+    [
+        grouped_dot,
+        lambda x, w, sizes: grouped_dot(x, w.reshape(128, 8).reshape(4, 32, 8), sizes),
+        jax.lax.ragged_dot,
+    ],
+    ids=["grouped", "grouped, reshaped", "ragged"],
+)
+def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(product, dtype):
+    def run(p, x):
+        return product(x, p["w"].astype(x.dtype), sizes)
+
+    params, x, sizes = {"w": normal(2, 4, 32, 8).astype(dtype)}, normal(3, 20, 32).astype(jnp.bfloat16), jnp.array([9, 0, 4, 5])
+    split = jgraph.split_backward(run)
+    y, residuals = split.forward(params, x)
+    stash = split.dgrad(params, residuals, y)[2]
+    with jax.disable_jit():  # in a program XLA leaves out a rounding that is followed by its inverse
+        total = split.accumulate({"w": jnp.zeros((4, 32, 8))}, params, residuals, stash)["w"]
+    of_group = jnp.repeat(jnp.eye(4, dtype=x.dtype), sizes, axis=0, total_repeat_length=18)
+    exact = jnp.einsum("bg,bd,bf->gdf", of_group, x[:18], y[:18], preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(total, exact, rtol=0, atol=1e-6 * float(jnp.abs(exact).max()))
+    assert split.wgrad(params, residuals, stash)["w"].dtype == dtype
+
+
+def grouped_wgrads(run, params) -> list[int]:
+    """Of each kernel that makes weight gradients while `main_grad` is added to, how many operands it has."""
+    split, x = jgraph.split_backward(run), normal(3, 20, 32)
+    spec = split.spec(params, x)
+
+    def found(jaxpr):
+        own = [len(eqn.invars) for eqn in jaxpr.eqns if eqn.params.get("name") == WGRAD]
+        return own + [count for inner in core.subjaxprs(jaxpr) for count in found(inner)]
+
+    return found(jax.make_jaxpr(split.accumulate)(params, params, spec.residuals, spec.stash).jaxpr)
+
+
+def test_the_kernel_adds_onto_main_grad_where_its_weight_is_a_parameter_of_no_other_product():
+    sizes, params = jnp.array([9, 0, 4, 5]), {"w": normal(2, 4, 32, 32)}
+    assert grouped_wgrads(lambda p, x: grouped_dot(x, p["w"], sizes), params) == [4]
+    assert grouped_wgrads(lambda p, x: grouped_dot(x, p["w"].swapaxes(1, 2), sizes), params) == [3]
+    assert grouped_wgrads(lambda p, x: grouped_dot(grouped_dot(x, p["w"], sizes), p["w"], sizes), params) == [3, 3]
+    layers = {"w": normal(2, 2, 4, 32, 32)}
+    assert grouped_wgrads(lambda p, x: jax.lax.scan(lambda x, w: (grouped_dot(x, w, sizes), None), x, p["w"])[0], layers) == [3]

@@ -11,6 +11,7 @@ from flax import linen, nnx
 import jgraph
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.xla import alias_map
+from tests.backward.stages import grouped_mlp, grouped_params, hidden
 from tests.graphed import chain
 
 X = jnp.linspace(-1.0, 1.0, chain.B * chain.D).reshape(chain.B, chain.D)
@@ -44,6 +45,18 @@ def test_dgrad_now_and_wgrad_later_are_the_backward():
     chain.assert_close((y, grads, dx), truth(params))
     assert isinstance(grads["w"], jgraph.Borrowed)
     assert isinstance(grads["b"], jax.Array)
+
+
+def test_wgrads_of_experts_may_come_later():
+    params, x = grouped_params(), hidden()
+    call = jgraph.make_graphed_callables(grouped_mlp, params, (x,), delay_wgrad=True)[0]
+    for _ in range(2):  # main_grad adds up
+        y = call(params, x)
+        dx = call.dgrad(x)
+        grads = call.wgrad()
+    wanted, vjp = jax.vjp(grouped_mlp, params, x)
+    chain.assert_close((y, dx, grads), (wanted, vjp(x)[1], jax.tree.map(lambda g: 2 * g, vjp(x)[0])))
+    assert all(isinstance(grad, jgraph.Borrowed) for grad in grads.values())
 
 
 def test_microbatches_are_first_in_first_out():

@@ -124,12 +124,12 @@ def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:
     return jax.device_put(stacked, pipe.shardings(stacked))
 
 
-def piped(pipe: Pipeline, *, dropout: int | None = None) -> tuple[Any, Tree]:
-    """Loss and gradients of a pipeline, as `expected` gives them."""
+def piped(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
+    """Loss and gradients of a pipeline, as `expected` gives them; `given` are parameters other than `params`."""
     keys = () if dropout is None else (jax.random.key(dropout),)
     run = jax.jit(pipe.loss_and_grads, compiler_options=FAST)
     inputs = batch(pipe.schedule.num_microbatches)
-    loss, grads = run(placed(pipe, *params(pipe.layout.num_layers)), inputs, *keys)
+    loss, grads = run(placed(pipe, *(given or params(pipe.layout.num_layers))), inputs, *keys)
     # On the host first: every slice of an array on several devices would be compiled.
     loss, grads = jax.device_get((loss, grads))
     return loss, pipe.unstack(grads)

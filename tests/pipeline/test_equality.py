@@ -4,11 +4,16 @@ The bound is 1e-6 of the largest gradient; found were at most 2e-7. Sums over mi
 reference's, which is in float64.
 """
 
+from functools import reduce
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jgraph.errors import OrderError
+from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import Order, Schedule, generate, read, write
+from tests.backward.stages import grouped_mlp, grouped_params
 from tests.pipeline import model
 from tests.schedule.strategies import delayed_ticks, random_schedule
 
@@ -153,3 +158,19 @@ def test_a_schedule_from_a_users_json_is_played(seed, tmp_path):
     schedule = read(tmp_path / "own.json")
     pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
     model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+
+
+def routed_layer(p, x):
+    return 0.9 * x + grouped_mlp(p, jnp.tanh(x))
+
+
+def routed_loss(outer, layers, inputs, key):
+    return model.head(outer, reduce(lambda x, p: routed_layer(p, x), layers, model.embed(outer, inputs)), inputs)
+
+
+@pytest.mark.parametrize(("name", "runtime", "remat"), [("aligned", "aligned", "nothing"), ("zb-h1", "general", "layer")])
+def test_layers_with_experts_give_the_gradients_of_one_device(name, runtime, remat):
+    given = model.params(2)[0], [grouped_params(seed=3 * i, width=model.D) for i in range(2)]
+    parts = PipelineModel(model.embed, routed_layer, model.head)
+    pipe = model.pipeline(generate(name, pp=2, microbatches=3), 2, parts=parts, runtime=runtime, remat=remat)
+    model.assert_same(model.piped(pipe, given=given), model.plain(*given, model.batch(3), loss=routed_loss))

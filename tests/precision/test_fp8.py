@@ -9,6 +9,8 @@ from flax import nnx
 import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
+from jgraph.precision.report import about
+from tests.backward.stages import grouped_mlp, grouped_params
 
 # B batch, D model, F hidden
 B, D, F, H, K = 32, 48, 64, 4, 16
@@ -105,6 +107,33 @@ def test_the_head_is_kept_by_default_and_other_layers_by_pattern():
     assert "head" not in in_fp8(FP8Config())
     assert "head" in in_fp8(FP8Config(keep=()))
     assert in_fp8(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
+
+
+def test_grouped_products_stay_as_they_are_and_the_report_says_so():
+    params, x = {"in": normal(0, 32, 32), "experts": grouped_params()}, normal(1, B, 32)
+
+    def routed(params, x):
+        return grouped_mlp(params["experts"], x @ params["in"])
+
+    stage, alone = jgraph.fp8(routed), jgraph.fp8(lambda w, x: x @ w)
+    products = stage.plan(params, x).products
+    kept = {product.name: product.kept for product in products if product.name != "experts/router"}
+    assert kept == {"in": "", "experts/up": "a grouped product", "experts/down": "a grouped product"}
+    assert "1 of 4 products with parameters; " in (line := about(products, FP8Config(), None))
+    assert "2 not: a grouped product" in line
+
+    def gradients(fn):
+        return jax.jit(jax.grad(lambda params: jnp.sum(fn(params) ** 2)))(params)["experts"]
+
+    found = gradients(lambda params: stage.apply(params, {}, x))
+    wanted = gradients(lambda params: grouped_mlp(params["experts"], alone.apply(params["in"], {}, x)))
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-6 * float(jnp.abs(wanted[name]).max()))
+
+
+def test_a_router_stays_as_it_is():
+    params = {"up": normal(0, D, F), "moe": {"router": normal(1, F, 16)}}
+    assert in_fp8(FP8Config(), lambda p, x: x @ p["up"] @ p["moe"]["router"], params) == ["up"]
 
 
 def test_first_and_last_block_can_be_kept():

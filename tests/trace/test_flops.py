@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jgraph.kernels.grouped import grouped_dot
 from jgraph.trace.flops import product_flops
 from jgraph_models.gpt import GPT, GPTConfig
 
@@ -27,6 +28,12 @@ A, B = jnp.ones((2, 3, 4)), jnp.ones((2, 4, 5))
 )
 def test_flops_are_two_for_every_multiplication_of_a_product(fn, args, flops):
     assert product_flops(fn, *args) == flops
+
+
+@pytest.mark.parametrize("product", [grouped_dot, jax.lax.ragged_dot])
+def test_a_grouped_product_and_its_two_gradients_are_counted_once_each(product):
+    gradients = jax.grad(lambda x, w: product(x, w, jnp.array([2, 1, 3])).sum(), (0, 1))
+    assert product_flops(gradients, jnp.ones((6, 4)), jnp.ones((3, 4, 5))) == 3 * 2 * 6 * 4 * 5
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [(0, 32), (24, 48)])

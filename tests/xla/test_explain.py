@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.errors import CompilerOptionError, ConfigError, TargetError
+from jgraph.kernels.grouped import grouped_dot
 from jgraph.xla import CaptureReport, Outside, compiler_options
 from jgraph.xla.explain import Explanation, explain
 from jgraph.xla.source import Op
@@ -129,6 +130,16 @@ def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
     assert str(report).splitlines()[0] == "update on cpu"
     assert report.notes == ("there are no command buffers on a cpu: target='h200' says what a GPU would capture",)
     assert "note: there are no command buffers on a cpu" in str(report)
+
+
+def test_a_step_with_grouped_products_updates_its_experts_in_place():
+    def step(state, x):
+        gradients = jax.grad(lambda w: jnp.sum(grouped_dot(x, w, jnp.array([20, 0, 12]))))(state["w"])
+        return {"w": state["w"] - gradients}
+
+    report = explain(step, {"w": array(3, 64, 16)}, X, donate_argnums=0)
+    assert {leaf: found.output for leaf, found in by_leaf(report).items()} == {"state['w']": "result['w']"}
+    assert (report.dropped, report.capture) == ((), None)
 
 
 def test_the_report_is_json_with_the_fields_of_the_report():
