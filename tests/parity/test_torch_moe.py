@@ -1,0 +1,79 @@
+"""The peer's mixture of experts against a plain loop over tokens and experts: float32, with float64 as the referee."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.peers.torch_gpt import rotary  # noqa: E402
+from benchmarks.peers.torch_moe import GPT, MoE  # noqa: E402
+from jgraph_models.gpt_config import GPTConfig  # noqa: E402
+
+pytestmark = [pytest.mark.parity, pytest.mark.once]
+
+USUAL = {"router": "softmax-topk", "shared_experts": 0, "z_loss": 0.0, "weights_scale": 1.0, "balance_loss": 0.01}
+
+
+def looped(moe: MoE, x_BTD):
+    """Every token through each of its experts, one after the other, in float64."""
+    x_ND, k, E = x_BTD.flatten(0, 1), moe.config.experts_per_token, moe.config.num_experts
+    router, up, down = (p.double() for p in (moe.router, moe.up, moe.down))
+    probabilities_NE = (x_ND @ router).softmax(-1)
+    rows, counts = [], [0] * E
+    for x_D, probability_E in zip(x_ND, probabilities_NE, strict=True):
+        chosen = sorted(range(E), key=lambda e: -float(probability_E[e].detach()))[:k]
+        total = sum(probability_E[e] for e in chosen) if moe.config.weights == "normalized" else 1
+        y_D = 0
+        for e in chosen:
+            gate_F, up_F = (x_D @ up[e]).chunk(2)
+            y_D = y_D + probability_E[e] / total * ((gate_F * gate_F.sigmoid() * up_F) @ down[e])
+            counts[e] += 1
+        rows.append(y_D)
+    fractions_E = torch.tensor(counts, dtype=torch.float64) / len(x_ND)
+    return torch.stack(rows).view_as(x_BTD), E * (fractions_E * probabilities_NE.mean(0)).sum(), counts
+
+
+def passed(moe: MoE, call, x_BTD):
+    """Output, balance loss and every gradient, in float64."""
+    x_BTD = x_BTD.clone().requires_grad_()
+    moe.zero_grad()
+    y_BTD, balance, *_ = call(x_BTD)
+    (y_BTD.double().square().sum() + 3 * balance.double()).backward()
+    gradients = {f"gradient of {name}": p.grad.double() for name, p in moe.named_parameters()}
+    return {"y": y_BTD.double(), "balance": balance.double(), "gradient of x": x_BTD.grad.double()} | gradients
+
+
+@pytest.mark.parametrize("weights", ["normalized", "as-they-are"])
+def test_the_peers_experts_are_those_of_a_plain_loop_where_one_gets_nothing(weights):
+    config = SimpleNamespace(**USUAL, num_experts=5, experts_per_token=2, d_ff=8, weights=weights)
+    moe, generator = MoE(16, config), torch.Generator().manual_seed(0)
+    for p in moe.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-2] ** -0.5, generator=generator)
+    x_BTD = torch.randn(2, 7, 16, generator=generator)
+    with torch.no_grad():  # nobody takes the third: it is far below all others
+        x_BTD[..., 0] = 1
+        moe.router[:, 2] = 0
+        moe.router[0, 2] = -20
+    referee = passed(moe, lambda x_BTD: looped(moe, x_BTD), x_BTD.double())
+    assert looped(moe, x_BTD.double())[2][2] == 0
+    assert not referee["gradient of up"][2].any()
+    for name, one in passed(moe, moe, x_BTD).items():
+        torch.testing.assert_close(one, referee[name], rtol=1e-5, atol=1e-5 * float(referee[name].abs().max()))
+
+
+def test_the_peers_model_adds_what_its_layers_are_out_of_balance():
+    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 61}
+    config = GPTConfig(**sizes, qk_norm="head", compute_dtype="float32")
+    moe = SimpleNamespace(**USUAL, num_experts=4, experts_per_token=2, d_ff=16, weights="normalized")
+    torch.manual_seed(0)
+    model = GPT(SimpleNamespace(**vars(config), head_size=config.head_size, moe=moe))
+    tokens_BS = torch.randint(0, 61, (2, 9))
+    (logits_BTV, balance), labels_BT = model(tokens_BS[:, :-1]), tokens_BS[:, 1:]
+    x_BTD, apart = model.embed(tokens_BS[:, :-1])[0], 0.0
+    for block in model.blocks:
+        x_BTD, one = block(x_BTD, rotary(config, 8, model.embedding))
+        apart += float(one.detach())
+    assert float(balance) == pytest.approx(apart) == pytest.approx(2 * 2, rel=0.1)  # of two layers, each near k
+    plain = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+    assert float(model.loss(tokens_BS)) == pytest.approx(float(plain) + 0.01 * float(balance))
