@@ -21,7 +21,7 @@ def main() -> None:
     variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    gpt = torch_moe.GPT if "moe" in variant else torch_gpt.GPT
+    gpt = torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT
     with torch.device("cuda"):
         model = gpt(config.model)
     optimizer = adamw(model, config.optimizer, capturable=True)
