@@ -57,6 +57,7 @@ def speed() -> str:
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
     fp8 = [name for name in data if "fp8" in name and benchmark_of(name, IN_FP8) in IN_FP8]
+    moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe"]
     tables = [
         (
             f"One {distinct([result for _, result in works], 'device')}",
@@ -90,9 +91,12 @@ def speed() -> str:
         ),
         (
             "Mixtures of experts",
-            [name for name in ("moe",) if name in data],
+            moe,
             "Milliseconds, median: a training step of gpt-moe, forward and backward of the layers alone:",
-            markdown(HEADS, [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for work, one in data.get("moe", {}).items()]),
+            markdown(
+                HEADS,
+                [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()],
+            ),
         ),
         (
             "Grouped products in bfloat16",

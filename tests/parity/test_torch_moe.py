@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.peers.torch_gpt import rotary  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from benchmarks.peers.torch_moe import GPT, MoE  # noqa: E402
 from jgraph_models.gpt_config import GPTConfig  # noqa: E402
 
@@ -41,7 +42,11 @@ def passed(moe: MoE, call, x_BTD):
     y_BTD, balance, *_ = call(x_BTD)
     (y_BTD.double().square().sum() + 3 * balance.double()).backward()
     gradients = {f"gradient of {name}": p.grad.double() for name, p in moe.named_parameters()}
-    return {"y": y_BTD.double(), "balance": balance.double(), "gradient of x": x_BTD.grad.double()} | gradients
+    return {
+        "y": y_BTD.detach().double(),
+        "balance": balance.detach().double(),
+        "gradient of x": x_BTD.grad.double(),
+    } | gradients
 
 
 @pytest.mark.parametrize("weights", ["normalized", "as-they-are"])
@@ -62,18 +67,42 @@ def test_the_peers_experts_are_those_of_a_plain_loop_where_one_gets_nothing(weig
         torch.testing.assert_close(one, referee[name], rtol=1e-5, atol=1e-5 * float(referee[name].abs().max()))
 
 
-def test_the_peers_model_adds_what_its_layers_are_out_of_balance():
+def made():
+    """A model of two layers with heads wider than the residual stream, and tokens for it."""
     sizes = {"num_layers": 2, "d_model": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 61}
-    config = GPTConfig(**sizes, qk_norm="head", compute_dtype="float32")
+    config = GPTConfig(**sizes, qk_norm="head")
     moe = SimpleNamespace(**USUAL, num_experts=4, experts_per_token=2, d_ff=16, weights="normalized")
     torch.manual_seed(0)
     model = GPT(SimpleNamespace(**vars(config), head_size=config.head_size, moe=moe))
-    tokens_BS = torch.randint(0, 61, (2, 9))
+    return model, torch.randint(0, 61, (2, 9))
+
+
+def test_the_peers_loss_has_what_its_layers_are_out_of_balance():
+    model, tokens_BS = made()
     (logits_BTV, balance), labels_BT = model(tokens_BS[:, :-1]), tokens_BS[:, 1:]
-    x_BTD, apart = model.embed(tokens_BS[:, :-1])[0], 0.0
+    (x_BTD, rotary_TK), apart = model.embed(tokens_BS[:, :-1]), 0.0
     for block in model.blocks:
-        x_BTD, one = block(x_BTD, rotary(config, 8, model.embedding))
-        apart += float(one.detach())
-    assert float(balance) == pytest.approx(apart) == pytest.approx(2 * 2, rel=0.1)  # of two layers, each near k
-    plain = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
-    assert float(model.loss(tokens_BS)) == pytest.approx(float(plain) + 0.01 * float(balance))
+        x_BTD, one = block(x_BTD, rotary_TK)
+        apart += one.detach()
+    assert balance.detach() == apart == pytest.approx(2 * 2, rel=0.1)  # of two layers, each near k
+    plain = torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
+    torch.testing.assert_close(model.loss(tokens_BS), plain + 0.01 * balance)
+
+
+def test_the_peers_step_is_told_nothing_by_the_device():
+    with FakeTensorMode():  # raises where a number is asked for, or a shape depends on one
+        model, tokens_BS = made()
+        model.loss(tokens_BS).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")  # torch's own, as it compiles one
+def test_the_peers_gradients_are_those_of_it_compiled_whole():
+    model, tokens_BS = made()
+    with torch.no_grad():
+        model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
+    gradients = []
+    for call in (model.loss, torch.compile(model.loss, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        call(tokens_BS).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
