@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jgraph.training.engine
-from benchmarks import cli, engines, fsdp, moe, rows, runner
+from benchmarks import cli, engines, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
@@ -362,6 +362,24 @@ def test_the_split_backward_is_timed_beside_the_vjp(run_here):
 def test_greedy_text_is_timed_beside_a_plain_loop_of_torch(run_here):
     pytest.importorskip("torch")
     (result,) = run_here("decode", "--sizes", "tiny", "--models", "gpt-1b3", *SHORT).values()
+    assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
+    assert all(row["ms"] > 0 for row in result["rows"])
+
+
+def test_grouped_products_are_timed_by_what_they_are_for(run_here):
+    pytest.importorskip("torch")
+    works = run_here("grouped", "--sizes", "tiny", "--groups", "skewed", "--peers", "torch", *SHORT)
+    (result,) = works.values()
+    assert (sum(result["size"]["groups"]), len(set(result["size"]["groups"]))) == (64, 4)
+    assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
+    for row in result["rows"]:
+        assert row["ms"] == pytest.approx(sum(row[f"{leg}_ms"] for leg in grouped.LEGS), rel=0.5)  # each a median by itself
+    assert readme.grouped(works)[-1].count(" to ") == len(grouped.LEGS)
+
+
+def test_layers_of_a_mixture_are_timed_alone(run_here):
+    pytest.importorskip("torch")
+    (result,) = run_here("moe", "--sizes", "tiny", "--work", "qwen3-30b-a3b-layers", "--peers", "eager", *SHORT).values()
     assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
     assert all(row["ms"] > 0 for row in result["rows"])
 
