@@ -7,6 +7,7 @@ A results file is {"works": {NAME: result}}. A result has `environment`, `option
 import statistics
 from typing import Any
 
+from jgraph.training.model import settings_from
 from jgraph_models.gpt_config import GPTConfig
 
 Row = dict[str, Any]
@@ -15,7 +16,7 @@ Row = dict[str, Any]
 FIELDS = {
     "system, schedule, variant, join, graph, runtime, microbatches, chunks": "its name: jgraph, torch, jax or one GPU, and how",
     "precision": "in which the blocks of a run multiply matrices",
-    "chosen, table": "of a pipeline: schedule and engine, and what they were chosen from",
+    "chosen, table, phases": "of a pipeline: schedule and engine, what they were chosen from, and what that took",
     "failed": "why it has no time, in one line",
     "ranks, device, xla_options, capture": "what it ran on, with which options, and how much of it is a CUDA graph",
     "compiled": "how many programs, and how many of them jax's compilation cache had",
@@ -104,7 +105,7 @@ def verdict(a: list[float], b: list[float]) -> str:
 
 def gpt_of(fields: Row) -> GPTConfig:
     """Returns the model of a stored configuration; earlier ones had its module among its settings."""
-    return GPTConfig(**{name: value for name, value in fields.items() if name != "module"})
+    return settings_from(GPTConfig, {name: value for name, value in fields.items() if name != "module"})
 
 
 def step_flops(config: Row) -> float:

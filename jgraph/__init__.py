@@ -2,7 +2,8 @@
 
 - A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`,
   `measure_graph`.
-- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`.
+- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`;
+  with experts: `MoE`, `MoEConfig`, `grouped_dot`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for that of a run or of a Hugging Face folder.
 - A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
@@ -35,10 +36,13 @@ if TYPE_CHECKING:
     from jgraph.graphed import make_graphed_callables as make_graphed_callables
     from jgraph.inference.generate import generate as generate
     from jgraph.inference.generate import stream as stream
+    from jgraph.kernels.grouped import grouped_dot as grouped_dot
     from jgraph.kernels.norm import rms_norm as rms_norm
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.modules import Decoder as Decoder
     from jgraph.modules import functional as functional
+    from jgraph.moe.config import MoEConfig as MoEConfig
+    from jgraph.moe.layer import MoE as MoE
     from jgraph.parallel import FullySharded as FullySharded
     from jgraph.parallel import Loss as Loss
     from jgraph.parallel import Pipelined as Pipelined
@@ -66,10 +70,13 @@ _MODULES = {
     "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
     "NonFiniteError OrderError OwnershipError ShapeError SplitError TargetError",
     "graphed": "Borrowed fold_key make_graphed_callables",
+    "kernels.grouped": "grouped_dot",
     "kernels.norm": "rms_norm",
     "loss": "cross_entropy",
     "inference.generate": "generate stream",
     "modules": "Decoder functional",
+    "moe.config": "MoEConfig",
+    "moe.layer": "MoE",
     "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise measure_graph split_embedding train_step",
     "precision.transform": "fp8",
     "precision.config": "FP8Config",

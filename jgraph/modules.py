@@ -49,6 +49,8 @@ class FunctionalModel:
         init: `init()` makes (parameters, carried state); can be jitted.
         call: `call(name, mode, params, carried, key, *args)` returns a method's result and the carried state after it.
         annotations: Flax's partition names, a PartitionSpec or None by the name of a parameter.
+        reductions: how the carried state is reduced, a tree of names for `train_step`: what an NNX variable has as `reduction`,
+            else "mean".
         decoder: that of the module's `cached_decoder()`; None where it has none.
     """
 
@@ -58,6 +60,7 @@ class FunctionalModel:
     call: Callable[..., tuple[Any, Tree]]
     annotations: dict[str, PartitionSpec | None] = field(default_factory=dict)
     decoder: Decoder | None = None
+    reductions: Tree = field(default_factory=dict)
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
         """Returns the model's `loss(batch)` in training, and the carried state after it."""
@@ -103,6 +106,8 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         return graphdef, *map(nnx.to_pure_dict, states)
 
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, nnx.Param)))
+    state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+    reductions = nnx.to_pure_dict(jax.tree.map(_reduction, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
     graphs = {}
     for mode, turn in (("evaluate", model.eval), ("train", model.train)):
         turn()
@@ -117,13 +122,17 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         found = getattr(model, name)(*args)
         return found, split(model)[3]
 
-    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model))
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
 
 
 def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
     """Returns PartitionSpecs by the name of their parameter."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     return dict(zip(leaf_names(shapes), leaves, strict=True))
+
+
+def _reduction(variable: nnx.Variable) -> str:
+    return variable.get_metadata().get("reduction", "mean")
 
 
 def _decoder(module: Any) -> Decoder | None:
@@ -165,7 +174,8 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)
     specs = nn.get_partition_spec(abstract)["params"]
-    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(module))
+    reductions = jax.tree.map(lambda _: "mean", carried)
+    return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(module), reductions)
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:

@@ -6,7 +6,20 @@ from typing import Literal
 
 import jax
 
-Scope = Literal["forward", "dgrad", "wgrad", "attention", "loss", "quantize", "optimizer", "copies"]
+Scope = Literal[
+    "forward",
+    "dgrad",
+    "wgrad",
+    "attention",
+    "router",
+    "dispatch",
+    "experts",
+    "combine",
+    "loss",
+    "quantize",
+    "optimizer",
+    "copies",
+]
 
 PREFIX = "jgraph."
 

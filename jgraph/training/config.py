@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
-from jgraph.training.model import settings_of
+from jgraph.training.model import settings_from, settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
@@ -331,7 +331,7 @@ class TrainConfig:
         try:
             fields = _with_tuples(fields)
             kind, model = settings_of(fields["module"]), fields.pop("model")
-            model = None if kind is None else kind(**model)
+            model = None if kind is None else settings_from(kind, model)
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
             parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))

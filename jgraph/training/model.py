@@ -36,6 +36,17 @@ def settings_of(name: str) -> type | None:
     return first if isinstance(first, type) and is_dataclass(first) else None
 
 
+def settings_from(kind: type, fields: dict[str, Any]) -> Any:
+    """Inverts `dataclasses.asdict`, through JSON, of settings whose fields may be dataclasses too."""
+    hints = typing.get_type_hints(kind)
+    return kind(
+        **{
+            name: hints[name](**value) if isinstance(value, dict) and is_dataclass(hints.get(name)) else value
+            for name, value in fields.items()
+        }
+    )
+
+
 def _told(error: Exception) -> str:
     """Returns an error in one line; of its traceback, the last place that is neither ours nor an installed package's."""
     ours = str(Path(__file__).parent)

@@ -124,6 +124,7 @@ class TrainSetup:
                 read_dtype=config.read_dtype,
                 freeze=config.freeze,
                 carried=model.carried,
+                reductions=model.reductions,
                 fp8=_fp8(config),
                 batch=_batch(config, config.batch_size),
             )
@@ -492,8 +493,7 @@ def _predictor(
 
     `pipelined` is with any schedule. None are all layers; fewer fit in any case.
     """
-    reductions = jax.tree.map(lambda _: "mean", found.carried)
-    binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=reductions)
+    binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=found.reductions)
     if (fp8 := _fp8(config)) is not None:
         with _precision_at_fault(config):
             binding = in_fp8(binding, fp8, model, pipelined, _batch(config, config.batch_size))

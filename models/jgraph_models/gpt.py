@@ -20,6 +20,7 @@ from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
+from jgraph.moe import MoE
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
@@ -95,7 +96,7 @@ class GPT(nnx.Module):
             one = nnx.remat(one, prevent_cse=False) if self.remat == "layer" else one
             x_BTD = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
-            add_BTD, kernel = None, "xla" if self.config.norm == "xla" else "fused"
+            add_BTD, kernel = None, norm_kernel(self.config)
 
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
                 return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
@@ -114,15 +115,17 @@ class GPT(nnx.Module):
 
 def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     """Returns a GPT for a pipeline of `ranks`, each with 1/ranks of the vocabulary, padded with zeros where indivisible."""
-    block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param)
+    block, _, state = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
         return split_embedding(outer["embedding_VD"], taken_apart(batch)[0][:, :-1], config.compute_dtype)
 
-    def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None) -> Array:
-        return nnx.merge(block, params)(x_BTD, rotary_of(config, x_BTD.shape[1]), starts_BT)
+    def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
+        own = nnx.merge(block, params, *carried or [state])
+        x_BTD = own(x_BTD, rotary_of(config, x_BTD.shape[1]), starts_BT)
+        return (x_BTD, nnx.to_pure_dict(nnx.state(own, nnx.Not(nnx.Param)))) if carried else x_BTD
 
     def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
         tokens_BS, _, weights_BT = taken_apart(batch)
@@ -143,18 +146,33 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
         for name, axis in axes.items():
             outer[name] = jnp.pad(outer[name], [(0, padding) if i == axis else (0, 0) for i in range(2)])
-        blocks = params["blocks"]
+        return outer, split_layers(params)
+
+    def split_layers(tree: Any) -> list[Any]:
         if config.scan_layers:
-            return outer, [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(config.num_layers)]
-        return outer, [blocks[i] for i in range(config.num_layers)]
+            return [jax.tree.map(lambda leaf, i=i: leaf[i], tree["blocks"]) for i in range(config.num_layers)]
+        return [tree["blocks"][i] for i in range(config.num_layers)]
 
     def join(outer: Any, layers: list[Any]) -> Any:
         whole = {name: jax.lax.slice_in_dim(outer[name], 0, config.vocab_size, axis=axis) for name, axis in axes.items()}
-        blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if config.scan_layers else dict(enumerate(layers))
-        return outer | whole | {"blocks": blocks}
+        return outer | whole | join_layers(layers)
+
+    def join_layers(layers: list[Any]) -> Any:
+        stacked = config.scan_layers
+        return {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if stacked else dict(enumerate(layers))}
 
     axes = {"embedding_VD": 0} | ({"head_DV": 1} if config.head == "untied" else {})
-    return PipelineModel(embed, layer, head, sharded=axes, split=split, join=join, context=lambda batch: taken_apart(batch)[1])
+    return PipelineModel(
+        embed,
+        layer,
+        head,
+        sharded=axes,
+        split=split,
+        join=join,
+        context=lambda batch: taken_apart(batch)[1],
+        split_carried=split_layers,
+        join_carried=join_layers,
+    )
 
 
 class Block(nnx.Module):
@@ -165,10 +183,14 @@ class Block(nnx.Module):
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        if config.moe.num_experts:
+            inits = {"kernel_init": _init(config), "down_init": _init(config, residual=True)}
+            self.mlp = MoE(config.d_model, config.d_ff, config.moe, rngs=rngs, **inits)
+        else:
+            self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, "fused" if self.config.norm == "fused" else "xla")
+        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, norm_kernel(self.config))
         return x_BTD + add_BTD
 
     def parts(
@@ -238,6 +260,11 @@ def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, ker
         return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
+
+
+def norm_kernel(config: GPTConfig) -> Norm:
+    """Returns the kernel of the residual stream's norms."""
+    return "xla" if config.norm == "xla" else "fused"
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
@@ -319,13 +346,16 @@ def _norm(config: GPTConfig, rngs: nnx.Rngs, width: int = 0) -> nnx.RMSNorm:
 def _linear(
     config: GPTConfig, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False, use_bias: bool = False
 ) -> nnx.Linear:
-    # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
-    scale = _INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE
     return nnx.Linear(
         d_in,
         d_out,
         use_bias=use_bias,
         dtype=jnp.dtype(config.compute_dtype),
-        kernel_init=nnx.initializers.normal(scale),
+        kernel_init=_init(config, residual=residual),
         rngs=rngs,
     )
+
+
+def _init(config: GPTConfig, *, residual: bool = False) -> nnx.Initializer:
+    # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+    return nnx.initializers.normal(_INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE)

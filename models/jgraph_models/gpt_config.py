@@ -1,9 +1,10 @@
 """Sizes and numerics of a GPT. No jax here, so that a wrong flag is told in no time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jgraph.errors import check_types, require, require_positive
+from jgraph.moe.config import MoEConfig
 
 _OF_SCALING = "rope_factor rope_low_freq_factor rope_high_freq_factor rope_original_length"
 
@@ -28,6 +29,8 @@ class GPTConfig:
     """Rows of the embedding; token ids must be smaller."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """Non-linearity of the MLP; swiglu has a third matrix."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixtures of experts in the place of every MLP; experts are swiglu."""
     head: Literal["tied", "untied"] = "tied"
     """Whether the output projection is the embedding or a matrix of its own."""
     attention_bias: Literal["none", "qkv"] = "none"
@@ -38,8 +41,8 @@ class GPTConfig:
     """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
     and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
     norm: Literal["auto", "fused", "xla"] = "auto"
-    """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto takes it between
-    the blocks of a whole model, except in FP8."""
+    """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto is fused, except
+    in FP8, whose kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
     scan_layers: bool = False
@@ -66,6 +69,8 @@ class GPTConfig:
         names = "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps"
         require_positive(self, f"{names} {_OF_SCALING}", prefix="model.")
         require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
+        if self.moe.num_experts:
+            require(self.mlp == "swiglu", "model.mlp", self.mlp, "swiglu with `model.moe.num_experts`")
         heads, groups, own = self.num_heads, self.num_kv_heads, self.head_dim
         require(own >= 0 and own % 2 == 0, "model.head_dim", own, "even, or 0")
         require(own > 0 or self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
@@ -121,12 +126,15 @@ class GPTConfig:
     def flops(self, sequences: int, length: int) -> float:
         """Returns the FLOPs of loss and gradients of so many tokens: 6·N·tokens + 6·L·d·T·tokens.
 
-        N counts the weights of matrix products (attention, MLP, head; the embedding look-up is none), each used by one
-        multiplication and one addition forward and twice that backward. The second term is causal attention, which needs half
+        N counts the weights of matrix products that a token meets (attention, MLP or its experts with their router, head; the
+        embedding look-up is none), each used by one multiplication and one addition forward and twice that backward. The second term is causal attention, which needs half
         of its T x T scores: L layers, d = num_heads * head_size, T = length. Recomputation and elementwise work do not count.
         """
         width = self.num_heads * self.head_size
         attention = self.d_model * (width + 2 * self.num_kv_heads * self.head_size) + width * self.d_model
         mlp = (3 if self.mlp == "swiglu" else 2) * self.d_model * self.d_ff
+        if (moe := self.moe).num_experts:
+            experts = moe.experts_per_token + moe.shared_experts
+            mlp = self.d_model * (moe.num_experts + 3 * experts * (moe.d_ff or self.d_ff))
         weights = self.num_layers * (attention + mlp) + self.d_model * self.vocab_size
         return 6.0 * sequences * length * (weights + self.num_layers * width * length)

@@ -6,6 +6,7 @@ Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B and Qwen3-8B, on the Hug
 
 from typing import Any
 
+from jgraph.moe.config import MoEConfig
 from jgraph.training.config import OptimizerConfig, TrainConfig, Usual
 from jgraph_models.gpt_config import GPTConfig
 
@@ -26,7 +27,7 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 def _qwen3(**sizes: Any) -> GPTConfig:
     others: dict[str, Any] = {"mlp": "swiglu", "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
-    return GPTConfig(num_kv_heads=8, vocab_size=151_936, **others, **sizes)
+    return GPTConfig(**{"num_kv_heads": 8, "vocab_size": 151_936} | others | sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
@@ -62,12 +63,41 @@ PRESETS: dict[str, TrainConfig] = {
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
         ),
         TrainConfig(
+            preset="gpt-moe-tiny",
+            steps=900,
+            batch_size=8,
+            seq_len=128,
+            log_every=20,
+            eval_every=300,
+            eval_batches=64,
+            checkpoint_every=300,
+            model=GPTConfig(compute_dtype="float32", mlp="swiglu", moe=MoEConfig(num_experts=8, experts_per_token=2, d_ff=256)),
+            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
+        ),
+        TrainConfig(
             preset="launch-bound",
             batch_size=2,
             seq_len=128,
             model=GPTConfig(num_layers=12, d_model=256, num_heads=4, num_kv_heads=4, d_ff=1024, vocab_size=8192),
         ),
         _gpt("gpt-124m", layers=12, width=768, heads=12, batch_size=16, seq_len=1024, peak=6e-4),
+        _run(
+            "gpt-moe",
+            # As many weights an expert as gpt-124m's MLP has.
+            GPTConfig(
+                num_layers=12,
+                d_model=768,
+                num_heads=12,
+                num_kv_heads=12,
+                d_ff=2048,
+                vocab_size=_GPT_VOCAB,
+                mlp="swiglu",
+                moe=MoEConfig(num_experts=8, experts_per_token=2),
+            ),
+            batch_size=16,
+            seq_len=1024,
+            peak=6e-4,
+        ),
         _gpt("gpt-350m", layers=24, width=1024, heads=16, batch_size=16, seq_len=1024, peak=3e-4),
         _gpt("gpt-1b3", layers=24, width=2048, heads=16, batch_size=8, seq_len=2048, peak=2e-4),
         _gpt("gpt-7b", layers=32, width=4096, heads=32, batch_size=4, seq_len=2048, peak=1.2e-4),
@@ -88,6 +118,22 @@ PRESETS: dict[str, TrainConfig] = {
         _run(
             "qwen3-0.6b",
             _qwen3(num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
+            batch_size=4,
+            seq_len=4096,
+            peak=3e-4,
+        ),
+        _run(
+            "qwen3-30b-a3b",
+            _qwen3(
+                num_layers=48,
+                d_model=2048,
+                num_heads=32,
+                num_kv_heads=4,
+                head_dim=128,
+                d_ff=6144,
+                head="untied",
+                moe=MoEConfig(num_experts=128, experts_per_token=8, d_ff=768, balance_loss=0.001),
+            ),
             batch_size=4,
             seq_len=4096,
             peak=3e-4,

@@ -11,6 +11,7 @@ from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
 from tests.kernels import test_attention as attention
 from tests.kernels import test_documents as documents
+from tests.kernels import test_grouped as grouped
 from tests.kernels import test_norm as norm
 from tests.kernels.test_quantize import (
     DTYPES,
@@ -97,3 +98,27 @@ def test_attention_within_documents_is_as_near_to_float32_as_plain_jax_is(length
     for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
         off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
         assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "tiles"])
+@pytest.mark.parametrize("case", grouped.SIZES)
+def test_every_group_of_rows_is_multiplied_with_its_own_matrix(case, implementation):
+    args = grouped.arrays(grouped.SIZES[case], jnp.bfloat16, 320, 448)
+    compiled = captured(functools.partial(grouped.run, implementation=implementation), *args)
+    wanted = grouped.loop(*args)
+    for _ in range(3):
+        grouped.assert_near(compiled(*args), wanted)
+
+
+def test_groups_beyond_one_round_of_the_blocks_are_multiplied_and_added_in_place():
+    sizes = jax.random.randint(jax.random.key(1), (64,), 0, 500)
+    args = grouped.arrays(sizes, jnp.bfloat16, 512, 1408, 32768)
+    grouped.assert_near(jax.jit(functools.partial(grouped.run, implementation="mosaic"))(*args), grouped.loop(*args))
+    x, _, _, dy, add = args
+    wanted = jnp.asarray(grouped.loop(*args)[-1])
+    address = add.unsafe_buffer_pointer()
+    found = jax.jit(
+        functools.partial(grouped.grouped_wgrad, dtype=jnp.float32, implementation="mosaic"), donate_argnames="add_GKN"
+    )(x, dy, sizes, add_GKN=add)
+    assert found.unsafe_buffer_pointer() == address
+    assert float(jnp.max(jnp.abs(found - wanted))) <= 1e-5 * float(jnp.max(jnp.abs(wanted)))

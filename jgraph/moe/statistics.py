@@ -1,0 +1,36 @@
+"""What a step's carried state says of its routers, on the host."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgraph.tree import path_name
+
+NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z")
+
+Statistics = dict[str, np.ndarray]
+
+
+def statistics(carried: Any) -> dict[str, Statistics]:
+    """Returns each layer's numbers after a step, by the layer's path in the model: `tokens_E` is the load of its experts.
+
+    `entropy`, `balance` and `z` are means over the step's microbatches. Of stacked layers, arrays have a first axis of layers.
+    """
+    layers: dict[str, Statistics] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
+        layer, _, name = path_name(path).rpartition("/")
+        layers.setdefault(layer, {})[name] = leaf
+    found = {layer: own for layer, own in layers.items() if own.keys() >= set(NAMES)}
+    return {layer: {name: np.asarray(own[name]) for name in NAMES} for layer, own in found.items()}
+
+
+def starved(carried: Any, steps: int = 100) -> dict[str, list[int]]:
+    """Returns the experts that had no token for so many steps, by the layer's path; layers without such are left out."""
+    found = {}
+    for layer, own in statistics(carried).items():
+        unseen = own["unseen_E"].reshape(-1, own["unseen_E"].shape[-1])
+        for i, row in enumerate(unseen):
+            if len(experts := np.flatnonzero(row <= -steps)):
+                found[f"{layer}/{i}" if own["unseen_E"].ndim > 1 else layer] = experts.tolist()
+    return found

@@ -1,0 +1,151 @@
+"""Grouped products against a loop over the groups in float32; kernels compiled for an H200."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph.errors import ConfigError, ShapeError
+from jgraph.kernels import grouped
+from jgraph.kernels.grouped import choose, grouped_dot, grouped_wgrad
+from jgraph.xla import aot
+from tests.kernels.test_quantize import needs_mosaic
+
+ROWS = 1024
+SIZES = {
+    "some": (300, 0, 261, 400, 63),
+    "aligned": (256, 128, 384, 0, 256),
+    "one": (0, ROWS, 0, 0, 0),
+    "beyond": (5, 0, 700, 1, 0),
+    "none": (0, 0, 0, 0, 0),
+}
+
+
+def arrays(sizes, dtype, K=64, N=128, M=ROWS):
+    """Returns rows, weights, sizes, what a loss makes of the product, and what weight gradients are added onto."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    G = len(sizes)
+    x, dy = (jax.random.normal(key, (M, size), dtype) for key, size in zip(keys, (K, N), strict=False))
+    weights = jax.random.normal(keys[2], (G, K, N), dtype) / 8
+    return x, weights, jnp.asarray(sizes, jnp.int32), dy, jax.random.normal(keys[3], (G, K, N), jnp.float32)
+
+
+def run(x, weights, sizes, dy, add, **how):
+    """Returns the product, the gradients of its two arguments, and the weight gradient as float32 and added onto another."""
+    y, pull = jax.vjp(lambda x, weights: grouped_dot(x, weights, sizes, **how), x, weights)
+    dw = grouped_wgrad(x, dy, sizes, dtype=jnp.float32, **how)
+    return y, *pull(dy), dw, grouped_wgrad(x, dy, sizes, dtype=jnp.float32, add_GKN=add, **how)
+
+
+def loop(x, weights, sizes, dy, add):
+    """What `run` must give, in float64."""
+    x, weights, dy, add = (np.asarray(array, np.float64) for array in (x, weights, dy, add))
+    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(weights)
+    begin = 0
+    for group, size in enumerate(sizes):
+        rows = slice(begin, begin + int(size))
+        y[rows], dx[rows], dw[group] = x[rows] @ weights[group], dy[rows] @ weights[group].T, x[rows].T @ dy[rows]
+        begin += int(size)
+    return y, dx, dw, dw, dw + add
+
+
+def assert_near(found, wanted):
+    for name, one, other in zip(("y", "dx", "dw", "dw in float32", "sum"), found, wanted, strict=True):
+        # One rounding of the result, and sums in another order.
+        atol = 1e-5 * np.abs(other).max()
+        np.testing.assert_allclose(
+            np.asarray(one, np.float64), other, rtol=float(jnp.finfo(one.dtype).eps), atol=atol, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("implementation", ["tiles", "xla"])
+@pytest.mark.parametrize(("case", "dtype"), [*((case, "float32") for case in SIZES), ("some", "bfloat16")])
+def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementation):
+    args = arrays(SIZES[case], dtype)
+    found = jax.jit(run, static_argnames="implementation")(*args, implementation=implementation)
+    assert [one.dtype for one in found] == [dtype] * 3 + ["float32"] * 2
+    with jax.default_matmul_precision("highest"):
+        assert_near(found, loop(*args))
+
+
+@needs_mosaic
+@pytest.mark.long
+def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
+    monkeypatch.setattr(grouped, "_BLOCKS", 2)  # so that a block has several tiles
+    jax.clear_caches()
+    # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
+    args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
+    assert_near(run(*args, implementation="mosaic", interpret=True), loop(*args))
+
+
+def test_rows_beyond_the_sizes_do_not_reach_a_weight_gradient():
+    x, _, sizes, dy, add = arrays(SIZES["beyond"], jnp.float32)
+    beyond = jnp.arange(ROWS)[:, None] >= sum(SIZES["beyond"])
+    for x_used in (x, jnp.where(beyond, jnp.nan, x)):
+        found = grouped_wgrad(x_used, dy, sizes, dtype="float32", add_GKN=add, implementation="tiles")
+        np.testing.assert_allclose(found, loop(x, add, sizes, dy, add)[-1], rtol=1e-5, atol=1e-3)
+
+
+def test_what_cannot_be_multiplied_is_refused_by_its_name():
+    x, weights, sizes, dy, add = arrays(SIZES["some"], jnp.float32)
+    products = [
+        ("x_MK", x[0], weights, sizes),
+        ("x_MK", x.astype("float16"), weights, sizes),
+        ("weights_GKN", x, weights[0], sizes),
+        ("weights_GKN", x, weights[1:], sizes),
+        ("weights_GKN", x, weights[:, 1:], sizes),
+        ("weights_GKN", x, weights.astype("bfloat16"), sizes),
+        ("sizes_G", x, weights, sizes.astype("float32")),
+        ("sizes_G", x, weights, sizes[None]),
+    ]
+    for field, *args in products:
+        with pytest.raises(ShapeError) as error:
+            grouped_dot(*args)
+        assert error.value.field == field
+    for field, changed in [("dy_MN", {"dy_MN": dy[1:]}), ("add_GKN", {"add_GKN": add[1:]})]:
+        with pytest.raises(ShapeError) as error:
+            grouped_wgrad(**({"x_MK": x, "dy_MN": dy, "sizes_G": sizes, "dtype": "float32"} | changed))
+        assert error.value.field == field
+    for field, dtype, implementation in [("dtype", "float16", "auto"), ("implementation", "float32", "cuda")]:
+        with pytest.raises(ConfigError) as error:
+            grouped_wgrad(x, dy, sizes, dtype=dtype, implementation=implementation)
+        assert error.value.field == field
+    with pytest.raises(ShapeError, match="multiples of 8, 64 and 64") as error:
+        grouped_dot(x, weights, sizes, implementation="mosaic")
+    assert error.value.field == "x_MK"
+
+
+@pytest.mark.target
+def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
+    assert choose((4096, 128, 192), jnp.bfloat16) == "xla"
+    newest = "mosaic" if jax.__version_info__ >= (0, 11) else "tiles"
+    for gpu, shape, dtype, wanted in [
+        ("h200", (4096, 128, 192), "bfloat16", newest),
+        ("h100", (4096, 128, 192), "bfloat16", newest),
+        ("b200", (4096, 128, 192), "bfloat16", "tiles"),
+        ("h200", (4096, 128, 192), "float32", "tiles"),
+        ("h200", (4095, 128, 192), "bfloat16", "tiles"),
+        ("h200", (4096, 96, 192), "bfloat16", "tiles"),
+    ]:
+        with aot.lowering_for(gpu):
+            assert choose(shape, jnp.dtype(dtype)) == wanted
+
+
+@needs_mosaic
+@pytest.mark.target
+def test_forward_and_backward_are_three_kernels_on_an_h200_and_the_sum_is_added_in_place(h200):
+    def program(x, weights, sizes, dy, add):
+        _, pull = jax.vjp(lambda x: grouped_dot(x, weights, sizes), x)
+        return *pull(dy), grouped_wgrad(x, dy, sizes, dtype=jnp.float32, add_GKN=add)
+
+    args = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays((512,) * 8, jnp.bfloat16, 256, 320, 4096)]
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    compiled, report = aot.compile_for(jax.jit(program, donate_argnums=4), *args, compiler_options=options)
+    assert (report.command_buffers, report.captured) == (1, report.total)
+    kernels = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line and "custom-call(" in line]
+    # The product itself is not asked for.
+    assert len(kernels) == 2
+    assert "{1}: (4, {}, may-alias)" in compiled.as_text()
+    assert "ragged" not in compiled.as_text()
+    # Tables of tiles, and no copy of weights or of the sum.
+    assert compiled.memory_analysis().temp_size_in_bytes < 100_000
