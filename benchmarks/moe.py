@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks import single_gpu
-from benchmarks.rows import Row, gpt_of, named, ratio, spread
+from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Soaked, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
@@ -73,13 +73,9 @@ def alone(entrant: Entrant, options: Options) -> Entrant:
 
 
 def flops(config: Row, *, head: bool) -> float:
-    """Returns the FLOPs of loss and gradients, as `GPTConfig.flops`: of the experts, those that a token passes, and routers."""
-    model = dict(config["model"])
-    moe, tokens = model.pop("moe"), config["batch_size"] * config["seq_len"]
-    width = (moe["experts_per_token"] + moe["shared_experts"]) * (moe["d_ff"] or model["d_ff"])
-    dense = gpt_of(model | {"mlp": "swiglu", "d_ff": width}).flops(config["batch_size"], config["seq_len"])
-    routers, heads = model["num_layers"] * moe["num_experts"], 0 if head else model["vocab_size"]
-    return dense + 6.0 * tokens * model["d_model"] * (routers - heads)
+    """Returns the FLOPs of loss and gradients, as `GPTConfig.flops` counts them, with or without the head."""
+    model, tokens = config["model"], config["batch_size"] * config["seq_len"]
+    return step_flops(config) - (0 if head else 6.0 * tokens * model["d_model"] * model["vocab_size"])
 
 
 def section(name: str, result: Row) -> Section:

@@ -14,14 +14,16 @@ from torch.nn import functional as F
 
 from benchmarks.peers import torch_gpt
 from benchmarks.peers.torch_gpt import cross_entropy, draw
+from jgraph.moe.config import MoEConfig
+from jgraph_models.gpt_config import GPTConfig
 
 Rotary = tuple[Tensor, Tensor]
 
 
 class GPT(torch_gpt.GPT):
-    """A GPT each of whose MLPs is a mixture; `config.moe` is a `jgraph.MoEConfig`, of a softmax before top-k."""
+    """A GPT each of whose MLPs is a mixture."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         draw(self.blocks.parameters())
@@ -39,10 +41,10 @@ class GPT(torch_gpt.GPT):
 
 
 class Block(torch_gpt.Block):
-    def __init__(self, config: Any):
+    def __init__(self, config: GPTConfig):
         super().__init__(config)
         del self.up, self.down
-        self.moe = MoE(config.d_model, config.moe)
+        self.moe = MoE(config.d_model, config.d_ff, config.moe)
 
     def forward(self, x_BTD: Tensor, rotary_TK: Rotary) -> tuple[Tensor, Tensor]:
         """Returns the residual stream and the layer's balance loss."""
@@ -52,11 +54,11 @@ class Block(torch_gpt.Block):
 
 
 class MoE(nn.Module):
-    def __init__(self, d_model: int, config: Any):
+    def __init__(self, d_model: int, d_ff: int, config: MoEConfig):
         super().__init__()
         assert (config.router, config.shared_experts, config.z_loss) == ("softmax-topk", 0, 0)
         self.config = config
-        E, F_ = config.num_experts, config.d_ff
+        E, F_ = config.num_experts, config.d_ff or d_ff
         self.router = nn.Parameter(torch.empty(d_model, E))
         self.up = nn.Parameter(torch.empty(E, d_model, 2 * F_))
         self.down = nn.Parameter(torch.empty(E, F_, d_model))

@@ -17,14 +17,14 @@ from benchmarks.rows import Row
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
 from jgraph.xla import compile_and_report, compiler_options
-from jgraph_models.gpt import Block, GPTConfig, rotary_of
+from jgraph_models.gpt import Block, GPTConfig, norm_kernel, rotary_of
 
 Tree = Any
 
 
 def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
     """Returns the layers as a function of parameters and a residual stream, and their parameters."""
-    dtype, kernel = jnp.dtype(config.compute_dtype), "xla" if config.norm == "xla" else "fused"
+    dtype, kernel = jnp.dtype(config.compute_dtype), norm_kernel(config)
 
     def make() -> Any:
         return nnx.List([Block(config, rngs=nnx.Rngs(i)) for i in range(config.num_layers)])

@@ -1,19 +1,24 @@
 """The peer's mixture of experts against a plain loop over tokens and experts: float32, with float64 as the referee."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from flax import nnx  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+import jgraph  # noqa: E402
 from benchmarks.peers.torch_moe import GPT, MoE  # noqa: E402
-from jgraph_models.gpt_config import GPTConfig  # noqa: E402
+from jgraph import MoEConfig  # noqa: E402
+from jgraph_models import gpt  # noqa: E402
+from jgraph_models.gpt import GPTConfig  # noqa: E402
+from tests.parity import weights  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.once]
-
-USUAL = {"router": "softmax-topk", "shared_experts": 0, "z_loss": 0.0, "weights_scale": 1.0, "balance_loss": 0.01}
 
 
 def looped(moe: MoE, x_BTD):
@@ -51,8 +56,8 @@ def passed(moe: MoE, call, x_BTD):
 
 @pytest.mark.parametrize("weights", ["normalized", "as-they-are"])
 def test_the_peers_experts_are_those_of_a_plain_loop_where_one_gets_nothing(weights):
-    config = SimpleNamespace(**USUAL, num_experts=5, experts_per_token=2, d_ff=8, weights=weights)
-    moe, generator = MoE(16, config), torch.Generator().manual_seed(0)
+    config = MoEConfig(num_experts=5, experts_per_token=2, weights=weights)
+    moe, generator = MoE(16, 8, config), torch.Generator().manual_seed(0)
     for p in moe.parameters():
         torch.nn.init.normal_(p, std=p.shape[-2] ** -0.5, generator=generator)
     x_BTD = torch.randn(2, 7, 16, generator=generator)
@@ -67,14 +72,33 @@ def test_the_peers_experts_are_those_of_a_plain_loop_where_one_gets_nothing(weig
         torch.testing.assert_close(one, referee[name], rtol=1e-5, atol=1e-5 * float(referee[name].abs().max()))
 
 
+MODEL = GPTConfig(
+    num_layers=2, d_model=32, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=16, vocab_size=61, mlp="swiglu",
+    qk_norm="head", moe=MoEConfig(num_experts=4, experts_per_token=2, balance_loss=0.5),
+)  # fmt: skip
+
+
 def made():
-    """A model of two layers with heads wider than the residual stream, and tokens for it."""
-    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 61}
-    config = GPTConfig(**sizes, qk_norm="head")
-    moe = SimpleNamespace(**USUAL, num_experts=4, experts_per_token=2, d_ff=16, weights="normalized")
+    """A model in bfloat16 and tokens for it."""
     torch.manual_seed(0)
-    model = GPT(SimpleNamespace(**vars(config), head_size=config.head_size, moe=moe))
-    return model, torch.randint(0, 61, (2, 9))
+    return GPT(MODEL), torch.randint(0, 61, (2, 9))
+
+
+def test_the_peer_trains_the_same_model_as_ours():
+    config = replace(MODEL, compute_dtype="float32")
+    tokens_BS, arrays = np.random.default_rng(1).integers(0, 61, (2, 17)), weights.draw(config)
+    model = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    carried = model.init()[1]
+
+    def loss(params):
+        return model.loss(params, tokens_BS.astype(np.int32), jax.random.key(0), carried)[0]
+
+    ours = weights.named(jax.jit(jax.grad(loss))(weights.tree(config, arrays)))
+    peer = weights.torch_model(config, arrays, torch.float32)
+    peer.loss(torch.tensor(tokens_BS)).backward()
+    assert ours.keys() == dict(peer.named_parameters()).keys()
+    for name, p in peer.named_parameters():
+        np.testing.assert_allclose(ours[name], p.grad.numpy(), rtol=1e-4, atol=1e-5 * float(p.grad.abs().max()), err_msg=name)
 
 
 def test_the_peers_loss_has_what_its_layers_are_out_of_balance():
@@ -86,7 +110,7 @@ def test_the_peers_loss_has_what_its_layers_are_out_of_balance():
         apart += one.detach()
     assert balance.detach() == apart == pytest.approx(2 * 2, rel=0.1)  # of two layers, each near k
     plain = torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
-    torch.testing.assert_close(model.loss(tokens_BS), plain + 0.01 * balance)
+    torch.testing.assert_close(model.loss(tokens_BS), plain + 0.5 * balance)
 
 
 def test_the_peers_step_is_told_nothing_by_the_device():
