@@ -4,6 +4,7 @@ python -m benchmarks.peers.grouped '{"shape": [64, 32, 16, 4], "groups": [16, 16
 """
 
 import torch
+from torch import _grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.peers.protocol import answer, request, take_turns
 
@@ -17,11 +18,11 @@ def main() -> None:
     main_GKN = torch.zeros(G, K, N, device=device)
 
     def wgrad() -> torch.Tensor:
-        return torch._grouped_mm(x_MK.T, dy_MN, offs=ends_G)
+        return _grouped_mm(x_MK.T, dy_MN, offs=ends_G)
 
     runs = {
-        "forward": lambda: torch._grouped_mm(x_MK, w_GKN, offs=ends_G),
-        "dgrad": lambda: torch._grouped_mm(dy_MN, w_GKN.transpose(-2, -1), offs=ends_G),
+        "forward": lambda: _grouped_mm(x_MK, w_GKN, offs=ends_G),
+        "dgrad": lambda: _grouped_mm(dy_MN, w_GKN.transpose(-2, -1), offs=ends_G),
         "wgrad": wgrad,
         "onto_float32": lambda: main_GKN.add_(wgrad()),
     }

@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Clock:
         """Times them back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
         return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
 
-    def each(self, runs: dict[str, Run], wait: Run) -> dict[str, Any]:
+    def each(self, runs: Mapping[str, Run], wait: Run) -> dict[str, Any]:
         """Times several back to back, one after the other; returns NAME_ms of each, and of all of them together."""
         timed = {name: self.back_to_back(run, wait) for name, run in runs.items()}
         own = {f"{name}_ms": one["ms"] for name, one in timed.items()}

@@ -9,7 +9,11 @@ forward and in the backward, where autograd's own gradient of an index would add
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import (
+    Tensor,
+    _grouped_mm,  # pyright: ignore[reportPrivateImportUsage]
+    nn,
+)
 from torch.nn import functional as F
 
 from benchmarks.peers import torch_gpt
@@ -28,7 +32,7 @@ class GPT(torch_gpt.GPT):
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         draw(self.blocks.parameters())
 
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_BT: Tensor) -> Any:
         """Returns logits and the sum of the layers' balance losses."""
         x_BTD, rotary_TK = self.embed(tokens_BT)
         x_BTD, balance = through(self.blocks, x_BTD, rotary_TK)
@@ -46,7 +50,7 @@ class Block(torch_gpt.Block):
         del self.up, self.down
         self.moe = MoE(config.d_model, config.d_ff, config.moe)
 
-    def forward(self, x_BTD: Tensor, rotary_TK: Rotary) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, rotary_TK: Rotary) -> Any:
         """Returns the residual stream and the layer's balance loss."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
         y_BTD, balance = self.moe(self.mlp_norm(x_BTD))
@@ -84,8 +88,8 @@ class MoE(nn.Module):
         balance = E * (fractions_E * probabilities_NE.mean(0)).sum()
 
         rows_MD = Sent.apply(x_ND, order_M, inverse_M, k)
-        gate_MF, up_MF = torch._grouped_mm(rows_MD, self.up.to(x_ND.dtype), offs=ends_E).chunk(2, dim=-1)
-        rows_MD = torch._grouped_mm(F.silu(gate_MF) * up_MF, self.down.to(x_ND.dtype), offs=ends_E)
+        gate_MF, up_MF = _grouped_mm(rows_MD, self.up.to(x_ND.dtype), offs=ends_E).chunk(2, dim=-1)
+        rows_MD = _grouped_mm(F.silu(gate_MF) * up_MF, self.down.to(x_ND.dtype), offs=ends_E)
         copies_NkD = Returned.apply(rows_MD, order_M, inverse_M).unflatten(0, (-1, k))
         y_ND = (copies_NkD * weights_Nk[..., None]).sum(1).to(x_ND.dtype)
         return y_ND.view_as(x_BTD), balance

@@ -44,8 +44,8 @@ def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
     table = rotary_of(config, length)
 
     def call(params: Tree, x_BTD: jax.Array) -> jax.Array:
-        blocks, add_BTD = nnx.merge(graph, params, carried), None
-        for block in blocks:
+        add_BTD: Any = None
+        for block in nnx.merge(graph, params, carried):
             x_BTD, add_BTD = block.parts(x_BTD, add_BTD, table, None, kernel)
         return x_BTD + add_BTD
 
