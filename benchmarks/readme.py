@@ -1,6 +1,7 @@
 """README's tables of speed and the tables of all results, written from benchmarks/results."""
 
 import importlib
+import math
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,7 @@ def speed() -> str:
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
     fp8 = [name for name in data if "fp8" in name and benchmark_of(name, IN_FP8) in IN_FP8]
+    moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe"]
     tables = [
         (
             f"One {distinct([result for _, result in works], 'device')}",
@@ -86,6 +88,21 @@ def speed() -> str:
             [name for name in ("decode",) if name in data],
             "Milliseconds a token, median:",
             markdown(HEADS, [versus(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
+        ),
+        (
+            "Mixtures of experts",
+            moe,
+            "Milliseconds, median: a training step of gpt-moe, forward and backward of the layers alone:",
+            markdown(
+                HEADS,
+                [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()],
+            ),
+        ),
+        (
+            "Grouped products in bfloat16",
+            [name for name in ("grouped",) if name in data],
+            "TFLOP/s, and PyTorch's time over ours:",
+            grouped(data.get("grouped", {})),
         ),
     ]
     parts: list[str] = []
@@ -125,6 +142,18 @@ def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
         peaks = ", ".join(f"{size / 1e9:.{1 if size >= 1e9 else 2}f}" if size else "not told" for size in sizes)
         lines += [[f"{preset}, {shape}", *times, f"{told_ratio(peer, ours)}, {tried(rows)}" if peer and ours else "", peaks]]
     return markdown(["preset", *(heads[v] for v in shown), "fastest PyTorch / jgraph", "peak GB, ours and its"], lines)
+
+
+def grouped(works: dict[str, Row]) -> list[str]:
+    """Draws grouped products by what they are for: the rate of ours, and PyTorch's time over it."""
+    legs = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "onto_float32": "wgrad onto float32"}
+    lines = []
+    for work, result in works.items():
+        peer, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
+        flops = 2 * math.prod(result["size"]["shape"][:3])
+        told = [f"{flops / ours[f'{leg}_ms'] / 1e9:.0f}, {ratio(peer, ours, f'{leg}_ms', digits=2)}" for leg in legs if ours]
+        lines += [[work, result["device"] or "not told", *told]]
+    return markdown(["rows x in x out", "device", *legs.values()], lines)
 
 
 def is_usual(row: Row) -> bool:

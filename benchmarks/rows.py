@@ -25,6 +25,7 @@ FIELDS = {
     "stream_ms": "of a step, back to back",
     "slowest_ms, late, slowest": "of a soak: its slowest step, how many took twice the median, the five slowest",
     "categories": "milliseconds of the step by what they were for",
+    "forward_ms, dgrad_ms, wgrad_ms, onto_float32_ms": "of a product, by what it is for",
     "alone": "milliseconds of a stage's forward, dgrad and wgrad by themselves",
     "loss, losses, heldout, skipped, same_loss": "after the first step or each; steps not finite; always the same or not",
     "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "until it could be timed",

@@ -37,7 +37,7 @@ def works(options: Options) -> Iterator[Work]:
         yield Work(name, {"ranks": 1, "config": asdict(config)}, [entrants])
 
 
-def entrant(variant: str, config: TrainConfig, options: Options) -> Entrant:
+def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
     system, _, how = variant.partition(" ")
     row = {"system": system, "variant": how}
     if system == "torch":

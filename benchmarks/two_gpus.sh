@@ -7,7 +7,8 @@
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
 # what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there (1,000 STEPS of
-# `llama`'s soak take longer than ten minutes); and of Hugging Face folders, on one: `decode`, `folders`; transformers must be there.
+# `llama`'s soak take longer than ten minutes); and of Hugging Face folders, on one: `decode`, `folders`; transformers must be there;
+# and of mixtures of experts, on one, each in five minutes: `moe`, `moe_soak`, `grouped`.
 #
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
 # running; what it had measured is stored. What one GPU is enough for runs on both at once, another work on each.
@@ -98,6 +99,15 @@ fp8)
   piece 250 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8 delayed" "jgraph fp8 current" \
     "jgraph bf16" "torch float8 tensorwise compile" "torch float8 rowwise compile"
   ;;
+moe) # at once where there are two GPUs
+  other=$(($(nvidia-smi --list-gpus | wc -l) > 1))
+  on 0 170 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 120 --peers compile "compile + CUDA graph" &
+  [ "$other" = 1 ] || wait
+  on "$other" 120 moe --work qwen3-30b-a3b-layers --rounds 3 --seconds 0.5 --name moe_layers --peers compile "compile + CUDA graph" &
+  wait
+  ;;
+moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
+grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 curves)
   runs=$(mktemp -d)
   train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &

@@ -9,7 +9,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from benchmarks import cli, engines, fsdp, rows, runner
+import jgraph
+from benchmarks import cli, engines, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
@@ -364,3 +365,29 @@ def test_greedy_text_is_timed_beside_a_plain_loop_of_torch(run_here):
     (result,) = run_here("decode", "--sizes", "tiny", "--models", "gpt-1b3", *SHORT).values()
     assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
     assert all(row["ms"] > 0 for row in result["rows"])
+
+
+def test_grouped_products_are_timed_by_what_they_are_for(run_here):
+    pytest.importorskip("torch")
+    works = run_here("grouped", "--sizes", "tiny", "--groups", "skewed", "--peers", "torch", *SHORT)
+    (result,) = works.values()
+    assert (sum(result["size"]["groups"]), len(set(result["size"]["groups"]))) == (64, 4)
+    assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
+    for row in result["rows"]:
+        assert row["ms"] == pytest.approx(sum(row[f"{leg}_ms"] for leg in grouped.LEGS), rel=0.5)  # each a median by itself
+    assert readme.grouped(works)[-1].count(" to ") == len(grouped.LEGS)
+
+
+def test_layers_of_a_mixture_are_timed_alone(run_here):
+    pytest.importorskip("torch")
+    (result,) = run_here("moe", "--sizes", "tiny", "--work", "qwen3-30b-a3b-layers", "--peers", "eager", *SHORT).values()
+    assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
+    assert all(row["ms"] > 0 for row in result["rows"])
+
+
+def test_flops_of_layers_alone_are_those_without_the_head():
+    config = asdict(jgraph.preset("qwen3-30b-a3b")) | {"batch_size": 1, "seq_len": 1}
+    whole, layers = (moe.flops(config, head=head) / 6 for head in (True, False))
+    # Qwen3 30B A3B has 3.35e9 active parameters, of which embedding and head have 0.31e9 each.
+    assert whole - 48 * 32 * 128 == pytest.approx(3.35e9 - 2048 * 151_936, rel=0.01)
+    assert whole - layers == 2048 * 151_936

@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +40,12 @@ class Clock:
     def in_flight(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
         """Times them back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
         return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
+
+    def each(self, runs: Mapping[str, Run], wait: Run) -> dict[str, Any]:
+        """Times several back to back, one after the other; returns NAME_ms of each, and of all of them together."""
+        timed = {name: self.back_to_back(run, wait) for name, run in runs.items()}
+        own = {f"{name}_ms": one["ms"] for name, one in timed.items()}
+        return own | {"ms": sum(own.values()), "power_watts": next(reversed(timed.values()))["power_watts"]}
 
     def handover_seconds(self, run: Run, wait: Run) -> float:
         """Returns the median time in which `run` returns when the device has nothing to do; `run` must be warm.

@@ -2,15 +2,17 @@
 
     python -m benchmarks.peers.single_gpu '{"variant": "torch compile + CUDA graph", "config": {...}}'
 
-The model is the one that the parity tests hold against ours; with a CUDA graph it is of the whole step.
+The model is the one that the parity tests hold against ours, or the same with mixtures of experts; with a CUDA graph it is of
+the whole step.
 """
 
 from typing import Any
 
 import torch
 
+from benchmarks.peers import torch_gpt, torch_moe
 from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.peers.torch_gpt import GPT, adamw, to_float8, warm_up
+from benchmarks.peers.torch_gpt import adamw, to_float8, warm_up
 from jgraph.training.config import TrainConfig
 
 
@@ -19,7 +21,9 @@ def main() -> None:
     variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = GPT(config.model).cuda()
+    gpt = torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT
+    with torch.device("cuda"):
+        model = gpt(config.model)
     optimizer = adamw(model, config.optimizer, capturable=True)
     tokens_BS = torch.randint(0, config.model.vocab_size, (config.batch_size, config.seq_len + 1), device="cuda")
     with torch.no_grad():

@@ -37,22 +37,26 @@ class GPT(nn.Module):
         self.rotary = None  # of another dtype or device from now on
         return super()._apply(*args, **kwargs)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x_BTD = F.embedding(tokens_BT, self.embedding)
         if x_BTD.dtype != torch.float64:
             x_BTD = x_BTD.to(self.compute_dtype)
         if self.rotary is None or len(self.rotary[0]) != tokens_BT.shape[1]:
             self.rotary = rotary(self.config, tokens_BT.shape[1], self.embedding)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, self.rotary)
+        return x_BTD, self.rotary
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
         head_VD = self.embedding if self.config.head == "tied" else self.head
         return linear(self.norm(x_BTD), head_VD)
 
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD, rotary_TK = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotary_TK)
+        return self.logits(x_BTD)
+
     def loss(self, tokens_BS: Tensor) -> Tensor:
-        logits_BTV = self(tokens_BS[:, :-1])
-        if logits_BTV.dtype == torch.bfloat16:
-            logits_BTV = logits_BTV.float()
-        return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        return cross_entropy(self(tokens_BS[:, :-1]), tokens_BS[:, 1:])
 
 
 class Block(nn.Module):
@@ -63,7 +67,9 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = RMSNorm(config), RMSNorm(config)
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = Linear(D, heads * config.head_size)
-        self.out = Linear(D, D)
+        if config.qk_norm == "head":
+            self.q_norm, self.k_norm = RMSNorm(config, config.head_size), RMSNorm(config, config.head_size)
+        self.out = Linear(config.num_heads * config.head_size, D)
         self.up = Linear(D, 2 * F_ if config.mlp == "swiglu" else F_)
         self.down = Linear(F_, D)
 
@@ -73,12 +79,14 @@ class Block(nn.Module):
 
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
         H, G = self.config.num_heads, self.config.num_kv_heads
-        B, T, D = x_BTD.shape
+        B, T, _ = x_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.qkv(x_BTD).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
+        if self.config.qk_norm == "head":
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         q_BTHK, k_BTGK = rotate(q_BTHK, rotary_TK), rotate(k_BTGK, rotary_TK)
         q, k, v = (a.transpose(1, 2) for a in (q_BTHK, k_BTGK, v_BTGK))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
-        return self.out(y.transpose(1, 2).reshape(B, T, D))
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
     def mlp(self, x_BTD: Tensor) -> Tensor:
         h = self.up(x_BTD)
@@ -99,10 +107,10 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, width: int = 0):
         super().__init__()
         self.eps = config.norm_eps
-        self.scale = nn.Parameter(torch.ones(config.d_model))
+        self.scale = nn.Parameter(torch.ones(width or config.d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.scale.shape, self.scale.to(x.dtype), self.eps)
@@ -112,6 +120,12 @@ def draw(parameters: Iterable[nn.Parameter]) -> None:
     """Draws weights, in the order of the parameters."""
     for p in parameters:
         nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
+
+
+def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    if logits_BTV.dtype == torch.bfloat16:
+        logits_BTV = logits_BTV.float()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

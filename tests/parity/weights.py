@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from flax import nnx
 
-from benchmarks.peers import torch_gpt
+from benchmarks.peers import torch_gpt, torch_moe
 from jgraph_models.gpt import GPT, GPTConfig
 
 PyTree = object
@@ -13,7 +13,7 @@ PyTree = object
 
 def shapes(config: GPTConfig) -> PyTree:
     """Our parameters as a tree of `jax.ShapeDtypeStruct`."""
-    return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[1])
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
 
 
 def draw(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -49,14 +49,16 @@ def tree(config: GPTConfig, weights: dict[str, np.ndarray]) -> PyTree:
 
 def torch_model(config: GPTConfig, weights: dict[str, np.ndarray], dtype: torch.dtype) -> torch_gpt.GPT:
     """PyTorch's GPT with these weights; loading is strict, so that none is left as it was."""
-    model = torch_gpt.GPT(config)
+    model = (torch_moe if config.moe.num_experts else torch_gpt).GPT(config)
     model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
     return model.to(dtype)
 
 
 def _torch_name(path: tuple) -> tuple[str, bool]:
     """(`blocks.0.attention.qkv.kernel`) -> (`blocks.0.qkv.weight`, transposed)."""
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    name = jax.tree_util.keystr(path, simple=True, separator=".").replace(".attention.", ".")
     if name.endswith(".kernel"):
-        return name.replace(".attention.", ".").replace(".mlp.", ".").replace(".kernel", ".weight"), True
+        return name.replace(".mlp.", ".").replace(".kernel", ".weight"), True
+    if ".mlp." in name:
+        return name.replace(".mlp.", ".moe.").rpartition("_")[0], False
     return {"embedding_VD": ("embedding", False), "head_DV": ("head", True)}.get(name, (name, False))

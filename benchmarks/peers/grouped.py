@@ -1,0 +1,36 @@
+"""Peer: grouped products by `torch._grouped_mm`, as autograd computes them, and the sum onto a float32 gradient.
+
+python -m benchmarks.peers.grouped '{"shape": [64, 32, 16, 4], "groups": [16, 16, 16, 16]}'
+"""
+
+import torch
+from torch import _grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+from benchmarks.peers.protocol import answer, request, take_turns
+
+
+def main() -> None:
+    asked = request()
+    (M, K, N, G), device = asked["shape"], "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    x_MK, dy_MN, w_GKN = (torch.randn(shape, device=device).bfloat16() for shape in ((M, K), (M, N), (G, K, N)))
+    ends_G = torch.tensor(asked["groups"], device=device).cumsum(0).int()
+    main_GKN = torch.zeros(G, K, N, device=device)
+
+    def wgrad() -> torch.Tensor:
+        return _grouped_mm(x_MK.T, dy_MN, offs=ends_G)
+
+    runs = {
+        "forward": lambda: _grouped_mm(x_MK, w_GKN, offs=ends_G),
+        "dgrad": lambda: _grouped_mm(dy_MN, w_GKN.transpose(-2, -1), offs=ends_G),
+        "wgrad": wgrad,
+        "onto_float32": lambda: main_GKN.add_(wgrad()),
+    }
+    for run in runs.values():
+        run()
+    answer(device=torch.cuda.get_device_name() if device == "cuda" else "cpu")
+    take_turns(lambda clock: clock.each(runs, torch.cuda.synchronize if device == "cuda" else lambda: None))
+
+
+if __name__ == "__main__":
+    main()

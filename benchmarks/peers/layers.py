@@ -1,0 +1,60 @@
+"""Peer: layers with mixtures of experts by themselves, forward and backward on random activations, weights in bfloat16.
+
+    python -m benchmarks.peers.layers '{"variant": "torch compile + CUDA graph", "config": {...}}'
+
+Gradients are dropped after each iteration (`zero_grad(set_to_none=True)`).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.torch_gpt import draw, rotary, warm_up
+from benchmarks.peers.torch_moe import Block, through
+from jgraph.training.config import TrainConfig
+
+
+def main() -> None:
+    asked = request()
+    variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
+    model, on_gpu = config.model, torch.cuda.is_available()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    dtype = getattr(torch, model.compute_dtype)
+    with torch.device("cuda" if on_gpu else "cpu"):  # cpu to try this script out, without graphs
+        blocks = nn.ModuleList([Block(model) for _ in range(model.num_layers)])
+        draw(blocks.parameters())
+        blocks.to(dtype)  # the router multiplies in float32 all the same
+        x_BTD, dy_BTD = (torch.randn(config.batch_size, config.seq_len, model.d_model).to(dtype) for _ in range(2))
+        table = rotary(model, config.seq_len, torch.empty(0))
+    x_BTD.requires_grad_()
+    parameters, call = [x_BTD, *blocks.parameters()], through
+    if "compile" in variant:
+        call = torch.compile(through, mode="max-autotune-no-cudagraphs" if "max-autotune" in variant else None)
+
+    def iteration() -> None:
+        for tensor in parameters:
+            tensor.grad = None
+        y_BTD, balance = call(blocks, x_BTD, table)
+        torch.autograd.backward((y_BTD, balance), (dy_BTD, torch.full_like(balance, model.moe.balance_loss)))
+
+    run: Any = iteration
+    if on_gpu:
+        warm_up(iteration)
+    if "graph" in variant:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            iteration()
+        run = graph.replay
+        torch.cuda.empty_cache()
+    run()
+    answer(device=torch.cuda.get_device_name() if on_gpu else "cpu")
+    take_turns(lambda clock: clock.back_to_back(run, torch.cuda.synchronize if on_gpu else lambda: None))
+    if on_gpu:
+        answer(peak_bytes=torch.cuda.max_memory_allocated())
+
+
+if __name__ == "__main__":
+    main()

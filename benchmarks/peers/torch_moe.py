@@ -1,0 +1,134 @@
+"""Mixtures of experts in PyTorch, as its users write fast ones: rows sorted by expert, `torch._grouped_mm`, rows gathered back.
+
+Nothing is known to the host: the step can be compiled whole and captured as a CUDA graph. Rows are permuted by gathers in the
+forward and in the backward, where autograd's own gradient of an index would add with atomics.
+"""
+
+# B batch, T sequence, N tokens, k experts a token, M = N * k rows, E experts, D model, F hidden
+
+from typing import Any
+
+import torch
+from torch import (
+    Tensor,
+    _grouped_mm,  # pyright: ignore[reportPrivateImportUsage]
+    nn,
+)
+from torch.nn import functional as F
+
+from benchmarks.peers import torch_gpt
+from benchmarks.peers.torch_gpt import cross_entropy, draw
+from jgraph.moe.config import MoEConfig
+from jgraph_models.gpt_config import GPTConfig
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class GPT(torch_gpt.GPT):
+    """A GPT each of whose MLPs is a mixture."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        draw(self.blocks.parameters())
+
+    def forward(self, tokens_BT: Tensor) -> Any:
+        """Returns logits and the sum of the layers' balance losses."""
+        x_BTD, rotary_TK = self.embed(tokens_BT)
+        x_BTD, balance = through(self.blocks, x_BTD, rotary_TK)
+        return self.logits(x_BTD), balance
+
+    def loss(self, tokens_BS: Tensor) -> Tensor:
+        """Returns the next-token loss with the balance losses, by their coefficient."""
+        logits_BTV, balance = self(tokens_BS[:, :-1])
+        return cross_entropy(logits_BTV, tokens_BS[:, 1:]) + self.config.moe.balance_loss * balance
+
+
+class Block(torch_gpt.Block):
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        del self.up, self.down
+        self.moe = MoE(config.d_model, config.d_ff, config.moe)
+
+    def forward(self, x_BTD: Tensor, rotary_TK: Rotary) -> Any:
+        """Returns the residual stream and the layer's balance loss."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
+        y_BTD, balance = self.moe(self.mlp_norm(x_BTD))
+        return x_BTD + y_BTD, balance
+
+
+class MoE(nn.Module):
+    def __init__(self, d_model: int, d_ff: int, config: MoEConfig):
+        super().__init__()
+        assert (config.router, config.shared_experts, config.z_loss) == ("softmax-topk", 0, 0)
+        self.config = config
+        E, F_ = config.num_experts, config.d_ff or d_ff
+        self.router = nn.Parameter(torch.empty(d_model, E))
+        self.up = nn.Parameter(torch.empty(E, d_model, 2 * F_))
+        self.down = nn.Parameter(torch.empty(E, F_, d_model))
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns y and the Switch loss (arXiv:2101.03961): E times the sum of fractions times probabilities.
+
+        The fractions of a layer sum to k.
+        """
+        x_ND, k, E = x_BTD.flatten(0, 1), self.config.experts_per_token, self.config.num_experts
+        exact = torch.promote_types(x_ND.dtype, torch.float32)
+        probabilities_NE = F.softmax(x_ND.to(exact) @ self.router.to(exact), dim=-1)
+        weights_Nk, experts_Nk = probabilities_NE.topk(k, dim=-1)
+        if self.config.weights == "normalized":
+            weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
+        weights_Nk = weights_Nk * self.config.weights_scale
+        sorted_M, order_M = experts_Nk.flatten().short().sort(stable=True)  # of short keys, a quarter of the passes
+        inverse_M = torch.empty_like(order_M)
+        inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+        # Where each expert's rows end; a bincount would wait for the device.
+        ends_E = torch.searchsorted(sorted_M, torch.arange(E, device=sorted_M.device).short(), right=True, out_int32=True)
+        fractions_E = ends_E.diff(prepend=ends_E.new_zeros(1)) / len(x_ND)
+        balance = E * (fractions_E * probabilities_NE.mean(0)).sum()
+
+        rows_MD = Sent.apply(x_ND, order_M, inverse_M, k)
+        gate_MF, up_MF = _grouped_mm(rows_MD, self.up.to(x_ND.dtype), offs=ends_E).chunk(2, dim=-1)
+        rows_MD = _grouped_mm(F.silu(gate_MF) * up_MF, self.down.to(x_ND.dtype), offs=ends_E)
+        copies_NkD = Returned.apply(rows_MD, order_M, inverse_M).unflatten(0, (-1, k))
+        y_ND = (copies_NkD * weights_Nk[..., None]).sum(1).to(x_ND.dtype)
+        return y_ND.view_as(x_BTD), balance
+
+
+class Sent(torch.autograd.Function):
+    """Gathers a row of x for each of its k experts, sorted by expert; the backward gathers too, and sums in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, inverse_M: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse_M)
+        ctx.k = k
+        return x_ND[order_M // k]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ((inverse_M,), (dy_MD,)) = ctx.saved_tensors, grads
+        copies_NkD = dy_MD[inverse_M].unflatten(0, (-1, ctx.k))
+        return copies_NkD.sum(1), None, None, None  # torch sums bfloat16 in float32
+
+
+class Returned(torch.autograd.Function):
+    """Puts rows back in the order of their tokens; a permutation, whose gradient is the inverse one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        return rows_MD[inverse_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ((order_M,), (dy_MD,)) = ctx.saved_tensors, grads
+        return dy_MD[order_M], None, None
+
+
+def through(blocks: Any, x_BTD: Tensor, rotary_TK: Rotary) -> tuple[Tensor, Tensor]:
+    """Returns what blocks make of a residual stream, and the sum of their balance losses."""
+    total = x_BTD.new_zeros((), dtype=torch.promote_types(x_BTD.dtype, torch.float32))
+    for block in blocks:
+        x_BTD, balance = block(x_BTD, rotary_TK)
+        total = total + balance
+    return x_BTD, total
