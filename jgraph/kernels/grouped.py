@@ -98,7 +98,9 @@ def grouped_wgrad(
     if add_GKN is not None and (add_GKN.shape != shape or add_GKN.dtype != jnp.float32):
         message = f"`add_GKN` is {add_GKN.dtype}{list(add_GKN.shape)}: must be float32 of shape {shape}"
         raise ShapeError(message, field="add_GKN")
-    return _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK.dtype), interpret)
+    return _jgraph_grouped_wgrad(
+        x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK.dtype), interpret
+    )
 
 
 def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:

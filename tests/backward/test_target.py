@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jgraph
-from jgraph.xla.aot import compile_for
+from jgraph.kernels.grouped import grouped_dot
+from jgraph.xla.aot import compile_for, lowering_for
+from jgraph.xla.donation import alias_map
 from jgraph_models.gpt import gelu
 from tests.backward.stages import mlp
 
@@ -22,6 +24,12 @@ def shape(*dims, dtype=jnp.float32):
 
 def stage(p, x):
     return mlp(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p), x)
+
+
+def experts(p, x, sizes):
+    up, down = (p[name].astype(jnp.bfloat16) for name in ("up", "down"))
+    gate, up = jnp.split(grouped_dot(x, up, sizes), 2, axis=-1)
+    return grouped_dot(jax.nn.silu(gate) * up, down, sizes)
 
 
 PARAMS = {"up": shape(D, F), "down": shape(F, D), "bias": shape(D)}
@@ -57,3 +65,22 @@ def test_each_part_is_captured_whole(h200):
     ):
         _, report = compile_for(run, *args, compiler_options=options)
         assert report.captured == report.total
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic kernels need jax 0.11")
+def test_each_part_of_experts_has_the_two_kernels_that_are_its_own_and_adds_in_place(h200):
+    split, rows = jgraph.split_backward(experts), shape(N, D, dtype=jnp.bfloat16)
+    params = {"up": shape(4, D, 2 * F), "down": shape(4, F, D)}
+    with lowering_for("h200"):
+        spec = split.spec(params, rows, shape(4, dtype=jnp.int32))
+    for run, *args in (
+        (jax.jit(split.forward), params, rows, shape(4, dtype=jnp.int32)),
+        (jax.jit(split.dgrad), params, spec.residuals, spec.y),
+        (jax.jit(split.accumulate, donate_argnums=0), params, params, spec.residuals, spec.stash),
+    ):
+        compiled, report = compile_for(run, *args, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+        assert report.captured == report.total
+        kernels = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line and "custom-call(" in line]
+        assert len(kernels) == 2
+    assert alias_map(compiled) == {0: 0, 1: 1}
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4 * D * F  # no copy of a sum
