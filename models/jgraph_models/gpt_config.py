@@ -127,8 +127,9 @@ class GPTConfig:
         """Returns the FLOPs of loss and gradients of so many tokens: 6·N·tokens + 6·L·d·T·tokens.
 
         N counts the weights of matrix products that a token meets (attention, MLP or its experts with their router, head; the
-        embedding look-up is none), each used by one multiplication and one addition forward and twice that backward. The second term is causal attention, which needs half
-        of its T x T scores: L layers, d = num_heads * head_size, T = length. Recomputation and elementwise work do not count.
+        embedding look-up is none), each used by one multiplication and one addition forward and twice that backward. The second
+        term is causal attention, which needs half of its T x T scores: L layers, d = num_heads * head_size, T = length.
+        Recomputation and elementwise work do not count.
         """
         width = self.num_heads * self.head_size
         attention = self.d_model * (width + 2 * self.num_kv_heads * self.head_size) + width * self.d_model

@@ -27,7 +27,7 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 def _qwen3(**sizes: Any) -> GPTConfig:
     others: dict[str, Any] = {"mlp": "swiglu", "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
-    return GPTConfig(**{"num_kv_heads": 8, "vocab_size": 151_936} | others | sizes)
+    return GPTConfig(vocab_size=151_936, **others, **sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
@@ -117,7 +117,7 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         _run(
             "qwen3-0.6b",
-            _qwen3(num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
+            _qwen3(num_kv_heads=8, num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
             batch_size=4,
             seq_len=4096,
             peak=3e-4,
@@ -140,7 +140,7 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         _run(
             "qwen3-8b",
-            _qwen3(num_layers=36, d_model=4096, num_heads=32, d_ff=12_288, head="untied"),
+            _qwen3(num_kv_heads=8, num_layers=36, d_model=4096, num_heads=32, d_ff=12_288, head="untied"),
             batch_size=2,
             seq_len=8192,
             peak=3e-4,
