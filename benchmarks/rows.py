@@ -15,7 +15,7 @@ Row = dict[str, Any]
 FIELDS = {
     "system, schedule, variant, join, graph, runtime, microbatches, chunks": "its name: jgraph, torch, jax or one GPU, and how",
     "precision": "in which the blocks of a run multiply matrices",
-    "chosen, table": "of a pipeline: schedule and engine, and what they were chosen from",
+    "chosen, table, phases": "of a pipeline: schedule and engine, what they were chosen from, and what that took",
     "failed": "why it has no time, in one line",
     "ranks, device, xla_options, capture": "what it ran on, with which options, and how much of it is a CUDA graph",
     "compiled": "how many programs, and how many of them jax's compilation cache had",

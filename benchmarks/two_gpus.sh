@@ -59,7 +59,7 @@ pipelines)
     --peers ScheduleZBVZeroBubble:compile Schedule1F1B:compile ScheduleZBVZeroBubble
   ;;
 pipelines_gpt)
-  piece 540 $gpt --schedules "zb-v:2 engine=dispatch norm=fused" "zb-v:2 engine=dispatch" aligned --name pipeline2 \
+  piece 540 $gpt --schedules "zb-v:2 engine=dispatch" aligned --name pipeline2 \
     --peers Schedule1F1B:compile
   ;;
 pipelines_fp8)

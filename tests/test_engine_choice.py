@@ -26,7 +26,7 @@ def seconds(monkeypatch):
     """What is timed, and how long a step with it takes: less by the host."""
     found = []
 
-    def prepared(config, corpus, layers):
+    def prepared(config, sources, layers):
         found.append(config)
         return lambda: {"program": 2.0, "dispatch": 1.0}[config.pp_engine]
 
@@ -66,7 +66,7 @@ def test_where_one_takes_too_long_to_compile_nothing_is_timed(tmp_path, monkeypa
     decided = threading.Event()
     timed = []
 
-    def prepared(config, corpus, layers):
+    def prepared(config, sources, layers):
         if config.pp_engine == "program":
             assert decided.wait(60)
         return lambda: timed.append(config) or 1.0
@@ -81,7 +81,7 @@ def test_where_one_takes_too_long_to_compile_nothing_is_timed(tmp_path, monkeypa
 
 
 def test_what_fails_is_out_with_its_error(tmp_path, monkeypatch):
-    def fails(config, corpus, layers):
+    def fails(config, sources, layers):
         if config.pp_engine == "program":
             raise JgraphError("no such luck")
         return lambda: 1.0
@@ -108,7 +108,7 @@ def predicted(monkeypatch):
     def predict(layers):
         return SimpleNamespace(candidates=[replace(row, makespan=row.makespan / (10 if layers else 1)) for row in rows])
 
-    def prepare(config, corpus, layers):
+    def prepare(config, sources, layers):
         prepared.append((config.pp_engine, config.schedule, layers))
         return lambda: {"zb-v": 0.11, "aligned": 0.13, "gpipe": 0.12}[config.schedule]
 

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.peers.protocol import answer, request
 from benchmarks.programs.step import devices_of
 from benchmarks.rows import Row
+from jgraph.data import Source
 from jgraph.training.config import TrainConfig
 from jgraph.training.engine import settle_engine
 from jgraph.training.rundir import RunDir
@@ -21,10 +22,9 @@ def choice(config: TrainConfig) -> Row:
     """Returns what was chosen, how long that took, and the table."""
     devices, start = devices_of(config.pp), time.perf_counter()
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, config.batch_size * (config.seq_len + 1))
-    corpus: Any = SimpleNamespace(train=tokens)
     silent: Any = SimpleNamespace(line=lambda text: None)
     with tempfile.TemporaryDirectory() as folder:
-        chosen, told = settle_engine(config, corpus, RunDir(Path(folder)), silent)
+        chosen, told = settle_engine(config, [Source(tokens)], RunDir(Path(folder)), silent)
     return {
         "device": f"{len(devices)} x {devices[0].device_kind}",
         "build_s": time.perf_counter() - start,

@@ -42,8 +42,9 @@ CALLS, CALLED_LAYERS = 4, 16
 
 def time_schedule(asked: Row) -> None:
     ranks, size, clock = asked["ranks"], size_from(asked["size"]), Clock(**asked["clock"])
-    if isinstance(size, GPTSize) and asked["norm"]:
-        size = replace(size, model=replace(size.model, norm=asked["norm"]))
+    if isinstance(size, GPTSize):
+        model = replace(size.model, norm=asked["norm"] or size.model.norm)
+        size = replace(size, model=model.in_fp8() if asked["fp8"] else model)
     devices, platform = devices_of(ranks), jax.default_backend()
     model, schedule = model_of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))

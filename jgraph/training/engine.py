@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jgraph.data import Batches, Corpus
+from jgraph.data import Batches, Source
 from jgraph.dispatch import in_turn
 from jgraph.errors import JgraphError
 from jgraph.parallel.pipeline.autotune import filled, seconds_of
@@ -30,7 +30,7 @@ _MOST_ROWS = 8
 
 
 def settle_engine(
-    config: TrainConfig, corpus: Corpus, run_dir: RunDir, reporter: Reporter
+    config: TrainConfig, sources: Sequence[Source], run_dir: RunDir, reporter: Reporter
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Returns the run with an engine, a schedule and its chunks, and tells of them.
 
@@ -59,7 +59,7 @@ def settle_engine(
     rows, predicted = _candidates(config)
     pair = _pair(rows)
     clock.append(time.perf_counter())
-    timers = {row: _begun(partial(_prepared, _as(config, row), corpus, layers=_layers(config, row))) for row in pair}
+    timers = {row: _begun(partial(_prepared, _as(config, row), sources, layers=_layers(config, row))) for row in pair}
     late = wait(timers.values(), timeout=max(0.0, clock[0] + _LONGEST - time.perf_counter())).not_done
     clock.append(time.perf_counter())
     failed = {row: error for row, timer in timers.items() if timer not in late and (error := timer.exception())}
@@ -150,14 +150,14 @@ def _row(row: Candidate, measured: str, is_taken: bool) -> dict[str, str]:
     }
 
 
-def _prepared(config: TrainConfig, corpus: Corpus, *, layers: int | None) -> Callable[[], float]:
+def _prepared(config: TrainConfig, sources: Sequence[Source], *, layers: int | None) -> Callable[[], float]:
     """Compiles a run's step, of so many layers. Returns a function that gives the median time of a training step."""
     setup = TrainSetup.of(config, layers=layers)
     step = setup.compile_step()
 
     def timed() -> float:
         sizes: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        batch = setup.step.place(Batches(corpus.sources, **sizes, documents=config.data_documents)[0])
+        batch = setup.step.place(Batches(sources, **sizes, documents=config.data_documents)[0])
         # Not the run's own first state: random numbers take long to compile. Moments of the optimizer are zero as there.
         state = [in_turn(filled(setup.step.state, zero=lambda path: path[0].name != "params"))]
 

@@ -85,7 +85,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 held.enter_context(run_dir.locked(reporter.warn))
                 # Again: until now another process may have been there.
                 run_dir.check(config, corpus.fingerprint)
-            config, engine = settle_engine(config, corpus, run_dir, reporter)
+            config, engine = settle_engine(config, corpus.sources, run_dir, reporter)
             setup = TrainSetup.of(config)
             if isinstance(source, Folder):
                 setup.check_folder(source)

@@ -95,7 +95,7 @@ class GPT(nnx.Module):
             one = nnx.remat(one, prevent_cse=False) if self.remat == "layer" else one
             x_BTD = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
-            add_BTD, kernel = None, "xla" if self.config.norm == "xla" else "fused"
+            add_BTD, kernel = None, norm_kernel(self.config)
 
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
                 return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
@@ -168,7 +168,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, "fused" if self.config.norm == "fused" else "xla")
+        x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, norm_kernel(self.config))
         return x_BTD + add_BTD
 
     def parts(
@@ -238,6 +238,11 @@ def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, ker
         return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
+
+
+def norm_kernel(config: GPTConfig) -> Norm:
+    """Returns the kernel of the residual stream's norms."""
+    return "xla" if config.norm == "xla" else "fused"
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:

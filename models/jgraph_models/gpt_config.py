@@ -38,8 +38,8 @@ class GPTConfig:
     """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
     and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
     norm: Literal["auto", "fused", "xla"] = "auto"
-    """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto takes it between
-    the blocks of a whole model, except in FP8."""
+    """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto is fused, except
+    in FP8, whose kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
     scan_layers: bool = False
