@@ -124,8 +124,8 @@ def through(x_ND: Array, found: router.Routing, up_EDF2: Array, down_EFD: Array)
     copies = found.experts.shape[1]
     with scope("dispatch"):
         order = dispatch.order_of(found.experts)
-        x_RD = dispatch.dispatched(x_ND, order, copies)
-        weights_R = dispatch.dispatched(found.weights.reshape(-1), order, 1)
+        x_RD: Any = dispatch.dispatched(x_ND, order, copies)
+        weights_R: Any = dispatch.dispatched(found.weights.reshape(-1), order, 1)
     with scope("experts"):
         y_RD = experts(x_RD, weights_R, up_EDF2, down_EFD, found.counts)
     with scope("combine"):
