@@ -67,6 +67,17 @@ def test_statistics_go_in_and_come_out_and_the_model_is_as_it_was(model):
     assert all(not jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(carried), strict=True))
 
 
+def test_a_variable_says_how_it_is_reduced():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros((), jnp.int32), reduction="sum")
+            self.inner = nnx.List([nnx.BatchNorm(2, rngs=nnx.Rngs(0))])
+
+    model = jgraph.functional(Counting)
+    assert model.reductions == {"count": "sum", "inner": {0: {"mean": "mean", "var": "mean"}}}
+    assert jax.tree.structure(model.reductions) == jax.tree.structure(model.carried)
+
+
 def test_an_evaluation_drops_nothing_and_uses_the_statistics(model):
     params, carried = model.init()
     moved = jax.tree.map(lambda leaf: leaf + 1, carried)

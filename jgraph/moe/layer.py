@@ -87,7 +87,9 @@ class MoE(nnx.Module):
         config, dtype = self.config, x_BTD.dtype
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         with scope("router"):
-            logits_NE = x_ND.astype(jnp.float32) @ self.router_DE[...].astype(jnp.float32)
+            # GPUs would round float32 operands to TF32, and a token whose experts are close would go to others.
+            router_DE = self.router_DE[...].astype(jnp.float32)
+            logits_NE = jnp.matmul(x_ND.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
             bias_E = None
             if config.router == "sigmoid":
                 bias_E = router.balanced(self.bias_E[...], self.tokens_E[...], config.bias_rate)
@@ -124,8 +126,8 @@ def through(x_ND: Array, found: router.Routing, up_EDF2: Array, down_EFD: Array)
     copies = found.experts.shape[1]
     with scope("dispatch"):
         order = dispatch.order_of(found.experts)
-        x_RD = dispatch.dispatched(x_ND, order, copies)
-        weights_R = dispatch.dispatched(found.weights.reshape(-1), order, 1)
+        x_RD: Any = dispatch.dispatched(x_ND, order, copies)
+        weights_R: Any = dispatch.dispatched(found.weights.reshape(-1), order, 1)
     with scope("experts"):
         y_RD = experts(x_RD, weights_R, up_EDF2, down_EFD, found.counts)
     with scope("combine"):

@@ -30,12 +30,15 @@ _PRIMITIVES: dict[str, str] = {
 }
 
 CATEGORIES = (
-    *("forward", "dgrad", "wgrad", "recompute", "attention", "loss", "quantize", "optimizer"),
+    *("forward", "dgrad", "wgrad", "recompute", "attention", "router", "dispatch", "experts", "combine"),
+    *("loss", "quantize", "optimizer"),
     *dict.fromkeys(COLLECTIVES.values()),
     *("copies", "control", "other"),
 )
 """All categories, in the order in which they are shown."""
 
+# Of these, what only moves is work too.
+_MOVING = frozenset(("attention", "dispatch", "combine", "loss", "quantize", "optimizer"))
 _ACTIONS = ("forward", "dgrad", "wgrad")
 # Counters of loops, conditions, places in pools: nothing that a model computes.
 _CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))
@@ -85,7 +88,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     category = _by_scopes(meant)
     if not category and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
         return Purpose("control", action)
-    if not computes and category not in ("attention", "loss", "quantize", "optimizer"):
+    if not computes and category not in _MOVING:
         return Purpose("copies", action)
     if product is not None and category == "dgrad" and not action:
         factors = product.operands[:2]

@@ -4,6 +4,7 @@
 // readers with and without each kind of colour blindness.
 const COLOURS = {
   forward: "#56B4E9", dgrad: "#E69F00", wgrad: "#009E73", recompute: "#1F33A8", attention: "#E0EF3E", loss: "#BD1F1F",
+  router: "#E9D4B2", dispatch: "#B774B9", experts: "#8F0F31", combine: "#79DF71",
   quantize: "#F2A6D8", optimizer: "#DE6321", "all-gather": "#9A71F7", "reduce-scatter": "#B540AC", "all-reduce": "#662A6A", "all-to-all": "#5B3DF7",
   transfer: "#49F7F7", copies: "#98BC91", control: "#A6A6A6", other: "#626262",
 };

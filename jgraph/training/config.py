@@ -323,7 +323,9 @@ class TrainConfig:
     @property
     def _of_program(self) -> dict[str, Any]:
         """What only one program does, by field: its value where nothing of the kind is asked for."""
-        return {"fsdp": 1, "profile": ""}
+        # A mixture's balance loss is of all tokens of a microbatch, and a device that is handed its own knows of no others.
+        mixture = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
+        return {"fsdp": 1, "profile": ""} | ({"dp": 1} if mixture else {})
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

@@ -1,6 +1,6 @@
 """The layer of experts and its functions, by themselves."""
 
-import itertools
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +211,7 @@ def test_the_bias_moves_once_a_step_by_the_load_of_the_whole_step_before():
     states = [state["moe"] for state in after_steps(3, 3, config, rows(12, 2, D))]
     assert [state["tokens_E"].sum() for state in states] == [48, 48, 48]
     np.testing.assert_array_equal(states[0]["bias_E"], np.zeros(E))
-    for before, after in itertools.pairwise(states):
+    for before, after in pairwise(states):
         moved = 0.25 * np.sign(48 / E - before["tokens_E"])
         np.testing.assert_array_equal(after["bias_E"] - before["bias_E"], moved.astype(np.float32))
 

@@ -147,6 +147,20 @@ def test_a_collective_that_the_text_hides_is_told_by_its_instruction(op, categor
     assert purpose_of_hidden(op).category == category
 
 
+@pytest.mark.parametrize("part", ["dispatch", "combine"])
+def test_rows_that_a_layer_of_experts_gathers_are_its_work_and_no_copy(part):
+    text = f"""HloModule jit_step
+
+ENTRY %main (x: bf16[8,256], places: s32[16]) -> bf16[16,256] {{
+  %x = bf16[8,256]{{1,0}} parameter(0)
+  %places = s32[16]{{0}} parameter(1)
+  ROOT %rows = bf16[16,256]{{1,0}} gather(%x, %places), metadata={{op_name="jit(step)/jvp(jgraph.{part})/gather"}}
+}}
+"""
+    program = Program.of(text)
+    assert purpose_of(program, program.instructions["rows"]).category == part
+
+
 def test_what_xla_made_by_itself_is_for_what_it_was_made_of():
     text = """HloModule jit_step
 
