@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.tree import leaf_names
+from jgraph.tree import is_router, leaf_names
 
 PyTree = Any
 
@@ -36,7 +36,7 @@ class Packing:
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
-        """Packs leaves of fewer than `small` elements by dtype and by whether they are matrices.
+        """Packs leaves of fewer than `small` elements by dtype, by whether they are matrices, and by whether they are a router's.
 
         Other leaves stay as they are, and so do those that `alone` names, as `leaf_names` has them.
         """
@@ -44,7 +44,8 @@ class Packing:
         flat, treedef = jax.tree.flatten(params)
         for index, (name, leaf) in enumerate(zip(leaf_names(params), flat, strict=True)):
             if leaf.size < small and name not in alone:
-                name = f"small {'matrices' if leaf.ndim > 1 else 'vectors'} ({leaf.dtype})"
+                of_routers = " of routers" * is_router(name)
+                name = f"small {'matrices' if leaf.ndim > 1 else 'vectors'}{of_routers} ({leaf.dtype})"
             members.setdefault(name, []).append(index)
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
         return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))

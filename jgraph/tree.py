@@ -19,6 +19,11 @@ def leaf_names(tree: Any) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def is_router(name: str) -> bool:
+    """Tells whether a parameter is a router's, by its name: it is never rounded, which would send tokens to other experts."""
+    return "router" in name
+
+
 def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     """Returns the names that a pattern matches as a shell would, where `*` goes over `/` too.
 

@@ -22,7 +22,7 @@ from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, fin
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.precision.fuse import fused
 from jgraph.precision.transform import FP8Function
-from jgraph.tree import leaf_names
+from jgraph.tree import is_router, leaf_names
 
 Tree = Any
 PackingChoice = Literal["small", "nothing"]
@@ -148,7 +148,7 @@ class FullySharded:
         shard_rules: `PATTERN=AXIS`, the axis along which parameters that match are sharded; without one, an annotation or the
             shape decides.
         annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
-        compute_dtype: dtype in which matrices are gathered; None gathers them as they are kept.
+        compute_dtype: dtype in which matrices are gathered, but for those of routers; None gathers them as they are kept.
         reshard_after_forward: whether parameters are gathered a second time for the backward, instead of being kept. Weights in
             FP8 are kept.
     """
@@ -337,7 +337,7 @@ class DataParallel:
     def _gathered_dtypes(self, params: Tree) -> dict[str, Any]:
         """Returns the dtypes in which arrays are gathered."""
         cast, matrices = self.compute_dtype, self.is_matrix
-        return {name: cast if cast and matrices[name] else part.dtype for name, part in params.items()}
+        return {name: cast if cast and matrices[name] and not is_router(name) else part.dtype for name, part in params.items()}
 
     def _whole(self, params: Tree) -> Tree:
         """Returns the model's tree as the loss sees it, for its shapes."""

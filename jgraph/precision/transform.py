@@ -26,7 +26,7 @@ from jgraph.precision.late import LateProduct
 from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
 from jgraph.precision.scaling import History, observe, scale_for, seen
 from jgraph.scopes import scope
-from jgraph.tree import leaf_names, matching
+from jgraph.tree import is_router, leaf_names, matching
 
 Tree = Any
 
@@ -344,8 +344,8 @@ def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Con
         reason = why_not(site)
         if any(names[p] in kept for p in site.params):
             reason = "kept by `fp8.keep`"
-        elif fnmatch.fnmatch(name, "*router*"):
-            reason = "a router"  # whose choice of experts a rounding would change
+        elif is_router(name):
+            reason = "a router"
         elif any(_block_number(names[p]) in ends for p in site.params):
             reason = "kept by `fp8.blocks`"
         label = name if times[name] == 1 else f"{name}#{times[name]}"

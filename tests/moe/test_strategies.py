@@ -149,3 +149,34 @@ def test_gradients_have_the_routers_losses_and_the_state_is_of_the_step(case):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))
     for i, own in enumerate(after.carried["layers"].values()):
         np.testing.assert_array_equal(own["tokens_E"], counts[i])
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "pipe"])
+@pytest.mark.parametrize("name", ["router_DE", "up_DF"])
+def test_a_router_is_not_rounded_to_the_dtype_that_other_matrices_are_gathered_and_computed_in(axis, name):
+    exact = np.float32(1 + 2.0**-12)  # 1 in bfloat16
+    params = {"layers": {i: {name: np.full((2, 2), exact)} for i in range(2)}}
+
+    def rounded(own):
+        return jnp.mean(jnp.abs(own[name].astype(jnp.float32) - exact))
+
+    model = PipelineModel(
+        embed=lambda outer, batch: batch,
+        layer=lambda own, x: x + rounded(own),
+        head=lambda outer, x, batch: jnp.mean(x),
+        split=lambda params: ({}, list(params["layers"].values())),
+        join=lambda outer, layers: {"layers": dict(enumerate(layers))},
+    )
+    shapes = jax.eval_shape(lambda: params)
+    if axis == "fsdp":
+        strategy = FullySharded(mesh(fsdp=2), shapes, compute_dtype=jnp.bfloat16)
+
+        def loss(params, batch, key):
+            return sum(map(rounded, params["layers"].values()))
+    else:
+        order = generate("1f1b", pp=2, microbatches=2)
+        loss, strategy = model, Pipelined(mesh(pipe=2), shapes, order, compute_dtype=jnp.bfloat16)
+    step = train_step(loss, optax.sgd(0.0), strategy, num_microbatches=2)
+    batch = step.place(np.zeros((4, 2), "f"))
+    _, metrics = step.compile(batch)(step.init(params), batch)
+    assert (float(metrics.loss) > 0) == (name == "up_DF")

@@ -26,7 +26,7 @@ from jgraph.precision.transform import FP8Function, Plan
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
-from jgraph.tree import leaf_names, path_name
+from jgraph.tree import is_router, leaf_names, path_name
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -398,7 +398,11 @@ class Pipeline:
         """Returns parameters as layers and head take them."""
         if self.compute_dtype is None:
             return tree
-        return jax.tree.map(lambda p: p.astype(self.compute_dtype) if p.ndim > 1 else p, tree)
+
+        def of(path: Any, p: Array) -> Array:
+            return p.astype(self.compute_dtype) if p.ndim > 1 and not is_router(path_name(path)) else p
+
+        return jax.tree_util.tree_map_with_path(of, tree)
 
     @property
     def recompute(self) -> Recompute:
