@@ -36,7 +36,7 @@ class Packing:
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
-        """Packs leaves of fewer than `small` elements by dtype, by whether they are matrices, and by whether they are a router's.
+        """Packs leaves of fewer than `small` elements by dtype, and by whether they are matrices and a router's.
 
         Other leaves stay as they are, and so do those that `alone` names, as `leaf_names` has them.
         """

@@ -25,6 +25,31 @@ def statistics(carried: Any) -> dict[str, Statistics]:
     return {layer: {name: np.asarray(own[name]) for name in NAMES} for layer, own in found.items()}
 
 
+def summary(carried: Any) -> dict[str, Any]:
+    """Returns what a step's routers did in a few numbers, for a log; nothing where there are no mixtures.
+
+    `moe_load` is each expert's share of the tokens over an even share, the mean of all layers; `moe_max_load` the largest of
+    any layer. The losses are without their coefficients, the entropy is in nats; of all three the mean of the layers.
+    """
+    layers = list(statistics(carried).values())
+    if not layers:
+        return {}
+    tokens_LE = np.concatenate([own["tokens_E"].reshape(-1, own["tokens_E"].shape[-1]) for own in layers]).astype(float)
+    loads_LE = tokens_LE / np.maximum(tokens_LE.mean(1, keepdims=True), 1 / tokens_LE.shape[1])
+
+    def mean(name: str) -> float:
+        return float(np.mean(np.concatenate([own[name].reshape(-1) for own in layers])))
+
+    return {
+        "moe_load": [round(load, 4) for load in loads_LE.mean(0).tolist()],
+        "moe_max_load": float(loads_LE.max()),
+        "moe_entropy": mean("entropy"),
+        "moe_balance_loss": mean("balance"),
+        "moe_z_loss": mean("z"),
+        "moe_dropped": 0,
+    }
+
+
 def starved(carried: Any, steps: int = 100) -> dict[str, list[int]]:
     """Returns the experts that had no token for so many steps, by the layer's path; layers without such are left out."""
     found = {}

@@ -1,7 +1,6 @@
 """The loop: steps handed to the device without waiting for them, and everything that happens between two of them."""
 
 import itertools
-import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Ahead
 from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError, ProfileError
+from jgraph.moe import statistics
 from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training.console import Reporter
-from jgraph.training.metrics import MetricsLog, StepClock, peak_memory_bytes
+from jgraph.training.metrics import MetricsLog, StepClock, finite, peak_memory_bytes
 from jgraph.training.optimizer import learning_rate
 from jgraph.training.profiling import Recorder
 from jgraph.training.setup import TrainSetup
@@ -42,6 +42,7 @@ class Loop:
         pending: steps that were handed over, and their numbers.
         skipped: updates of the run that were not applied.
         told_zero: arrays whose gradient was told to be zero.
+        told_starved: layers with experts that were told to get nothing.
     """
 
     setup: TrainSetup
@@ -58,6 +59,7 @@ class Loop:
     pending: list[tuple[int, StepMetrics]] = field(default_factory=list)
     skipped: int = 0
     told_zero: set[str] = field(default_factory=set)
+    told_starved: set[str] = field(default_factory=set)
 
     def __post_init__(self):
         self.config, self.place = self.setup.config, self.setup.step.place
@@ -87,7 +89,7 @@ class Loop:
                 self._wait([self.pending[-1 - _RUN_AHEAD]])
             evaluates = done == config.steps or done % config.eval_every == 0
             if evaluates or done == 1 or done % config.log_every == 0:
-                self._log(done, state if evaluates else None)
+                self._log(done, state, evaluates=evaluates)
             if done % config.checkpoint_every == 0:
                 self._save(done, state)
         self._save(done, state)
@@ -105,8 +107,8 @@ class Loop:
         # Not what `stop` says by now, which is this process's alone.
         return bool(number)
 
-    def _log(self, number: int, evaluated: TrainState | None) -> None:
-        """Writes and shows the entry of step `number`, the last one handed over; evaluates if given the state."""
+    def _log(self, number: int, state: TrainState, *, evaluates: bool) -> None:
+        """Writes and shows the entry of step `number`, the last one handed over, and the state after it."""
         last = self._settle()
         step_seconds = self.clock.lap()
         peak = peak_flops(self.device.device_kind)
@@ -124,12 +126,14 @@ class Loop:
             "skipped": self.skipped,
             "seconds": self.clock.seconds,
             "zero_gradients": len(_zeros(last, self.group_names) & self.trained_groups),
+            **statistics.summary(state.model_state),
         }
-        if evaluated is not None:
-            entry["eval_loss"] = self.evaluate(evaluated)
+        self._tell_starved(number, state)
+        if evaluates:
+            entry["eval_loss"] = self.evaluate(state)
         self.log.add(entry)
         # The file says null where the loss is not a number; so does the line.
-        self.reporter.progress({key: value if value is None or math.isfinite(value) else None for key, value in entry.items()})
+        self.reporter.progress(finite(entry))
 
     def _profile(self, recorder: Recorder, done: int, state: TrainState) -> tuple[int, TrainState]:
         """Traces steps, of which the clock and the log know nothing, and writes the report."""
@@ -189,6 +193,15 @@ class Loop:
                 self.reporter.warn(
                     f"step {number}: the gradient of {name} is zero; if it is not to be trained, say so by `freeze`"
                 )
+
+    def _tell_starved(self, number: int, state: TrainState) -> None:
+        """Warns once of each layer with experts that get no tokens any more."""
+        for layer, experts in statistics.starved(state.model_state).items():
+            if layer not in self.told_starved:
+                self.told_starved.add(layer)
+                some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
+                advice = "a larger `model.moe.balance_loss` helps"
+                self.reporter.warn(f"step {number}: experts {some} of {layer} got no token for 100 steps; {advice}")
 
     def _tell_non_finite(self, number: int, problem: str) -> None:
         if self.config.on_nonfinite == "skip":

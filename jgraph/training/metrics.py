@@ -43,17 +43,22 @@ class MetricsLog:
         self._file = path.open("a")
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Appends an entry, which has a "step". Numbers that are not finite become null: JSON has no others."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        """Appends an entry, which has a "step". Numbers that are not finite become null."""
+        entry = finite(entry)
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
         for tracker in self._trackers:
-            tracker.add(finite)
+            tracker.add(entry)
 
     def close(self) -> None:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+def finite(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry with None in the place of numbers that are not finite: JSON has no others."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

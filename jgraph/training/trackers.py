@@ -84,4 +84,4 @@ class Wandb:
 
 
 def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name != "step" and value is not None}
+    return {name: value for name, value in entry.items() if name != "step" and isinstance(value, int | float)}
