@@ -161,10 +161,9 @@ def assert_same(found, wanted):
     [
         ("zb-h1", [PIPE], DELAYED, {}),
         pytest.param("aligned", [DATA, PIPE, FSDP], CURRENT, {}, marks=LONG),
-        pytest.param("zb-v", [PIPE], DELAYED, {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), {"chunks": 2}, marks=LONG),
         pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed", "remat": "wide"}, marks=LONG),
-        pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked"}, marks=LONG),
+        pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked", "remat": "layer"}, marks=LONG),
         pytest.param("gpipe", [PIPE], CURRENT, {"chunks": 2, "kind": "keyed", "remat": "wide", **DISPATCH}, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
