@@ -50,7 +50,7 @@ once = pytest.mark.once
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"dp": 2}, {("all-reduce", FLOAT): 1}),
+        pytest.param({"dp": 2}, {("all-reduce", FLOAT): 1}, marks=once),
         pytest.param({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}, marks=once),  # a loop
         pytest.param({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}, marks=once),
         pytest.param(

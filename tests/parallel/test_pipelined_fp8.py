@@ -260,7 +260,7 @@ def quantizations(jaxpr, times=1):
     return found
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("aligned", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("aligned", 1), pytest.param("zb-v", 2, marks=pytest.mark.once)])
 def test_a_rank_quantizes_each_of_its_weights_once_a_step(schedule, chunks):
     places = chunks * -(-LAYERS // (2 * chunks))
     for microbatches in (4, 8):
