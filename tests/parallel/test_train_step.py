@@ -98,8 +98,10 @@ TRANSFORMS = {
     ("name", "transform"),
     [
         *((name, "muon") for name in STRATEGIES),
-        *(("data 4", "adafactor"), ("fsdp 4, resharding", "adafactor")),
-        *(("one device", "masked by path"), ("data 2 x fsdp 2", "masked by path")),
+        pytest.param("data 4", "adafactor", marks=pytest.mark.once),
+        pytest.param("fsdp 4, resharding", "adafactor", marks=pytest.mark.once),
+        pytest.param("one device", "masked by path", marks=pytest.mark.once),
+        pytest.param("data 2 x fsdp 2", "masked by path", marks=pytest.mark.once),
     ],
 )
 def test_any_transform_sees_the_models_own_tree(name, transform, batch):
