@@ -238,11 +238,13 @@ def hosted():
     return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
 
 
+@pytest.mark.once
 def test_a_product_that_is_made_again_does_not_wait_with_the_other_engine(hosted):
     (replica,) = hosted.gradients.replicas
     assert not [leaf for stage in replica.stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
 
+@pytest.mark.once
 def test_a_weight_waits_for_a_steps_stages_in_fp8_alone(hosted):
     weights = [leaf for leaf in hosted.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns

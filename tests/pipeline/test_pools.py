@@ -21,13 +21,14 @@ def garbage(shape, dtype):
     return jnp.full(shape, worst, dtype)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "P", "C", "M", "runtime"),
     [
         ("aligned", 3, 1, 5, "aligned"),
-        pytest.param("aligned", 3, 2, 2, "aligned", marks=pytest.mark.once),
-        pytest.param("zb-v", 2, 2, 4, "general", marks=pytest.mark.once),
-        pytest.param("1f1b", 3, 1, 2, "general", marks=pytest.mark.once),
+        ("aligned", 3, 2, 2, "aligned"),
+        ("zb-v", 2, 2, 4, "general"),
+        ("1f1b", 3, 1, 2, "general"),
     ],
 )
 def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, P, C, M, runtime):

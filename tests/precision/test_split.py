@@ -77,10 +77,10 @@ def same(a, b):
     ("stage", "recipe"),
     [
         ("mlp", "current"),
-        ("mlp", "delayed, bf16 wgrad"),
+        pytest.param("mlp", "delayed, bf16 wgrad", marks=pytest.mark.once),
         pytest.param("scan", "delayed", marks=pytest.mark.long),
         pytest.param("head kept", "current", marks=pytest.mark.once),
-        ("checkpoint", "delayed"),
+        pytest.param("checkpoint", "delayed", marks=pytest.mark.once),
     ],
 )
 def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_order_of_sums(stage, recipe):

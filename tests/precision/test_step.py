@@ -72,9 +72,9 @@ def alone(microbatches):
     ("name", "microbatches", "options"),
     [
         ("dp", 1, {}),
-        ("dp", 2, {}),
+        pytest.param("dp", 2, {}, marks=pytest.mark.once),
         ("fsdp", 1, {}),
-        ("fsdp", 1, {"reshard_after_forward": True}),
+        pytest.param("fsdp", 1, {"reshard_after_forward": True}, marks=pytest.mark.once),
         ("fsdp", 2, {"compute_dtype": jnp.bfloat16}),
     ],
 )

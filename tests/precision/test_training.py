@@ -24,6 +24,7 @@ def test_a_recipe_without_its_precision_is_refused():
     assert error.value.field == "fp8.margin"
 
 
+@pytest.mark.once
 def test_a_run_says_what_is_in_fp8_and_that_a_cpu_emulates_it(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
     out = " ".join(capsys.readouterr().out.split())
