@@ -175,16 +175,10 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
     return jax.device_get(jax.tree.leaves(state.params)), losses
 
 
-@pytest.fixture(scope="module")
-def of_one_device():
-    return weights_and_losses(1)
-
-
-@pytest.mark.parametrize("dp", [2, 4])
-def test_replicas_compute_what_one_device_does(of_one_device, dp):
-    weights, losses = weights_and_losses(dp)
-    np.testing.assert_allclose(losses, of_one_device[1], rtol=1e-6)
-    for ours, theirs in zip(weights, of_one_device[0], strict=True):
+def test_replicas_compute_what_one_device_does():
+    (weights, losses), (wanted, wanted_losses) = weights_and_losses(4), weights_and_losses(1)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+    for ours, theirs in zip(weights, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
@@ -255,14 +249,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.once
-def test_a_run_goes_on_with_other_ranks(whole, tmp_path):
-    assert tiny.train(tmp_path / "run", *FLAGS, *whole[1], "--dp", "2") == 0
-    delete_last(tmp_path / "run", 8)
-    assert tiny.train(tmp_path / "run", *FLAGS, *whole[1]) == 0
-    assert_same_losses(tmp_path / "run", whole[0])
-
-
-@pytest.mark.once
 def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
     (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
     assert (code, err) == (0, "")
@@ -279,17 +265,13 @@ def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
 
 
 @pytest.mark.once
-def test_two_processes_have_the_amax_histories_of_one(tmp_path):
+def test_two_processes_have_the_amax_histories_of_one_with_two_devices(tmp_path):
     flags = ("--steps", "3", "--sample-tokens", "0", "--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
     (code, _, err), quiet = finish(start(tmp_path / "two", *flags))
     assert (code, err, quiet) == (0, "", (0, "", ""))
-    # On one device the same rows in as many products: the same numbers are rounded, but summed up in another order.
-    assert tiny.train(tmp_path / "one", *FLAGS, *flags, "--num-microbatches", "4") == 0
-    assert tiny.train(tmp_path / "both", *FLAGS, *flags, "--dp", "2") == 0
-    two, one, both = (amax_history(tmp_path / name) for name in ("two", "one", "both"))
-    jax.tree.map(np.testing.assert_array_equal, two, both)
-    np.testing.assert_array_equal(two.window[2], one.window[2])  # of the first step
-    np.testing.assert_allclose(two.window, one.window, rtol=1e-3)
+    assert tiny.train(tmp_path / "one", *FLAGS, *flags, "--dp", "2") == 0
+    two, one = (amax_history(tmp_path / name) for name in ("two", "one"))
+    jax.tree.map(np.testing.assert_array_equal, two, one)
     assert (one.window[:3] > 0).all()
 
 

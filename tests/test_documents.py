@@ -98,7 +98,7 @@ def config_of(**fields: Any) -> TrainConfig:
         pytest.param({"num_microbatches": 2, "dp": 2, "remat": "layer"}, marks=pytest.mark.once),
         pytest.param({"num_microbatches": 2, "fsdp": 2}, marks=pytest.mark.once),
         {"num_microbatches": 2, "pp": 2, "fsdp": 2, "remat": "layer"},
-        {"num_microbatches": 2, "pp": 2, "pp_engine": "dispatch", "schedule": "1f1b"},
+        pytest.param({"num_microbatches": 2, "pp": 2, "pp_engine": "dispatch", "schedule": "1f1b"}, marks=pytest.mark.once),
     ],
     ids=lambda layout: " ".join(f"{name}={value}" for name, value in layout.items()),
 )

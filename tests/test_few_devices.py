@@ -5,11 +5,11 @@ import pytest
 from tests import tiny
 from tests.test_pipeline_training import FAST_COMPILE
 
-pytestmark = [pytest.mark.long, pytest.mark.once]
+pytestmark = pytest.mark.long
 
 # Few lines, so that nothing but the loop itself waits for a step.
 FLAGS = (
-    *("--data", "synthetic", "--model.num-layers", "4", "--model.vocab-size", "257", "--xla-options", FAST_COMPILE),
+    *("--data", "synthetic", "--model.num-layers", "2", "--model.vocab-size", "257", "--xla-options", FAST_COMPILE),
     *("--batch-size", "16", "--num-microbatches", "4", "--steps", "12", "--log-every", "100"),
     *("--eval-every", "5", "--eval-batches", "4", "--checkpoint-every", "4"),
 )
@@ -17,7 +17,11 @@ FLAGS = (
 
 @pytest.mark.parametrize(
     ("num_devices", "flags"),
-    [(2, "--fsdp 2 --profile 6:8"), (4, "--pp 2 --dp 2 --schedule zb-v"), (4, "--pp 2 --fsdp 2")],
+    [
+        pytest.param(2, "--fsdp 2 --profile 6:8", marks=pytest.mark.once),
+        pytest.param(4, "--pp 2 --dp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
+        (4, "--pp 2 --fsdp 2"),
+    ],
 )
 def test_a_run_trains_evaluates_and_saves_with_a_device_for_each_rank_and_no_more(tmp_path, num_devices, flags):
     process = tiny.start(tmp_path / "run", *FLAGS, *flags.split(), num_devices=num_devices)

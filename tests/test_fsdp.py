@@ -423,6 +423,7 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     assert TrainSetup.of(config()).chosen_options("gpu") == ()
 
 
+@pytest.mark.once
 @pytest.mark.target
 def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
     monkeypatch.setattr(overlap, "_ENOUGH", 2**20)

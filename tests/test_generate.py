@@ -112,6 +112,7 @@ def test_drawn_text_from_a_cache_is_that_of_the_whole_model():
     assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
 
 
+@pytest.mark.once
 def test_a_text_that_outgrows_the_window_forgets_its_oldest_tokens():
     # With one layer, what is in the cache does not depend on what was forgotten.
     model, params = gpt(num_layers=1)

@@ -1,6 +1,7 @@
 """`--graph measure` of a run: when it measures, that it changes no number, and that a run keeps to its choice."""
 
 import json
+import shutil
 
 import pytest
 
@@ -15,27 +16,39 @@ pytestmark = [pytest.mark.long, pytest.mark.once]
 FLAGS = ("--steps", "6", "--checkpoint-every", "3", "--dp", "2", "--sample-tokens", "0", "--graph", "measure")
 
 
-@pytest.fixture
-def measurements(monkeypatch):
-    """Choices that were measured; two CPU devices are taken for ones whose choices differ."""
-    found = []
+def counts_as_gpus(patch, found):
+    """CPU devices are taken for ones whose choices differ; those that were measured go to `found`."""
 
     def measured(*args, **kwargs):
         found.append(measure_graph(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(graph, "has_command_buffers", lambda: True)
-    monkeypatch.setattr(graph, "measure_graph", measured)
-    return found
+    patch.setattr(graph, "has_command_buffers", lambda: True)
+    patch.setattr(graph, "measure_graph", measured)
 
 
 @pytest.fixture
-def half(tmp_path, measurements, capsys):
-    """A run that measured and then lost its last checkpoint."""
-    assert tiny.train(tmp_path / "run", *FLAGS) == 0
-    (tmp_path / "run" / "checkpoints" / "6").rename(tmp_path / "aside")
-    capsys.readouterr()
-    return tmp_path / "run"
+def measurements(monkeypatch):
+    """What a test's own run measures."""
+    counts_as_gpus(monkeypatch, found := [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A run that measured and then lost its last checkpoint, and what it measured."""
+    run_dir, found = tmp_path_factory.mktemp("measured") / "run", []
+    with pytest.MonkeyPatch.context() as patch:
+        counts_as_gpus(patch, found)
+        assert tiny.train(run_dir, *FLAGS) == 0
+    shutil.rmtree(run_dir / "checkpoints" / "6")
+    return run_dir, found
+
+
+@pytest.fixture
+def half(tmp_path, measured):
+    """The same, as a run of the test's own."""
+    return shutil.copytree(measured[0], tmp_path / "run")
 
 
 def kept(run_dir) -> dict:
@@ -48,20 +61,20 @@ def test_without_command_buffers_nothing_is_measured_and_the_default_is_taken(tm
     assert not (tmp_path / "run" / "graph.json").exists()
 
 
-def test_measuring_leaves_the_losses_as_they_are_and_keeps_what_it_found(half, tmp_path, measurements):
+def test_measuring_leaves_the_losses_as_they_are_and_keeps_what_it_found(measured, tmp_path):
+    run_dir, (found,) = measured
     assert tiny.train(tmp_path / "plain", *FLAGS[:-1], "auto") == 0
-    assert tiny.losses(half) == tiny.losses(tmp_path / "plain")
-    (found,) = measurements
-    assert kept(half)["graph"] == found.graph
-    assert kept(half)["milliseconds"] == {name: 1e3 * seconds for name, seconds in found.seconds.items()}
-    assert json.loads((half / "config.json").read_text())["graph"] == "measure"
+    assert tiny.losses(run_dir) == tiny.losses(tmp_path / "plain")
+    assert kept(run_dir)["graph"] == found.graph
+    assert kept(run_dir)["milliseconds"] == {name: 1e3 * seconds for name, seconds in found.seconds.items()}
+    assert json.loads((run_dir / "config.json").read_text())["graph"] == "measure"
 
 
 def test_a_run_that_goes_on_takes_its_choice_without_measuring(half, measurements, capsys):
     (half / "graph.json").write_text(json.dumps(kept(half) | {"graph": "full"}))
     assert tiny.train(half, *FLAGS, "--log-every", "2") == 0
     assert f"takes full, as measured before ({half / 'graph.json'})" in capsys.readouterr().out
-    assert len(measurements) == 1
+    assert not measurements
 
 
 @pytest.mark.parametrize("change", ["devices", "damage"])
@@ -72,8 +85,8 @@ def test_other_devices_and_a_damaged_file_are_measured_again(half, measurements,
     else:
         (half / "graph.json").write_text("{")
     assert tiny.train(half, *flags) == 0
-    assert len(measurements) == 2
-    assert kept(half)["graph"] == measurements[1].graph
+    (found,) = measurements
+    assert kept(half)["graph"] == found.graph
 
 
 def test_a_setup_compiles_before_anything_is_measured():

@@ -41,11 +41,10 @@ def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_ne
 
 @pytest.mark.long
 @pytest.mark.once
-@pytest.mark.parametrize("schedule", ["aligned", "auto"])
-def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path, schedule):
+def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path):
     settings = ("--num-microbatches", "4", "--model.width", "8")
     assert run(tmp_path / "one", "Stacked", *settings) == 0
-    assert run(tmp_path / "two", "Stacked", *settings, "--pp", "2", "--schedule", schedule) == 0
+    assert run(tmp_path / "two", "Stacked", *settings, "--pp", "2", "--schedule", "auto") == 0
     one, two = (np.array(tiny.losses(tmp_path / name), float) for name in ("one", "two"))
     # The last has a held-out loss too, which reads the statistics.
     assert np.isfinite(one[-1]).all()

@@ -50,13 +50,11 @@ once = pytest.mark.once
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"dp": 2}, {("all-reduce", FLOAT): 1}),
         pytest.param({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}, marks=once),  # a loop
         pytest.param({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}, marks=once),
         pytest.param(
             {"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}, marks=once
         ),
-        pytest.param({"fsdp": 4}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1}, marks=once),
         ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
         pytest.param(
             {"fsdp": 2, "dp": 2} | LOW_SUMS,

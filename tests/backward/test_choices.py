@@ -58,7 +58,7 @@ def test_a_pattern_that_matches_nothing_is_refused():
 
 
 def test_products_that_widen_by_four_are_made_again_if_asked_for():
-    params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden()
+    params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden() / 4
     stage = lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"]  # noqa: E731
     kept, again = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
     wide = (*x.shape[:-1], 4 * D)

@@ -30,7 +30,7 @@ def blocks(count, device, **kwargs):
     return jgraph.make_graphed_callables((stage,) * count, (params,) * count, ((x,),) * count, devices=[device], **kwargs)
 
 
-@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("delay", [pytest.param(False, marks=pytest.mark.once), True])
 def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
     graphed = blocks(1, h200[0], delay_wgrad=delay)
     reports = dict(graphed.reports())

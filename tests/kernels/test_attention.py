@@ -26,7 +26,7 @@ def run(x, dy, **how):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("length", "size"), [(64, 64), (64, 128), (128, 64)])
+@pytest.mark.parametrize(("length", "size"), [(64, 128), (128, 64)])
 def test_the_kernel_is_as_near_to_float32_as_plain_jax_is(length, size):
     x, dy = arrays(length, size)
     exact = run(x.astype(jnp.float32), dy, implementation="xla")

@@ -106,14 +106,14 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "axes", "choices"),
     [
-        ("aligned", [("pipe", 4)], {}),
+        pytest.param("aligned", [("pipe", 4)], {}, marks=pytest.mark.once),
         pytest.param("zb-v", [PIPE], {"chunks": 2}, marks=[LONG, pytest.mark.once]),
         pytest.param("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}, marks=pytest.mark.once),
         pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=[LONG, pytest.mark.once]),
-        pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=LONG),
-        pytest.param("interleaved-1f1b", [PIPE, FSDP], {"chunks": 2}, marks=LONG),
+        pytest.param("aligned", [PIPE], {"chunks": 2, "remat": "layer"}, marks=[LONG, pytest.mark.once]),
+        pytest.param("interleaved-1f1b", [PIPE, FSDP], {"chunks": 2}, marks=[LONG, pytest.mark.once]),
         pytest.param("zb-h1", [DATA, PIPE, FSDP], {}, marks=LONG),
-        pytest.param("gpipe", [("pipe", 1)], {}, marks=LONG),
+        pytest.param("gpipe", [("pipe", 1)], {}, marks=[LONG, pytest.mark.once]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -129,9 +129,7 @@ def carried_and_params(step, rows):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "choices", [{}, pytest.param({"engine": "dispatch"}, marks=LONG), pytest.param({"remat": "layer"}, marks=LONG)], ids=str
-)
+@pytest.mark.parametrize("choices", [{}, pytest.param({"remat": "layer"}, marks=pytest.mark.once)], ids=str)
 def test_a_layer_takes_a_key_and_then_its_state(choices):
     rows = batch()
     step = step_of("zb-h1", PIPE, model=replace(MODEL, layer=keyed, takes_key=True), **choices)
@@ -158,6 +156,7 @@ def test_a_step_that_is_not_applied_leaves_the_state_as_it_is():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.once
 def test_a_carried_state_goes_on_elsewhere_bit_for_bit():
     first, second = step_of("aligned", PIPE), one_device(MICROBATCHES)
     state = trained(first, batch(), steps=1)

@@ -161,10 +161,9 @@ def assert_same(found, wanted):
     [
         ("zb-h1", [PIPE], DELAYED, {}),
         pytest.param("aligned", [DATA, PIPE, FSDP], CURRENT, {}, marks=LONG),
-        pytest.param("zb-v", [PIPE], DELAYED, {"chunks": 2, "remat": "layer"}, marks=LONG),
         pytest.param("interleaved-1f1b", [PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), {"chunks": 2}, marks=LONG),
         pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed", "remat": "wide"}, marks=LONG),
-        pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked"}, marks=LONG),
+        pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked", "remat": "layer"}, marks=LONG),
         pytest.param("gpipe", [PIPE], CURRENT, {"chunks": 2, "kind": "keyed", "remat": "wide", **DISPATCH}, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
@@ -239,11 +238,13 @@ def hosted():
     return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
 
 
+@pytest.mark.once
 def test_a_product_that_is_made_again_does_not_wait_with_the_other_engine(hosted):
     (replica,) = hosted.gradients.replicas
     assert not [leaf for stage in replica.stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
 
+@pytest.mark.once
 def test_a_weight_waits_for_a_steps_stages_in_fp8_alone(hosted):
     weights = [leaf for leaf in hosted.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns
@@ -261,7 +262,7 @@ def quantizations(jaxpr, times=1):
     return found
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("aligned", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("aligned", 1), pytest.param("zb-v", 2, marks=pytest.mark.once)])
 def test_a_rank_quantizes_each_of_its_weights_once_a_step(schedule, chunks):
     places = chunks * -(-LAYERS // (2 * chunks))
     for microbatches in (4, 8):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.errors import OrderError
 from jgraph.parallel.pipeline import PipelineModel
 from jgraph.schedule import Order, Schedule, generate, read, write
 from tests.backward.stages import grouped_mlp, grouped_params
@@ -19,42 +18,29 @@ from tests.schedule.strategies import delayed_ticks, random_schedule
 
 pytestmark = pytest.mark.long
 
-CHUNKS = {
-    "aligned": (1, 2),
-    "1f1b": (1,),
-    "interleaved-1f1b": (2,),
-    "zb-h1": (1,),
-    "zb-h2": (1,),
-    "zb-v": (2,),
-    "dualpipe-v": (2,),
-    "gpipe": (1, 2),
+# (ranks, chunks, microbatches). Each schedule with ranks in the middle and a steady state; one rank, and no steady state, of
+# every kind: one chunk and several, whole backwards and split ones. Slots of every size are for tests of the tables.
+ALIGNED = [(1, 1, 4), (1, 2, 1), (2, 1, 2), (2, 2, 7), (4, 1, 13), (4, 2, 4)]
+GENERAL = {
+    "aligned": [(1, 1, 1), (2, 2, 7), (4, 1, 13)],
+    "1f1b": [(1, 1, 4), (2, 1, 2), (4, 1, 13)],
+    "interleaved-1f1b": [(1, 2, 1), (2, 2, 2), (4, 2, 13)],
+    "zb-h1": [(2, 1, 2), (4, 1, 13)],
+    "zb-h2": [(2, 1, 7), (4, 1, 13)],
+    "zb-v": [(2, 2, 2), (4, 2, 13)],
+    "dualpipe-v": [(1, 2, 4), (4, 2, 13)],
+    "gpipe": [(2, 1, 7), (4, 2, 4)],
 }
-
-
-def grid() -> list[tuple[str, int, int, int, str]]:
-    """(name, ranks, chunks, microbatches, runtime); what two names have in common is there once."""
-    found = {}
-    for name, chunks in CHUNKS.items():
-        for P, C in [(P, C) for P in (1, 2, 4, 8) for C in chunks if P < 8 or name not in ("zb-h2", "dualpipe-v")]:
-            for M in (P, 3 * P + 1)[: 1 if P == 8 else 2]:
-                try:
-                    schedule = generate(name, pp=P, microbatches=M, chunks=C)
-                except OrderError:  # dualpipe-v with few microbatches
-                    continue
-                orders = tuple(tuple(order.to_list()) for order in schedule)
-                ticks = tuple(tuple(row.tolist()) for row in schedule.ticks)
-                for runtime in ("aligned", "general") if name == "aligned" else ("general",):
-                    found.setdefault((orders, schedule.placement, ticks, runtime), (name, P, C, M, runtime))
-    return list(found.values())
-
-
-# Of each name one size, with the most microbatches of it.
-SIZES = {row[:3]: row[3] for row in grid() if row[1] == (4 if row[2] == 2 else 2) and row[0] != "gpipe"}
-DISPATCHED = [(*sizes, M) for sizes, M in SIZES.items()]
+GRID = [("aligned", *sizes, "aligned") for sizes in ALIGNED]
+GRID += [(name, *sizes, "general") for name, rows in GENERAL.items() for sizes in rows]
+DISPATCHED = [
+    *(("aligned", 2, 1, 7), ("aligned", 3, 2, 4), ("1f1b", 3, 1, 5), ("interleaved-1f1b", 2, 2, 4)),
+    *(("zb-h1", 3, 1, 5), ("zb-h2", 2, 1, 7), ("zb-v", 2, 2, 5), ("dualpipe-v", 2, 2, 7)),
+]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "P", "C", "M", "runtime"), grid())
+@pytest.mark.parametrize(("name", "P", "C", "M", "runtime"), GRID)
 def test_loss_and_gradients_are_those_of_one_device(name, P, C, M, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)
     pipe = model.pipeline(schedule, P * C, runtime=runtime)
@@ -71,7 +57,7 @@ def test_those_of_executables_that_the_host_hands_over_are_too(name, P, C, M):
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("P", "C", "M", "runtime"),
-    [(4, 1, 1, "aligned"), (4, 1, 3, "aligned"), (4, 2, 1, "aligned"), (2, 3, 3, "aligned"), (4, 2, 1, "general")],
+    [(4, 1, 3, "aligned"), (3, 2, 1, "aligned"), (2, 3, 3, "aligned"), (3, 2, 1, "general")],
 )
 def test_fewer_microbatches_than_ranks_and_more_chunks_are_right_too(P, C, M, runtime):
     pipe = model.pipeline(generate("aligned", pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
@@ -88,19 +74,17 @@ def test_a_rank_that_waits_while_others_do_dgrads_adds_nothing(runtime):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 2, "aligned"), ("zb-v", 2, "general")])
-def test_nine_layers_on_eight_stages_are_right(name, C, runtime):
-    pipe = model.pipeline(generate(name, pp=4, microbatches=5, chunks=C), 9, runtime=runtime)
+def test_seven_layers_on_six_stages_are_right():
+    pipe = model.pipeline(generate("aligned", pp=3, microbatches=4, chunks=2), 7, runtime="aligned")
     assert not pipe.layout.is_even
-    model.assert_same(model.piped(pipe), model.expected(9, 5))
+    model.assert_same(model.piped(pipe), model.expected(7, 4))
 
 
 @pytest.mark.parametrize(
     ("name", "C", "L", "runtime", "remat"),
     [
         ("aligned", 1, 2, "aligned", "nothing"),
-        ("aligned", 1, 5, "general", "layer"),
-        ("zb-v", 2, 5, "general", "nothing"),
+        pytest.param("zb-v", 2, 5, "general", "nothing", marks=pytest.mark.once),
         ("1f1b", 1, 5, "general", "layer"),
     ],
 )
@@ -116,6 +100,7 @@ def test_two_keys_give_different_losses():
     assert len({float(one), float(other), float(none)}) == 3
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general")])
 def test_a_layer_made_again_in_its_backward_gives_the_same_gradients(name, C, runtime):
     pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), 4, runtime=runtime, remat="layer")
@@ -123,9 +108,7 @@ def test_a_layer_made_again_in_its_backward_gives_the_same_gradients(name, C, ru
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 2, 2), ("1f1b", 2, 4), ("1f1b", 4, 2), ("1f1b", 4, 1)]
-)
+@pytest.mark.parametrize(("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 4, 2), ("1f1b", 2, 1)])
 def test_data_ranks_share_a_microbatch_and_drop_out_each_on_its_own(name, dp, P):
     pipe = model.pipeline(generate(name, pp=P, microbatches=4), P, dp=dp)
     model.assert_same(model.piped(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
@@ -141,7 +124,7 @@ def users_schedule(seed: int) -> Schedule:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
     write(users_schedule(seed), tmp_path / "own.csv")
     schedule = read(tmp_path / "own.csv")
@@ -151,7 +134,7 @@ def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("seed", range(4, 8))
+@pytest.mark.parametrize("seed", range(4, 6))
 def test_a_schedule_from_a_users_json_is_played(seed, tmp_path):
     # Signed numbers cannot say that a chunk has both whole and split backwards.
     write(users_schedule(seed).split(), tmp_path / "own.json")

@@ -10,10 +10,14 @@ import pytest
 import jgraph
 from jgraph import FP8Config
 from jgraph.errors import SplitError
+from jgraph.xla.options import installed_options
 
 # B rows, D model, F hidden
 B, D, F, LAYERS = 32, 48, 64, 3
 KEY = jax.random.key(0)
+
+# Without them, as tests have it otherwise, XLA may sum up rows in another order where the rest of the program is another.
+EMITTERS = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in (installed_options() or ())}
 
 
 def normal(i, *shape, dtype=jnp.float32):
@@ -72,25 +76,27 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("stage", "recipe"),
     [
-        *(("mlp", recipe) for recipe in RECIPES),
+        ("mlp", "current"),
+        pytest.param("mlp", "delayed, bf16 wgrad", marks=pytest.mark.once),
         pytest.param("scan", "delayed", marks=pytest.mark.long),
-        ("head kept", "current"),
-        ("checkpoint", "delayed"),
+        pytest.param("head kept", "current", marks=pytest.mark.once),
+        pytest.param("checkpoint", "delayed", marks=pytest.mark.once),
     ],
 )
 def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_order_of_sums(stage, recipe):
     fp8, params, state, x = made(stage, recipe)
+    program = partial(jax.jit, compiler_options=EMITTERS)
 
-    @jax.jit
+    @program
     def whole(params, state, x, dy):
         y, pull_back = jax.vjp(fp8.apply, params, state, x)
         return y, *pull_back(dy)
 
     split, given = jgraph.split_backward(fp8), (params, state, None)
-    y, residuals = split.forward(given, x)
+    y, residuals = program(split.forward)(given, x)
     dy = normal(21, *y.shape)
     wanted_y, wanted, wanted_state, wanted_dx = whole(params, state, x, dy)
-    dx, (early, state_after, _), stash = split.dgrad(given, residuals, dy)
+    dx, (early, state_after, _), stash = program(split.dgrad)(given, residuals, dy)
     late, *_ = split.wgrad(given, residuals, stash)
     same((y, dx, state_after), (wanted_y, wanted_dx, wanted_state))
     same(early, jax.tree.map(lambda a, b: None if a is None else b, early, wanted, is_leaf=lambda leaf: leaf is None))

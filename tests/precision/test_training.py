@@ -8,8 +8,11 @@ import pytest
 from jgraph.errors import ConfigError
 from jgraph.parallel.pipeline import autotune
 from jgraph.precision.config import FP8Config
+from jgraph.schedule import NAMES
 from jgraph.training.config import TrainConfig
+from jgraph.training.setup import TrainSetup
 from tests import tiny
+from tests.test_pipeline_training import config_of
 
 DELAYED = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
 RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "--sample-tokens", "0")
@@ -21,6 +24,7 @@ def test_a_recipe_without_its_precision_is_refused():
     assert error.value.field == "fp8.margin"
 
 
+@pytest.mark.once
 def test_a_run_says_what_is_in_fp8_and_that_a_cpu_emulates_it(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -51,12 +55,11 @@ def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_pipeline_says_what_of_its_layers_is_in_fp8_and_measures_with_it(tmp_path, capsys, monkeypatch):
+def test_a_schedule_is_measured_with_layers_in_fp8(monkeypatch):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
-    sizes = ("--num-microbatches", "2", "--model.num-layers", "3")
-    assert tiny.train(tmp_path, *RUN, *DELAYED, *sizes, "--steps", "2", "--pp", "2", "--schedule", "auto") == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
+    fp8 = FP8Config(recipe="delayed")
+    setup = TrainSetup.of(config_of(pp=2, schedule="auto", precision="fp8", fp8=fp8, num_layers=3, num_microbatches=2))
+    assert setup.step.bound.pipeline.schedule.name in NAMES
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
@@ -75,10 +78,12 @@ def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(t
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_run_goes_on_over_other_devices_with_its_histories(tmp_path):
-    steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2", "--model.num-layers", "2")
+def test_a_pipeline_says_what_is_in_fp8_and_goes_on_over_other_devices_with_its_histories(tmp_path, capsys):
+    steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2", "--model.num-layers", "3")
     assert tiny.train(tmp_path / "whole", *steps, "--pp", "2") == 0
-    assert tiny.train(tmp_path / "parts", *steps, "--pp", "2") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for late in ("3", "6"):
         assert (tmp_path / "parts" / "checkpoints" / late).is_dir()
     _forget(tmp_path / "parts", step=3)

@@ -218,7 +218,6 @@ def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_p
         pytest.param(
             ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), id="pipeline", marks=pytest.mark.once
         ),
-        pytest.param(("--fsdp", "2", "--num-microbatches", "2"), id="sharded", marks=pytest.mark.once),
     ],
 )
 def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):

@@ -30,9 +30,9 @@ def compile_step(config, graph="auto", num_microbatches=1):
 
 
 CASES = {
-    "launch-bound": config_of("launch-bound"),
+    "four layers of launch-bound": config_of("launch-bound", num_layers=4),
     "two layers of gpt-124m": config_of("gpt-124m", num_layers=2),
-    "swiglu, untied, grouped queries": config_of("cpu-tiny", mlp="swiglu", head="untied", num_kv_heads=2, num_layers=2),
+    "swiglu, untied, grouped queries": config_of("cpu-tiny", mlp="swiglu", head="untied", num_kv_heads=2, num_layers=1),
 }
 
 
