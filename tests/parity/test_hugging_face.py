@@ -11,6 +11,8 @@ from flax import nnx  # noqa: E402
 import jgraph  # noqa: E402
 from jgraph.interop import Folder  # noqa: E402
 from jgraph.interop.load import load  # noqa: E402
+from jgraph.interop.write import write  # noqa: E402
+from jgraph.moe import MoEConfig  # noqa: E402
 from jgraph.tree import leaf_names  # noqa: E402
 from jgraph_models import gpt  # noqa: E402
 from jgraph_models.gpt_config import GPTConfig  # noqa: E402
@@ -73,3 +75,17 @@ def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_p
             atol = 1e-5 * np.abs(theirs_of_part).max()
             np.testing.assert_allclose(of_part, theirs_of_part, rtol=1e-5, atol=atol, err_msg=part.tensor)
     assert not their_grads, "and there are no others"
+
+
+def test_a_mixture_that_was_in_no_folder_is_the_same_model_in_transformers(tmp_path):
+    moe = MoEConfig(num_experts=4, experts_per_token=2, d_ff=24, router="topk-softmax", weights="as-they-are")
+    sizes = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 61}
+    config = GPTConfig(**sizes, mlp="swiglu", moe=moe, compute_dtype="float32")
+    model = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    params, state = model.init()
+    params = jax.tree.map(lambda leaf: 10 * leaf if leaf.ndim > 1 else leaf, params)
+    arrays = dict(zip(leaf_names(params), map(np.asarray, jax.tree.leaves(params)), strict=True))
+    write(tmp_path / "f", HUGGING_FACE.config(config, {}), HUGGING_FACE.parts(config), arrays.__getitem__, dtype="float32")
+    with torch.no_grad():
+        theirs = folders.load(tmp_path / "f")(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy()
+    np.testing.assert_allclose(model.evaluate("logits", params, state, TOKENS), theirs, rtol=1e-5, atol=1e-5)
