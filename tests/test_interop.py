@@ -69,7 +69,11 @@ def check(folder, config=LLAMA):
 # --- What comes out is what went in ---
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE], ids=["llama", "qwen2", "qwen3, scanned", "mixtral", "qwen3_moe, scanned"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE],
+    ids=["llama", "qwen2", "qwen3, scanned", "mixtral", "qwen3_moe, scanned"],
+)
 def test_parameters_come_back_bit_for_bit_from_whole_and_from_slices(config, tmp_path):
     folder, arrays = make(tmp_path / "f", config)
     check(folder, config)

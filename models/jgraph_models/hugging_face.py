@@ -138,7 +138,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         raise _cannot("sliding_window", config["sliding_window"], "null")
     try:
         found: dict[str, Any] = {own: config[theirs] for own, theirs in _SAME.items()}
-        found |= _experts(config, names[0]) if names[0] in _MIXTURES else {"d_ff": config["intermediate_size"], "moe": {"num_experts": 0}}
+        found["d_ff"] = config["intermediate_size"]
+        found["moe"] = _moe(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
     except KeyError as e:
         raise _cannot(e.args[0], "missing", "given") from None
     found |= _ARCHITECTURES[names[0]] | _rotary(config) | {"mlp": "swiglu"}
@@ -149,13 +150,13 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _experts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _moe(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     # Mixtral has no width but that of an expert, and divides weights by their sum. The number has two names in Qwen3's.
     width, own, is_normalized, number = config["intermediate_size"], 0, True, "num_local_experts"
     if architecture != "MixtralForCausalLM":
         own, is_normalized = config["moe_intermediate_size"], config.get("norm_topk_prob", False)
         number = number if number in config else "num_experts"
-    moe = {
+    return {
         "num_experts": config[number],
         "experts_per_token": config["num_experts_per_tok"],
         "d_ff": 0 if own == width else own,
@@ -165,7 +166,6 @@ def _experts(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "weights_scale": 1.0,
         "balance_loss": float(config.get("router_aux_loss_coef", 0.001)),
     }
-    return {"d_ff": width, "moe": moe}
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"architectures": [_TYPES[kind]], "model_type": kind, "hidden_act": "silu"}
     found |= {theirs: getattr(settings, own) for own, theirs in _SAME.items()} | {"intermediate_size": settings.d_ff}
     if settings.moe.num_experts:
-        found |= _of_experts(settings.moe, settings.d_ff, kind)
+        found |= _config_of_moe(settings.moe, settings.d_ff, kind)
     found |= {"num_key_value_heads": settings.num_kv_heads, "head_dim": settings.head_size}
     found |= {"tie_word_embeddings": settings.head == "tied", "rope_theta": settings.rope_theta, "rope_scaling": None}
     if settings.rope_scaling == "llama3":
@@ -214,7 +214,7 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in base.items() if name != "rope_parameters"} | found
 
 
-def _of_experts(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
+def _config_of_moe(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
     there = "in a Hugging Face folder"
     require(moe.router != "sigmoid", "model.moe.router", moe.router, f"softmax-topk or topk-softmax {there}")
     require(moe.shared_experts == 0, "model.moe.shared_experts", moe.shared_experts, f"0 {there}")

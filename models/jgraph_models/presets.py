@@ -1,7 +1,7 @@
 """Named configurations of training runs.
 
 Sizes of `gpt-*` as in GPT-3 (arXiv:2005.14165, table 2.1); of `llama3-*` and `qwen3-*` as in the config.json of meta-llama's
-Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B and Qwen3-8B, on the Hugging Face hub.
+Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, on the Hugging Face hub.
 """
 
 from typing import Any

@@ -36,7 +36,9 @@ def _config(kind: str) -> Any:
     sizes: Any = _SIZES | {"num_key_value_heads": 2, "num_experts_per_tok": 3, "rope_parameters": _PLAIN}
     if kind == "mixtral":
         return transformers().MixtralConfig(**sizes, num_local_experts=5, router_aux_loss_coef=0.5)
-    return transformers().Qwen3MoeConfig(**sizes, head_dim=12, num_experts=5, moe_intermediate_size=24, router_aux_loss_coef=0.5)
+    return transformers().Qwen3MoeConfig(
+        **sizes, head_dim=12, num_experts=5, moe_intermediate_size=24, router_aux_loss_coef=0.5
+    )
 
 
 def model(kind: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -62,7 +62,9 @@ def opened(path, **changes):
     return config, parts, load(folder, parts, shapes)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [*zip(folders.KINDS, ("unrolled", "unrolled", "scanned", "unrolled", "scanned"), strict=True)])
+@pytest.mark.parametrize(
+    ("kind", "layers"), [*zip(folders.KINDS, ("unrolled", "unrolled", "scanned", "unrolled", "scanned"), strict=True)]
+)
 def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_path):
     config, parts, params = opened(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
     (logits, grads), (their_logits, their_grads) = ours(config, params), theirs(folders.load(tmp_path))
