@@ -144,6 +144,13 @@ def test_a_tied_head_that_is_in_the_folder_too_is_no_extra_tensor(tmp_path):
     check(Folder(folder.path, field="init_from"), QWEN2)
 
 
+@pytest.mark.parametrize(("config", "theta"), [(LLAMA, 1e4), (MIXTRAL, 1e6)], ids=["llama", "mixtral"])
+def test_a_base_that_is_not_there_is_the_architectures_own(config, theta):
+    written = HUGGING_FACE.config(config, {})
+    del written["rope_theta"]
+    assert HUGGING_FACE.settings(written)["rope_theta"] == theta
+
+
 def test_a_number_of_experts_is_read_by_both_of_its_names():
     written = HUGGING_FACE.config(QWEN3_MOE, {})
     renamed = {"num_local_experts" if name == "num_experts" else name: value for name, value in written.items()}

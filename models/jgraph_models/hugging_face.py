@@ -142,7 +142,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         found["moe"] = _moe(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
     except KeyError as e:
         raise _cannot(e.args[0], "missing", "given") from None
-    found |= _ARCHITECTURES[names[0]] | _rotary(config) | {"mlp": "swiglu"}
+    found |= _ARCHITECTURES[names[0]] | _rotary(config, names[0]) | {"mlp": "swiglu"}
     found["num_kv_heads"] = config.get("num_key_value_heads") or found["num_heads"]
     head_dim = config.get("head_dim") or 0
     found["head_dim"] = 0 if head_dim * found["num_heads"] == found["d_model"] else head_dim
@@ -168,11 +168,12 @@ def _moe(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     # transformers 5 has one group; before, the base stood alone and the rest was called otherwise.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))}
+    usual = 1e6 if architecture == "MixtralForCausalLM" else 1e4
+    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", usual)))}
     if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
         raise _cannot("partial_rotary_factor", fraction, "1")
     if kind == "default":

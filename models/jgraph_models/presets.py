@@ -26,8 +26,8 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 
 def _qwen3(**sizes: Any) -> GPTConfig:
-    others: dict[str, Any] = {"mlp": "swiglu", "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
-    return GPTConfig(**{"num_kv_heads": 8, "vocab_size": 151_936} | others | sizes)
+    usual: dict[str, Any] = {"num_kv_heads": 8, "vocab_size": 151_936, "mlp": "swiglu", "qk_norm": "head"}
+    return GPTConfig(**usual | {"rope_theta": 1_000_000.0, "norm_eps": 1e-6} | sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
