@@ -146,7 +146,7 @@ class Folder:
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
     """Returns settings with changes; a dict changes the settings within that have its name."""
     within = {name: replaced(getattr(settings, name), own) for name, own in changes.items() if isinstance(own, Mapping)}
-    return dataclasses.replace(settings, **changes | within)
+    return dataclasses.replace(settings, **{**changes, **within})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:

@@ -27,7 +27,8 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 def _qwen3(**sizes: Any) -> GPTConfig:
     usual: dict[str, Any] = {"num_kv_heads": 8, "vocab_size": 151_936, "mlp": "swiglu", "qk_norm": "head"}
-    return GPTConfig(**usual | {"rope_theta": 1_000_000.0, "norm_eps": 1e-6} | sizes)
+    usual |= {"rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    return GPTConfig(**usual | sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
