@@ -62,6 +62,10 @@ class FunctionalModel:
     decoder: Decoder | None = None
     reductions: Tree = field(default_factory=dict)
 
+    def new_state(self, shardings: Tree = None) -> Tree:
+        """Returns the carried state as the model makes it, where it should lie. Makes no parameters."""
+        return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
+
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
         """Returns the model's `loss(batch)` in training, and the carried state after it."""
         return self.call("loss", "train", params, carried or {}, key, batch)

@@ -18,7 +18,7 @@ from jgraph.training import evaluation
 from jgraph.training.config import TrainConfig
 from tests import tiny
 from tests.test_continued import written
-from tests.test_interop import byte_tokenizer, make
+from tests.test_interop import MIXTRAL, byte_tokenizer, make
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 SIZES = ("--num-microbatches", "2", "--eval-batches", "3", "--sample-tokens", "0", "--steps", "2")
@@ -61,13 +61,13 @@ def test_it_prints_and_writes_loss_perplexity_and_bits_per_byte(run_dir, tmp_pat
 
 
 def test_a_folder_is_evaluated_through_its_tokenizer(tmp_path):
-    make(tmp_path / "folder")
+    make(tmp_path / "folder", MIXTRAL)
     byte_tokenizer().save(str(tmp_path / "folder" / "tokenizer.json"))
     found = evaluation.evaluate(tmp_path / "folder", data="python-docs", batch_size=4, seq_len=32, eval_batches=2)
     loaded = jgraph.load(tmp_path / "folder")
     corpus = load_corpus("python-docs", seq_len=32, vocab_size=256, tokenizer=tmp_path / "folder" / "tokenizer.json")
     batches = heldout_batches(corpus.heldout, batch_size=4, seq_len=32, limit=2)
-    losses = [float(loaded.model.evaluate("loss", loaded.params, {}, batch)) for batch in batches]
+    losses = [float(loaded.model.evaluate("loss", loaded.params, loaded.carried, batch)) for batch in batches]
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-6)
     assert (found.tokens, found.bytes) == (256, 256)
 

@@ -13,17 +13,22 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.inference import generate as generating
 from jgraph.inference.generate import ENDED
+from jgraph.moe import MoEConfig
+from jgraph.training.config import TrainConfig
+from jgraph.training.setup import TrainSetup
 from jgraph.xla import check_identity
 from jgraph_models.gpt import GPT, GPTConfig
 
 V = 11
 PROMPTS = [[1, 2, 3], [7] * 20, [5]]
 SIZES = {"num_layers": 2, "d_model": 32, "d_ff": 48, "vocab_size": 61, "compute_dtype": "float32"}
+SIGMOID = MoEConfig(num_experts=5, experts_per_token=2, d_ff=24, shared_experts=1, router="sigmoid", weights_scale=2.5)
 MODELS = {
     "gpt": {},
     "llama": {"mlp": "swiglu", "head": "untied", "num_kv_heads": 2, "rope_scaling": "llama3", "rope_original_length": 16},
     "qwen2, scanned": {"mlp": "swiglu", "attention_bias": "qkv", "scan_layers": True},
     "qwen3": {"mlp": "swiglu", "qk_norm": "head", "head_dim": 12, "num_kv_heads": 1},
+    "mixture, scanned": {"mlp": "swiglu", "scan_layers": True, "moe": SIGMOID},
 }
 
 
@@ -53,6 +58,11 @@ def gpt(**settings):
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     noise = lambda p: p + 0.3 * jax.random.normal(jax.random.key(p.size), p.shape)  # noqa: E731
     return model, jax.jit(lambda: jax.tree.map(noise, model.init()[0]))()
+
+
+def with_biases(carried):
+    """State of a model, in which every expert's bias matters."""
+    return jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape).astype(leaf.dtype), carried)
 
 
 def uncached(model):
@@ -96,11 +106,30 @@ def test_seeds_reproduce_and_differ():
 )
 def test_greedy_text_from_a_cache_is_that_of_the_whole_model_and_of_each_prompt_alone(kind):
     model, params = gpt(**MODELS[kind])
-    found = rows(jgraph.generate(model, params, PROMPTS, max_tokens=12, temperature=0))
-    assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, max_tokens=12, temperature=0))
+    choices = {"max_tokens": 12, "temperature": 0, "carried": with_biases(model.new_state())}
+    found = rows(jgraph.generate(model, params, PROMPTS, **choices))
+    assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
     assert len(set(itertools.chain(*found))) > 3
-    alone = [rows(jgraph.generate(model, params, [prompt], max_tokens=12, temperature=0))[0] for prompt in PROMPTS]
+    alone = [rows(jgraph.generate(model, params, [prompt], **choices))[0] for prompt in PROMPTS]
     assert found == alone
+
+
+@pytest.mark.once
+def test_a_run_draws_text_by_its_routers_biases():
+    sizes = SIZES | {"num_layers": 1, "mlp": "swiglu", "moe": SIGMOID}
+    setup = TrainSetup.of(TrainConfig(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
+    state = setup.init()
+    state = dataclasses.replace(state, carried=with_biases(state.carried))
+    (token,) = rows(jgraph.generate(setup.decoder, state, PROMPTS[:1], max_tokens=1, temperature=0))[0]
+    assert token == int(jnp.argmax(setup.logits(state, jnp.array(PROMPTS[:1]))[0, -1]))
+
+
+@pytest.mark.once
+def test_text_of_a_model_with_biases_is_not_drawn_without_them():
+    model, params = gpt(num_layers=1, mlp="swiglu", moe=SIGMOID)
+    with pytest.raises(ConfigError) as error:
+        jgraph.generate(model, params, PROMPTS, max_tokens=1)
+    assert error.value.field == "carried"
 
 
 @pytest.mark.long

@@ -16,11 +16,14 @@ import jgraph
 from jgraph import export
 from jgraph.data import load as load_corpus
 from jgraph.errors import ConfigError
-from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read
+from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read, replaced
 from jgraph.interop.load import load
 from jgraph.interop.write import write
+from jgraph.moe import MoEConfig
 from jgraph.training import origin
 from jgraph.training.config import TrainConfig
+from jgraph.training.rundir import RunDir
+from jgraph.training.setup import TrainSetup
 from jgraph.tree import leaf_names
 from jgraph_models.gpt import GPT, GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
@@ -35,11 +38,13 @@ LLAMA = GPTConfig(
 SCALING = {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original_length": 64}
 QWEN2 = dataclasses.replace(LLAMA, attention_bias="qkv", head="tied")
 QWEN3 = dataclasses.replace(LLAMA, qk_norm="head", head_dim=24, scan_layers=True)
+MIXTRAL = dataclasses.replace(LLAMA, moe=MoEConfig(num_experts=3))
+QWEN3_MOE = dataclasses.replace(QWEN3, moe=MoEConfig(num_experts=3, experts_per_token=1, d_ff=16, weights="as-they-are"))
 
 
 def shapes(config):
     """Of our parameters, by name."""
-    tree = nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[1])
+    tree = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0))).shapes
     return dict(zip(leaf_names(tree), (leaf.shape for leaf in jax.tree.leaves(tree)), strict=True))
 
 
@@ -64,7 +69,11 @@ def check(folder, config=LLAMA):
 # --- What comes out is what went in ---
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3, scanned"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE],
+    ids=["llama", "qwen2", "qwen3, scanned", "mixtral", "qwen3_moe, scanned"],
+)
 def test_parameters_come_back_bit_for_bit_from_whole_and_from_slices(config, tmp_path):
     folder, arrays = make(tmp_path / "f", config)
     check(folder, config)
@@ -106,17 +115,20 @@ def test_a_device_reads_its_own_slices_and_no_more(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, loaded, arrays)
 
 
-PUBLISHED = {name: jgraph.preset(name).model for name in ("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b")}
+PUBLISHED = {name: jgraph.preset(name).model for name in ("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")}
 
 
 @pytest.mark.parametrize(
-    "config", [*PUBLISHED.values(), QWEN2, dataclasses.replace(LLAMA, **SCALING)], ids=[*PUBLISHED, "qwen2", "llama scaled"]
+    "config",
+    [*PUBLISHED.values(), QWEN2, dataclasses.replace(LLAMA, **SCALING), MIXTRAL, QWEN3_MOE],
+    ids=[*PUBLISHED, "qwen2", "llama scaled", "mixtral", "qwen3_moe"],
 )
 def test_settings_survive_config_json(config):
     found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
-    assert dataclasses.replace(config, **found) == config
+    assert replaced(config, found) == config
     free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk"}
     assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "and config.json determines the others"
+    assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - {"z_loss", "bias_rate"}
 
 
 def test_a_written_config_keeps_what_the_first_one_said_besides():
@@ -130,6 +142,19 @@ def test_a_tied_head_that_is_in_the_folder_too_is_no_extra_tensor(tmp_path):
     tensors = load_file(folder.path / WEIGHTS_FILE)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, folder.path / WEIGHTS_FILE)
     check(Folder(folder.path, field="init_from"), QWEN2)
+
+
+@pytest.mark.parametrize(("config", "theta"), [(LLAMA, 1e4), (MIXTRAL, 1e6)], ids=["llama", "mixtral"])
+def test_a_base_that_is_not_there_is_the_architectures_own(config, theta):
+    written = HUGGING_FACE.config(config, {})
+    del written["rope_theta"]
+    assert HUGGING_FACE.settings(written)["rope_theta"] == theta
+
+
+def test_a_number_of_experts_is_read_by_both_of_its_names():
+    written = HUGGING_FACE.config(QWEN3_MOE, {})
+    renamed = {"num_local_experts" if name == "num_experts" else name: value for name, value in written.items()}
+    assert HUGGING_FACE.settings(renamed) == HUGGING_FACE.settings(written)
 
 
 # --- What is refused ---
@@ -214,20 +239,45 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+WRONG_MIXTURE = {
+    "an expert's tensor missing": (
+        edit_tensors(lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
+        "has no tensor model.layers.1.mlp.experts.2.up_proj.weight",
+    ),
+    "a number of experts missing": (edit_config(num_experts="gone"), "`num_experts` is missing"),
+    "more for a token than there are": (edit_config(num_experts_per_tok=4), "`model.moe.experts_per_token` is 4"),
+    "layers without experts": (edit_config(mlp_only_layers=[0]), "`mlp_only_layers` is [0]"),
+    "every other layer without": (edit_config(decoder_sparse_step=2), "`decoder_sparse_step` is 2"),
+    "sliding windows of Mixtral": (
+        edit_config(architectures=["MixtralForCausalLM"], sliding_window=4096),
+        "`sliding_window` is 4096",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG | WRONG_MIXTURE)
 def test_what_cannot_be_loaded_is_refused_by_its_name(wrong, tmp_path):
-    edit, told = WRONG[wrong]
-    make(tmp_path / "f")
+    edit, told = (WRONG | WRONG_MIXTURE)[wrong]
+    config = QWEN3_MOE if wrong in WRONG_MIXTURE else LLAMA
+    make(tmp_path / "f", config)
     edit(tmp_path / "f")
     with pytest.raises(ConfigError) as error:
-        check(Folder(tmp_path / "f", field="init_from"))
+        check(Folder(tmp_path / "f", field="init_from"), config)
     assert error.value.field == "init_from"
     assert told in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"mlp": "gelu"}, "model.mlp"), ({"qk_norm": "head", "attention_bias": "qkv"}, "model.attention_bias")],
+    [
+        ({"mlp": "gelu"}, "model.mlp"),
+        ({"qk_norm": "head", "attention_bias": "qkv"}, "model.attention_bias"),
+        ({"moe": MIXTRAL.moe, "attention_bias": "qkv"}, "model.attention_bias"),
+        ({"moe": MoEConfig(num_experts=3, router="sigmoid")}, "model.moe.router"),
+        ({"moe": MoEConfig(num_experts=3, shared_experts=1)}, "model.moe.shared_experts"),
+        ({"moe": MoEConfig(num_experts=3, weights_scale=2.5)}, "model.moe.weights_scale"),
+        ({"moe": QWEN3_MOE.moe}, "model.moe.weights"),
+    ],
 )
 def test_a_model_that_no_architecture_is_cannot_be_written(changes, field):
     with pytest.raises(ConfigError) as error:
@@ -261,6 +311,7 @@ def train(run_dir, *flags):
     ("flags", "told"),
     [
         (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as --init-from"),
+        (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as --init-from"),
         (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have hugging_face"),
     ],
 )
@@ -271,6 +322,28 @@ def test_a_flag_that_contradicts_the_folder_is_refused_in_a_line(flags, told, tm
     assert (out, len(err.splitlines())) == ("", 1)
     assert told in err
     assert not (tmp_path / "run").exists()
+
+
+def test_how_a_router_is_trained_is_not_the_folders_to_say(tmp_path):
+    make(tmp_path / "f", MIXTRAL)
+    model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
+    config = TrainConfig(init_from=str(tmp_path / "f"), model=model)
+    assert origin.opened(config, RunDir(tmp_path / "run")) is not None
+
+
+def test_a_mixture_begins_with_a_folders_weights_and_the_state_that_the_model_makes(tmp_path):
+    folder, arrays = make(tmp_path / "f", MIXTRAL)
+    setup = TrainSetup.of(TrainConfig(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16))
+    setup.check_folder(folder)
+    state = setup.load(folder)
+    params, began = setup.step.canonical.of(state).params, setup.model.init()[1]
+    assert leaf_names(state.carried) == leaf_names(began)
+    jax.tree.map(np.testing.assert_array_equal, state.carried, began)
+    loaded = jgraph.load(folder.path)
+    for of in (params, loaded.params):
+        for name, leaf in zip(leaf_names(of), jax.tree.leaves(of), strict=True):
+            np.testing.assert_array_equal(leaf, arrays[name])
+    jax.tree.map(np.testing.assert_array_equal, loaded.carried, began)
 
 
 def test_a_folder_that_lacks_a_tensor_leaves_no_run_directory(tmp_path, capsys):

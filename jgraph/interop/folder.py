@@ -48,7 +48,7 @@ class Folder:
     def settings(self, names: HuggingFace, base: Any) -> Any:
         """Returns the settings of the model in the folder: those of `base`, with what config.json determines."""
         try:
-            return dataclasses.replace(base, **names.settings(self.config))
+            return replaced(base, names.settings(self.config))
         except (ConfigError, ArithmeticError, AttributeError, TypeError, ValueError) as e:
             if isinstance(e, ConfigError) and e.field == self._field:
                 raise
@@ -141,6 +141,12 @@ class Folder:
         if not isinstance(found, dict):
             raise self.error(f"{name} is not an object")
         return found
+
+
+def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
+    """Returns settings with changes; a dict changes the settings within that have its name."""
+    within = {name: replaced(getattr(settings, name), own) for name, own in changes.items() if isinstance(own, Mapping)}
+    return dataclasses.replace(settings, **{**changes, **within})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:

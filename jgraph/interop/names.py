@@ -18,7 +18,7 @@ class Part:
     Attributes:
         tensor: its name.
         shape: its shape, as the folder has it.
-        start: of its place in our parameter, by axis. Axes that the tensor lacks come first and count layers.
+        start: of its place in our parameter, by axis. Axes that the tensor lacks come first and count layers and experts.
         order: whether its axes are in the `same` order as ours, or it is `transposed`.
     """
 
@@ -44,8 +44,8 @@ class HuggingFace:
     """The names of one family of models, read in both directions.
 
     Attributes:
-        settings: `settings(config)` returns the fields of the model's settings that a config.json determines. Raises
-            ConfigError for what the model cannot be.
+        settings: `settings(config)` returns the fields of the model's settings that a config.json determines; of settings
+            within these, a dict. Raises ConfigError for what the model cannot be.
         config: `config(settings, base)` returns the config.json of a model with these settings, which says the rest as `base`.
             Raises ConfigError where there is none.
         parts: `parts(settings)` returns the tensors that each parameter is made of, by our name. They fill it.
@@ -66,7 +66,7 @@ def side_by_side(
     Args:
         tensors: shapes by name, as the folder has them.
         order: as `Part` has it.
-        lead: the place on axes that count layers.
+        lead: the place on axes that count layers and experts.
     """
     parts, place = [], 0
     for name, shape in tensors.items():

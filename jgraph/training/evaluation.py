@@ -112,7 +112,7 @@ def _of_run(saved: SavedRun) -> _Model:
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
     def state(setup: TrainSetup) -> TrainState:
-        return setup.weights(place_folder(folder, config, setup.step.canonical.shapes().params), setup.model.carried)
+        return setup.weights(place_folder(folder, config, setup.step.canonical.shapes().params), setup.new_state())
 
     longest = min(_LONGEST, folder.config.get("max_position_embeddings") or _LONGEST)
     sizes = TrainConfig(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)

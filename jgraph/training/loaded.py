@@ -182,7 +182,7 @@ def _of_folder(path: Path, step: int | None) -> Loaded:
     file = path / TOKENIZER_FILE
     of_file = partial(Tokenizer.of_file, file, ends=_ends(folder.config), add_special_tokens=True)
     tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
-    return Loaded(model, params, model.carried, tokenizer, config, window, str(path))
+    return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path))
 
 
 def _ends(config: dict[str, Any]) -> list[int]:

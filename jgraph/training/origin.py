@@ -14,6 +14,10 @@ from jgraph.training.config import TrainConfig
 from jgraph.training.model import find_model
 from jgraph.training.rundir import RunDir
 
+# What a run may have otherwise than the model whose weights it begins with: in which dtype matrices are multiplied, and how
+# routers are trained.
+_FREE = ("model.compute_dtype", "model.moe.balance_loss", "model.moe.z_loss", "model.moe.bias_rate")
+
 # What a folder that is written later gets again, as it was.
 _KEPT = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json generation_config.json chat_template.jinja"
 
@@ -56,11 +60,7 @@ def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
     if path.resolve() == Path(config.run_dir).resolve():
         raise ConfigError(f"`run_dir` is {config.run_dir}: must be another directory than `continue_from`", field="run_dir")
     require(config.module == there.module, "module", config.module, f"{there.module}, {as_it}")
-    for field in dataclasses.fields(config.model) if config.model is not None else ():
-        here, value = (getattr(own.model, field.name) for own in (config, there))
-        # In which dtype matrices are multiplied is a matter of precision, which is free.
-        allowed = f"{value}, {as_it}, or left out"
-        require(here == value or field.name == "compute_dtype", f"model.{field.name}", here, allowed)
+    _check_alike(config.model, there.model, as_it)
 
 
 def opened(config: TrainConfig, run_dir: RunDir) -> Folder | None:
@@ -73,13 +73,18 @@ def opened(config: TrainConfig, run_dir: RunDir) -> Folder | None:
         return None
     folder = Folder(Path(config.init_from), field="init_from")
     there = folder.settings(names_of(config.module, field="init_from"), config.model)
-    for name in (field.name for field in dataclasses.fields(there)):
-        if (here := getattr(config.model, name)) != (value := getattr(there, name)):
-            raise ConfigError(
-                f"`model.{name}` is {here}: must be {value}, as `init_from` {config.init_from} has it, or left out",
-                field=f"model.{name}",
-            )
+    _check_alike(config.model, there, f"as `init_from` {config.init_from} has it")
     return folder
+
+
+def _check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
+    """Raises ConfigError for the first setting that differs, if it is not free."""
+    for field in dataclasses.fields(here) if here is not None else ():
+        name, (ours, theirs) = f"{prefix}{field.name}", (getattr(own, field.name) for own in (here, there))
+        if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+            _check_alike(ours, theirs, as_it, f"{name}.")
+        elif name not in _FREE:
+            require(ours == theirs, name, ours, f"{theirs}, {as_it}, or left out")
 
 
 def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:

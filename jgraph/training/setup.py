@@ -161,7 +161,7 @@ class TrainSetup:
             return windowed(lambda weights, tokens_BT: self.logits(weights[0], tokens_BT))
 
         def prepare(state: TrainState) -> Tree:
-            return own.prepare(self.step.bound.unpack(state.params), {})
+            return own.prepare(self.step.bound.unpack(state.params), state.model_state)
 
         if self.num_devices == 1:
             return replace(own, prepare=lambda state, _: prepare(state))
@@ -234,10 +234,14 @@ class TrainSetup:
         """Returns the state before the first step, with the weights of a folder that was checked.
 
         Each is read where checkpoints are read, sharded as evenly as can be, and goes from there where the strategy has it.
+        A folder has parameters only: the carried state is as the model makes it.
         """
-        assert not jax.tree.leaves(self.model.carried), "a folder has parameters only"
         parts = names_of(self.config.module, field="init_from").parts(self.config.model)
-        return self.step.init(load(folder, parts, self.step.canonical.shapes().params))
+        return self.step.init(load(folder, parts, self.step.canonical.shapes().params), self.new_state())
+
+    def new_state(self) -> Tree:
+        """Returns the model's carried state as the model makes it, where checkpoints have it."""
+        return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().model_state))
 
     def weights(self, params: Tree, carried: Tree) -> TrainState:
         """Returns a state to evaluate, without the optimizer's, from parameters in the model's own tree."""

@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
 import jgraph
+from jgraph.errors import ConfigError
 from jgraph.kernels.matvec import fits, matvec
 from jgraph.modules import Decoder
+from jgraph.moe import MoE
 from jgraph_models.gpt_config import GPTConfig
 from jgraph_models.rotary import rotate
 
@@ -30,19 +33,28 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
     """
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
+    mixture = Mixture(config) if config.moe.num_experts else None
+
+    def by_layer(blocks: Tree) -> list[Tree]:
+        numbers = range(config.num_layers)
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
 
     def prepare(params: Tree, carried: Tree) -> Tree:
         def ready(path: Any, leaf: Array) -> Array:
             name = path[-1].key
-            return leaf.T.astype(dtype) if name == "kernel" else leaf.astype(dtype) if name == "bias" else leaf
+            as_it_is = name in ("scale", "router_DE")
+            return leaf.T.astype(dtype) if name == "kernel" else leaf if as_it_is else leaf.astype(dtype)
 
-        blocks, numbers = params["blocks"], range(config.num_layers)
-        layers = [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
+        layers = by_layer(params["blocks"])
         embedding_VD = params["embedding_VD"].astype(dtype)
         weights = {"embedding_VD": embedding_VD, "norm": params["norm"]}
         if config.head == "untied":
             weights["head_VD"] = params["head_DV"].T.astype(dtype)
-        return weights | {"layers": [jax.tree_util.tree_map_with_path(ready, layer) for layer in layers]}
+        weights["layers"] = [jax.tree_util.tree_map_with_path(ready, layer) for layer in layers]
+        if mixture is not None:
+            own = [layer["mlp"] for layer in by_layer(carried["blocks"])] if carried else [mixture.state()] * len(layers)
+            weights["layers"] = [layer | {"state": state} for layer, state in zip(weights["layers"], own, strict=True)]
+        return weights
 
     def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Tree]:
         tables = rotary_of(config, length)
@@ -87,6 +99,8 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         if config.qk_norm == "head":
             q, k = norm(q, own["q_norm"]), norm(k, own["k_norm"])
         x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
+        if mixture is not None:
+            return x + mixture(layer["mlp"], layer["state"], norm(x, layer["mlp_norm"]))
         own, activation = layer["mlp"], gated if config.mlp == "swiglu" else jax.nn.gelu
         hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
         return linear(hidden, **own["down"], bias=x)
@@ -138,6 +152,25 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         return contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
 
     return Decoder(prepare, prefill, decode)
+
+
+class Mixture:
+    """The training layer's mixture of experts, in evaluation, with parameters and state given to each call."""
+
+    def __init__(self, config: GPTConfig):
+        moe = nnx.eval_shape(lambda: MoE(config.d_model, config.d_ff, config.moe, rngs=nnx.Rngs(0)))
+        moe.eval()
+        self._graph, _, self._shapes = nnx.split(moe, nnx.Param, ...)
+
+    def __call__(self, params: Tree, state: Tree, x: Array) -> Array:
+        return nnx.merge(self._graph, params, state)(x)
+
+    def state(self) -> Tree:
+        """Returns a state for a router that does not read it. Raises ConfigError for one with a bias."""
+        shapes = nnx.to_pure_dict(self._shapes)
+        if "bias_E" in shapes:
+            raise ConfigError("`carried` is empty: must be the model's state, which has the router's bias", field="carried")
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:

@@ -1,6 +1,6 @@
 """A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention.
 
-By its settings it is a GPT, a Llama 3, a Qwen2 or a Qwen3. Shazeer, "GLU variants improve transformer" (arXiv:2002.05202)
+By its settings it is a GPT, a Llama 3, a Qwen2 or 3, a Mixtral. Shazeer, "GLU variants improve transformer" (arXiv:2002.05202)
 for SwiGLU; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
 

@@ -1,14 +1,15 @@
-"""How Llama, Qwen2 and Qwen3 are called in a Hugging Face folder: config.json and tensors, each in both directions. No jax."""
+"""How Llama, Qwen and Mixtral are called in a Hugging Face folder: config.json and tensors, each in both directions. No jax."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, require
 from jgraph.interop.names import HuggingFace, Part, side_by_side
+from jgraph.moe.config import MoEConfig
 from jgraph_models.gpt_config import GPTConfig
 
 # Our parameters outside the blocks, and those of a block, with the tensors that they are made of, side by side. The widths of
-# a tensor's rows and columns are named: D model, V vocabulary, F hidden, Q queries, G keys or values, K head.
+# a tensor's rows and columns are named: D model, V vocabulary, F hidden, Q queries, G keys or values, K head, E experts.
 _OUTER = {
     "embedding_VD": {"model.embed_tokens.weight": "VD"},
     "norm/scale": {"model.norm.weight": "D"},
@@ -22,15 +23,28 @@ _BLOCK = {
     "attention/k_norm/scale": {"self_attn.k_norm.weight": "K"},
     "attention/out/kernel": {"self_attn.o_proj.weight": "DQ"},
     "mlp_norm/scale": {"post_attention_layernorm.weight": "D"},
+}
+_MLP = {
     "mlp/up/kernel": {"mlp.gate_proj.weight": "FD", "mlp.up_proj.weight": "FD"},
     "mlp/down/kernel": {"mlp.down_proj.weight": "DF"},
 }
+# Mixtures of experts, in the place of the MLP; {} is the number of an expert.
+_MIXTRAL = {
+    "mlp/router_DE": {"block_sparse_moe.gate.weight": "ED"},
+    "mlp/up_EDF2": {"block_sparse_moe.experts.{}.w1.weight": "FD", "block_sparse_moe.experts.{}.w3.weight": "FD"},
+    "mlp/down_EFD": {"block_sparse_moe.experts.{}.w2.weight": "DF"},
+}
+_QWEN3_MOE = {
+    "mlp/router_DE": {"mlp.gate.weight": "ED"},
+    "mlp/up_EDF2": {"mlp.experts.{}.gate_proj.weight": "FD", "mlp.experts.{}.up_proj.weight": "FD"},
+    "mlp/down_EFD": {"mlp.experts.{}.down_proj.weight": "DF"},
+}
+_TRANSPOSED = ("kernel", "head_DV", "router_DE", "up_EDF2", "down_EFD")
 # Settings that have one name there and one here, in every architecture.
 _SAME = {
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
     "num_heads": "num_attention_heads",
-    "d_ff": "intermediate_size",
     "vocab_size": "vocab_size",
     "norm_eps": "rms_norm_eps",
 }
@@ -40,13 +54,18 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_length": "original_max_position_embeddings",
 }
-# What sets the architectures apart.
-_ARCHITECTURES = {
+# What sets the architectures apart: of dense models, and of mixtures.
+_DENSE = {
     "LlamaForCausalLM": {"attention_bias": "none", "qk_norm": "none"},
     "Qwen2ForCausalLM": {"attention_bias": "qkv", "qk_norm": "none"},
     "Qwen3ForCausalLM": {"attention_bias": "none", "qk_norm": "head"},
 }
-_TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in _ARCHITECTURES}
+_MIXTURES = {
+    "MixtralForCausalLM": {"attention_bias": "none", "qk_norm": "none"},
+    "Qwen3MoeForCausalLM": {"attention_bias": "none", "qk_norm": "head"},
+}
+_ARCHITECTURES = _DENSE | _MIXTURES
+_TYPES = {name.removesuffix("ForCausalLM").lower().replace("moe", "_moe"): name for name in _ARCHITECTURES}
 # What these models do not do: the values with which a config.json says so. A key that is not there says so too.
 _MUST: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -56,30 +75,41 @@ _MUST: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
+    "router_jitter_noise": (0, None),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
 }
 
 
 def parts(config: GPTConfig) -> dict[str, tuple[Part, ...]]:
     """Returns the tensors that each of our parameters is made of, by its name."""
-    K = config.head_size
-    widths = {"D": config.d_model, "V": config.vocab_size, "F": config.d_ff, "K": K}
-    widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K}
+    K, E = config.head_size, config.moe.num_experts
+    widths = {"D": config.d_model, "V": config.vocab_size, "F": config.moe.d_ff or config.d_ff if E else config.d_ff, "K": K}
+    widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K, "E": E}
 
     def of(own: str, tensors: Mapping[str, str], layer: int | None = None) -> tuple[Part, ...]:
         prefix = "" if layer is None else f"model.layers.{layer}."
-        shapes = {prefix + name: tuple(widths[axis] for axis in axes) for name, axes in tensors.items()}
         lead = (layer,) if layer is not None and config.scan_layers else ()
-        return side_by_side(shapes, order="transposed" if own.endswith(("kernel", "head_DV")) else "same", lead=lead)
+        order = "transposed" if own.endswith(_TRANSPOSED) else "same"
+
+        def one(expert: tuple[int, ...] = ()) -> tuple[Part, ...]:
+            shapes = {prefix + name.format(*expert): tuple(widths[axis] for axis in axes) for name, axes in tensors.items()}
+            return side_by_side(shapes, order=order, lead=(*lead, *expert))
+
+        if any("{}" in name for name in tensors):
+            return tuple(part for expert in range(E) for part in one((expert,)))
+        return one()
 
     found = {own: of(own, tensors) for own, tensors in _OUTER.items() if own != "head_DV" or config.head == "untied"}
-    for own, tensors in _BLOCK.items():
+    mixture = _MIXTRAL if config.qk_norm == "none" else _QWEN3_MOE
+    for own, tensors in (_BLOCK | (mixture if E else _MLP)).items():
         if (own.endswith("bias") and config.attention_bias == "none") or (
             own.startswith(("attention/q_norm", "attention/k_norm")) and config.qk_norm == "none"
         ):
             continue
         by_layer = [of(own, tensors, layer) for layer in range(config.num_layers)]
         if config.scan_layers:
-            found[f"blocks/{own}"] = sum(by_layer, ())
+            found[f"blocks/{own}"] = tuple(part for own_parts in by_layer for part in own_parts)
         else:
             found |= {f"blocks/{layer}/{own}": own_parts for layer, own_parts in enumerate(by_layer)}
     return found
@@ -104,11 +134,15 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
             raise _cannot(name, config[name], f"{allowed[0]}".lower())
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise _cannot("layer_types", "sliding_attention", "full_attention in every layer")
+    if names[0] == "MixtralForCausalLM" and config.get("sliding_window") is not None:
+        raise _cannot("sliding_window", config["sliding_window"], "null")
     try:
-        found = {own: config[theirs] for own, theirs in _SAME.items()}
+        found: dict[str, Any] = {own: config[theirs] for own, theirs in _SAME.items()}
+        found["d_ff"] = config["intermediate_size"]
+        found["moe"] = _moe(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
     except KeyError as e:
         raise _cannot(e.args[0], "missing", "given") from None
-    found |= _ARCHITECTURES[names[0]] | _rotary(config) | {"mlp": "swiglu"}
+    found |= _ARCHITECTURES[names[0]] | _rotary(config, names[0]) | {"mlp": "swiglu"}
     found["num_kv_heads"] = config.get("num_key_value_heads") or found["num_heads"]
     head_dim = config.get("head_dim") or 0
     found["head_dim"] = 0 if head_dim * found["num_heads"] == found["d_model"] else head_dim
@@ -116,11 +150,30 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+def _moe(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    # Mixtral has no width but that of an expert, and divides weights by their sum. The number has two names in Qwen3's.
+    width, own, is_normalized, number = config["intermediate_size"], 0, True, "num_local_experts"
+    if architecture != "MixtralForCausalLM":
+        own, is_normalized = config["moe_intermediate_size"], config.get("norm_topk_prob", False)
+        number = number if number in config else "num_experts"
+    return {
+        "num_experts": config[number],
+        "experts_per_token": config["num_experts_per_tok"],
+        "d_ff": 0 if own == width else own,
+        "shared_experts": 0,
+        "router": "softmax-topk",
+        "weights": "normalized" if is_normalized else "as-they-are",
+        "weights_scale": 1.0,
+        "balance_loss": float(config.get("router_aux_loss_coef", 0.001)),
+    }
+
+
+def _rotary(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     # transformers 5 has one group; before, the base stood alone and the rest was called otherwise.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))}
+    usual = 1e6 if architecture == "MixtralForCausalLM" else 1e4
+    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", usual)))}
     if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
         raise _cannot("partial_rotary_factor", fraction, "1")
     if kind == "default":
@@ -143,20 +196,38 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
     if settings.mlp != "swiglu":
         raise ConfigError(f"`model.mlp` is {settings.mlp}: must be swiglu in a Hugging Face folder", field="model.mlp")
     apart = {"attention_bias": settings.attention_bias, "qk_norm": settings.qk_norm}
-    if apart not in _ARCHITECTURES.values():
+    among, besides = (_MIXTURES, " and `model.moe.num_experts`") if settings.moe.num_experts else (_DENSE, "")
+    if apart not in among.values():
         raise ConfigError(
             f"`model.attention_bias` is {settings.attention_bias}: must be none in a Hugging Face folder with `model.qk_norm` "
-            f"{settings.qk_norm}",
+            f"{settings.qk_norm}{besides}",
             field="model.attention_bias",
         )
-    kind = next(kind for kind, name in _TYPES.items() if _ARCHITECTURES[name] == apart)
+    kind = next(kind for kind, name in _TYPES.items() if among.get(name) == apart)
     found: dict[str, Any] = {"architectures": [_TYPES[kind]], "model_type": kind, "hidden_act": "silu"}
-    found |= {theirs: getattr(settings, own) for own, theirs in _SAME.items()}
+    found |= {theirs: getattr(settings, own) for own, theirs in _SAME.items()} | {"intermediate_size": settings.d_ff}
+    if settings.moe.num_experts:
+        found |= _config_of_moe(settings.moe, settings.d_ff, kind)
     found |= {"num_key_value_heads": settings.num_kv_heads, "head_dim": settings.head_size}
     found |= {"tie_word_embeddings": settings.head == "tied", "rope_theta": settings.rope_theta, "rope_scaling": None}
     if settings.rope_scaling == "llama3":
         found["rope_scaling"] = {theirs: getattr(settings, own) for own, theirs in _SCALING.items()} | {"rope_type": "llama3"}
     return {name: value for name, value in base.items() if name != "rope_parameters"} | found
+
+
+def _config_of_moe(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
+    there = "in a Hugging Face folder"
+    require(moe.router != "sigmoid", "model.moe.router", moe.router, f"softmax-topk or topk-softmax {there}")
+    require(moe.shared_experts == 0, "model.moe.shared_experts", moe.shared_experts, f"0 {there}")
+    require(moe.weights_scale == 1, "model.moe.weights_scale", moe.weights_scale, f"1 {there}")
+    # A softmax over the chosen is one over all, divided by the sum of the chosen.
+    is_normalized = moe.router == "topk-softmax" or moe.weights == "normalized"
+    found = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": moe.balance_loss}
+    if kind == "mixtral":
+        require(is_normalized, "model.moe.weights", moe.weights, f"normalized {there} with `model.qk_norm` none")
+        return found | {"num_local_experts": moe.num_experts, "intermediate_size": moe.d_ff or d_ff}
+    found |= {"num_experts": moe.num_experts, "moe_intermediate_size": moe.d_ff or d_ff, "norm_topk_prob": is_normalized}
+    return found | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _cannot(name: str, value: object, allowed: str) -> ConfigError:

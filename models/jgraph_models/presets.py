@@ -1,7 +1,7 @@
 """Named configurations of training runs.
 
 Sizes of `gpt-*` as in GPT-3 (arXiv:2005.14165, table 2.1); of `llama3-*` and `qwen3-*` as in the config.json of meta-llama's
-Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B and Qwen3-8B, on the Hugging Face hub.
+Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, on the Hugging Face hub.
 """
 
 from typing import Any
@@ -26,8 +26,9 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 
 def _qwen3(**sizes: Any) -> GPTConfig:
-    others: dict[str, Any] = {"mlp": "swiglu", "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6}
-    return GPTConfig(vocab_size=151_936, **others, **sizes)
+    usual: dict[str, Any] = {"num_kv_heads": 8, "vocab_size": 151_936, "mlp": "swiglu", "qk_norm": "head"}
+    usual |= {"rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    return GPTConfig(**usual | sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
@@ -117,7 +118,7 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         _run(
             "qwen3-0.6b",
-            _qwen3(num_kv_heads=8, num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
+            _qwen3(num_layers=28, d_model=1024, num_heads=16, head_dim=128, d_ff=3072),
             batch_size=4,
             seq_len=4096,
             peak=3e-4,
@@ -140,7 +141,7 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         _run(
             "qwen3-8b",
-            _qwen3(num_kv_heads=8, num_layers=36, d_model=4096, num_heads=32, d_ff=12_288, head="untied"),
+            _qwen3(num_layers=36, d_model=4096, num_heads=32, d_ff=12_288, head="untied"),
             batch_size=2,
             seq_len=8192,
             peak=3e-4,

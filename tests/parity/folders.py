@@ -1,13 +1,14 @@
 """Tiny random models of transformers, as folders."""
 
 import functools
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-KINDS = ("llama", "qwen2", "qwen3")
+KINDS = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 # The base is small and the original length short, so that of four frequencies one stays, one is between, and two are low.
 _SCALED = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -30,7 +31,14 @@ def _config(kind: str) -> Any:
         return transformers().LlamaConfig(**_SIZES, num_key_value_heads=2, rms_norm_eps=1e-3, rope_parameters=_SCALED)
     if kind == "qwen2":
         return transformers().Qwen2Config(**_SIZES, num_key_value_heads=4, rope_parameters=_PLAIN, tie_word_embeddings=True)
-    return transformers().Qwen3Config(**_SIZES, num_key_value_heads=2, head_dim=12, rope_parameters=_PLAIN)
+    if kind == "qwen3":
+        return transformers().Qwen3Config(**_SIZES, num_key_value_heads=2, head_dim=12, rope_parameters=_PLAIN)
+    sizes: Any = _SIZES | {"num_key_value_heads": 2, "num_experts_per_tok": 3, "rope_parameters": _PLAIN}
+    if kind == "mixtral":
+        return transformers().MixtralConfig(**sizes, num_local_experts=5, router_aux_loss_coef=0.5)
+    return transformers().Qwen3MoeConfig(
+        **sizes, head_dim=12, num_experts=5, moe_intermediate_size=24, router_aux_loss_coef=0.5
+    )
 
 
 def model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -40,7 +48,7 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     with torch.no_grad():
         for name, p in made.named_parameters():
             noise = torch.randn(p.shape)
-            p.copy_(noise / p.shape[1] ** 0.5 if p.ndim > 1 else (0.5 * noise if name.endswith("bias") else 1 + 0.2 * noise))
+            p.copy_(noise / p.shape[-1] ** 0.5 if p.ndim > 1 else (0.5 * noise if name.endswith("bias") else 1 + 0.2 * noise))
     return made.to(dtype)
 
 
@@ -51,3 +59,25 @@ def save(kind: str, path: Path, dtype: torch.dtype = torch.float32, **choices) -
 
 def load(path: Path) -> Any:
     return transformers().AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="eager")
+
+
+def balance_loss(model: Any, router_logits: torch.Tensor) -> torch.Tensor:
+    """The load-balancing loss of a layer of experts, by its router's logits."""
+    own = sys.modules[type(model).__module__].load_balancing_loss_func
+    return own((router_logits,), model.num_experts, model.num_experts_per_tok)
+
+
+def as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model as its folder names them, which has every expert by itself."""
+    is_mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        prefix, is_experts, of = name.partition(".experts.")
+        if not is_experts:
+            found[name] = tensor
+        for number, expert in enumerate(tensor if is_experts else ()):
+            both = zip((gate, up), expert.chunk(2), strict=True) if of == "gate_up_proj" else [(down, expert)]
+            found |= {f"{prefix}.experts.{number}.{own}.weight": part for own, part in both}
+    return found

@@ -8,8 +8,11 @@ torch = pytest.importorskip("torch")
 
 from flax import nnx  # noqa: E402
 
+import jgraph  # noqa: E402
 from jgraph.interop import Folder  # noqa: E402
 from jgraph.interop.load import load  # noqa: E402
+from jgraph.interop.write import write  # noqa: E402
+from jgraph.moe import MoEConfig  # noqa: E402
 from jgraph.tree import leaf_names  # noqa: E402
 from jgraph_models import gpt  # noqa: E402
 from jgraph_models.gpt_config import GPTConfig  # noqa: E402
@@ -23,12 +26,13 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 25)).astype(np.int32)
 
 def ours(config, params):
     """Logits, and gradients by name."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
+    model = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    state, key = model.new_state(), jax.random.key(0)
 
     @jax.jit
     def run(params):
-        logits = nnx.merge(graphdef, params).logits(TOKENS[:, :-1])
-        return logits, jax.grad(lambda p: nnx.merge(graphdef, p).loss(TOKENS))(params)
+        logits = model.evaluate("logits", params, state, TOKENS[:, :-1])
+        return logits, jax.grad(lambda p: model.loss(p, TOKENS, key, state)[0])(params)
 
     logits, grads = run(params)
     return np.asarray(logits), dict(zip(leaf_names(grads), map(np.asarray, jax.tree.leaves(grads)), strict=True))
@@ -37,9 +41,14 @@ def ours(config, params):
 def theirs(model):
     """Logits, and gradients by name."""
     tokens = torch.tensor(TOKENS, dtype=torch.int64)
-    logits = model(tokens[:, :-1]).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+    routers = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
+    found = model(tokens[:, :-1], **routers)
+    loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    for router_logits in found.get("router_logits", ()):
+        loss += model.router_aux_loss_coef * folders.balance_loss(model, router_logits)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return found.logits.detach().numpy(), {name: grad.numpy() for name, grad in folders.as_saved(model, grads).items()}
 
 
 def opened(path, **changes):
@@ -47,14 +56,15 @@ def opened(path, **changes):
     folder = Folder(path, field="init_from")
     config = folder.settings(HUGGING_FACE, GPTConfig(compute_dtype="float32", **changes))
     parts = HUGGING_FACE.parts(config)
-    _, state = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
-    shapes = nnx.to_pure_dict(state)
+    shapes = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))).shapes
     named = dict(zip(leaf_names(shapes), [leaf.shape for leaf in jax.tree.leaves(shapes)], strict=True))
     folder.check(parts, named, HUGGING_FACE.ignored(config))
     return config, parts, load(folder, parts, shapes)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("llama", "unrolled"), ("qwen2", "unrolled"), ("qwen3", "scanned")])
+@pytest.mark.parametrize(
+    ("kind", "layers"), [*zip(folders.KINDS, ("unrolled", "unrolled", "scanned", "unrolled", "scanned"), strict=True)]
+)
 def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_path):
     config, parts, params = opened(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
     (logits, grads), (their_logits, their_grads) = ours(config, params), theirs(folders.load(tmp_path))
@@ -67,3 +77,17 @@ def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_p
             atol = 1e-5 * np.abs(theirs_of_part).max()
             np.testing.assert_allclose(of_part, theirs_of_part, rtol=1e-5, atol=atol, err_msg=part.tensor)
     assert not their_grads, "and there are no others"
+
+
+def test_a_mixture_that_was_in_no_folder_is_the_same_model_in_transformers(tmp_path):
+    moe = MoEConfig(num_experts=4, experts_per_token=2, d_ff=24, router="topk-softmax", weights="as-they-are")
+    sizes = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 61}
+    config = GPTConfig(**sizes, mlp="swiglu", moe=moe, compute_dtype="float32")
+    model = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    params, state = model.init()
+    params = jax.tree.map(lambda leaf: 10 * leaf if leaf.ndim > 1 else leaf, params)
+    arrays = dict(zip(leaf_names(params), map(np.asarray, jax.tree.leaves(params)), strict=True))
+    write(tmp_path / "f", HUGGING_FACE.config(config, {}), HUGGING_FACE.parts(config), arrays.__getitem__, dtype="float32")
+    with torch.no_grad():
+        theirs = folders.load(tmp_path / "f")(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy()
+    np.testing.assert_allclose(model.evaluate("logits", params, state, TOKENS), theirs, rtol=1e-5, atol=1e-5)
