@@ -256,7 +256,8 @@ class Pipeline:
             found.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
         jax.eval_shape(self._mapped(embed, params, None), params, inputs, None, [], None)
-        return tuple(found)
+        # Without the mesh, whose axes are not there where these are used.
+        return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), found))
 
     def _mapped(self, run: Any, params: Tree, out_specs: Any) -> Any:
         return jax.shard_map(
