@@ -44,6 +44,7 @@ def kept(spec):
     return [sorted((leaf.shape, str(leaf.dtype)) for leaf in pool) for pool in pools]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", STAGES)
 def test_an_aux_changes_nothing_of_the_backward(name):
     stage, x = STAGES[name], hidden()

@@ -113,7 +113,7 @@ def test_any_transform_sees_the_models_own_tree(name, transform, batch):
     assert metrics.loss == pytest.approx(float(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.once), 4])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_sum_and_its_weight_are_the_mean_over_the_whole_batch(name, num_microbatches, batch):
     adamw = elementwise(lambda matrices: optax.adamw(1e-2, mask=matrices))
@@ -218,7 +218,7 @@ def test_a_transform_that_changes_a_dtype_is_found_when_the_step_is_compiled(bat
 
 
 @pytest.mark.parametrize(("name", "other"), [("one device", "fsdp 4"), ("data 2 x fsdp 2", "one device"), ("fsdp 4", "data 4")])
-@pytest.mark.parametrize("transform", ["adamw, elementwise", "muon"])
+@pytest.mark.parametrize("transform", ["adamw, elementwise", pytest.param("muon", marks=pytest.mark.once)])
 def test_a_state_goes_on_under_another_strategy(name, other, transform, batch):
     own = TRANSFORMS[transform]
     first, second = (train_step(mean, own, strategy(each)) for each in (name, other))

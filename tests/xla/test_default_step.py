@@ -65,6 +65,7 @@ def test_four_microbatches_are_unrolled_into_the_same_command_buffer(h200):
     check_identity(compiled, state)
 
 
+@pytest.mark.once
 def test_sixteen_microbatches_are_a_loop_around_a_command_buffer_and_the_report_says_what_captures_it(h200):
     # One command buffer before the loop, one that is its body, one after it.
     compiled, report, state = compile_step(SMALL, num_microbatches=16)
