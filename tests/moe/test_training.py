@@ -31,45 +31,14 @@ def test_the_log_tells_of_the_routers_and_experts_without_tokens_are_warned_of_o
 @pytest.mark.long
 @pytest.mark.once
 def test_a_pipeline_over_data_ranks_trains_a_mixture_as_one_device_does(tmp_path):
-    flags = [
-        "--preset",
-        "gpt-moe-tiny",
-        "--steps",
-        "3",
-        "--batch-size",
-        "8",
-        "--seq-len",
-        "16",
-        "--log-every",
-        "1",
-        "--eval-every",
-        "3",
-        "--eval-batches",
-        "1",
-        "--data",
-        "synthetic",
-        "--sample-tokens",
-        "0",
-        "--num-microbatches",
-        "2",
-        "--model.num-layers",
-        "3",
-        "--model.d-model",
-        "16",
-        "--model.num-heads",
-        "2",
-        "--model.num-kv-heads",
-        "2",
-        "--model.moe.d-ff",
-        "8",
-        "--model.moe.balance-loss",
-        "1",
-        "--optimizer.warmup-steps",
-        "1",
-    ]
+    flags = """
+        --preset gpt-moe-tiny --steps 3 --batch-size 8 --seq-len 16 --log-every 1 --eval-every 3 --eval-batches 1
+        --data synthetic --sample-tokens 0 --num-microbatches 2 --model.num-layers 3 --model.d-model 16 --model.num-heads 2
+        --model.num-kv-heads 2 --model.moe.d-ff 8 --model.moe.balance-loss 1 --optimizer.warmup-steps 1
+    """
     losses = {}
     for name, layout in {"one": [], "four": ["--pp", "2", "--dp", "2"]}.items():
-        assert main([*flags, *layout, "--run-dir", str(tmp_path / name)]) == 0
+        assert main([*flags.split(), *layout, "--run-dir", str(tmp_path / name)]) == 0
         entries = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [[entry[key] for key in ("loss", "moe_balance_loss", "moe_entropy")] for entry in entries]
     np.testing.assert_allclose(losses["four"], losses["one"], rtol=1e-4)
