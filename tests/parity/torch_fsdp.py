@@ -56,7 +56,7 @@ def main(rank: int, ranks: int, rendezvous: Path, paths: list[Path]) -> None:
 def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int, arrays: Arrays) -> Arrays:
     """Loss and gradient norm of each step and every weight after the last, on every rank."""
     steps_BS, rates = torch.tensor(arrays.pop("tokens"), dtype=torch.int64), arrays.pop("learning_rates").tolist()
-    gpt, settings = sharded(GPTConfig(**model), arrays, ranks), OptimizerConfig(**optimizer)
+    gpt, settings = sharded(settings_from(GPTConfig, model), arrays, ranks), OptimizerConfig(**optimizer)
     matrices, vectors = ([p for p in gpt.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
