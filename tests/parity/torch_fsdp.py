@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peers.torch_gpt import GPT
 from jgraph.training.config import OptimizerConfig
+from jgraph.training.model import settings_from
 from jgraph_models.gpt import GPTConfig
 
 Arrays = dict[str, np.ndarray]
