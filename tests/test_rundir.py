@@ -11,6 +11,7 @@ import pytest
 
 from jgraph.cli import flag
 from jgraph.errors import ConfigError
+from jgraph.moe.config import MoEConfig
 from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.optimizer import learning_rate
 from jgraph.training.resume import RULES, rule_of
@@ -67,6 +68,7 @@ FIXED = {
         "fp8.keep",
         "fp8.blocks",
     ),
+    *(f"model.moe.{field.name}" for field in dataclasses.fields(MoEConfig)),
     *("fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 
@@ -213,6 +215,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
     saved["data"] = saved["data"][0]
     del (
         saved["model"]["qk_norm"],
+        saved["model"]["moe"],
         saved["precision"],
         saved["optimizer"]["extend"],
         saved["data_shuffle"],

@@ -1,6 +1,6 @@
 """Sizes and numerics of a GPT. No jax here, so that a wrong flag is told in no time."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jgraph.errors import check_types, require, require_positive
@@ -29,7 +29,7 @@ class GPTConfig:
     """Rows of the embedding; token ids must be smaller."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """Non-linearity of the MLP; swiglu has a third matrix."""
-    moe: MoEConfig = field(default_factory=MoEConfig)
+    moe: MoEConfig = MoEConfig()
     """Mixtures of experts in the place of every MLP; experts are swiglu."""
     head: Literal["tied", "untied"] = "tied"
     """Whether the output projection is the embedding or a matrix of its own."""
