@@ -7,6 +7,7 @@ from jgraph.errors import check_types, require, require_positive
 from jgraph.moe.config import MoEConfig
 
 _OF_SCALING = "rope_factor rope_low_freq_factor rope_high_freq_factor rope_original_length"
+_DENSE = MoEConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class GPTConfig:
     """Rows of the embedding; token ids must be smaller."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """Non-linearity of the MLP; swiglu has a third matrix."""
-    moe: MoEConfig = MoEConfig()
+    moe: MoEConfig = _DENSE
     """Mixtures of experts in the place of every MLP; experts are swiglu."""
     head: Literal["tied", "untied"] = "tied"
     """Whether the output projection is the embedding or a matrix of its own."""
