@@ -235,7 +235,8 @@ def _defaults(config: Any) -> dict[str, Any]:
     """Returns the defaults of a dataclass's fields, as far as they have a constant; none of what is no dataclass."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    return {name: dataclasses.asdict(own) if dataclasses.is_dataclass(own) else own for name, own in defaults.items()}
+    nested = {name: vars(own) for name, own in defaults.items() if dataclasses.is_dataclass(own)}
+    return defaults | nested
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:
