@@ -1,4 +1,5 @@
-"""Models that choke on every batch that has the token 1 in it (one's loss and gradient are not a number, one hangs) or on all."""
+"""Models that choke on every batch that has the token 1 in it: one's loss and gradient are not a number, one hangs. A third
+chokes on every batch."""
 
 import os
 

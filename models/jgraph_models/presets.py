@@ -65,7 +65,7 @@ PRESETS: dict[str, TrainConfig] = {
         ),
         TrainConfig(
             preset="gpt-moe-tiny",
-            # Sized for less than three minutes on two CPU cores, where every expert multiplies every row.
+            # Sized to take about as long as cpu-tiny: on a CPU every expert multiplies every row, so a step has half as many.
             steps=900,
             batch_size=4,
             seq_len=128,
