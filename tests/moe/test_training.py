@@ -97,7 +97,7 @@ def trained(layout, state, steps):
     ranks = 1 if setup.config.pp > 1 else setup.num_devices
     for i in steps:
         # A device takes its microbatches from its own rows: so ordered, all layouts have the same ones.
-        rows = batches[i].reshape(MICROBATCHES, ranks, -1, 17).swapaxes(0, 1).reshape(ROWS, 17)
+        rows = np.asarray(batches[i]).reshape(MICROBATCHES, ranks, -1, 17).swapaxes(0, 1).reshape(ROWS, 17)
         state, metrics = step(state, setup.step.place(rows))
         told.append((float(metrics.loss), float(metrics.grad_norm)))
     return state, told
@@ -127,7 +127,9 @@ def assert_as_one_device(layout, state, told):
 @pytest.mark.once
 @pytest.mark.parametrize("layout", [SHARDED, PIPES, HOST])
 def test_a_mixture_trains_over_several_devices_as_on_one(layout):
-    assert_as_one_device(layout, *trained(layout, compiled(layout)[0].init(), range(STEPS)))
+    setup, step = compiled(layout)
+    assert ("2 ranks" in setup.about_pipeline(step)) == ("pp" in LAYOUTS[layout])  # which traces a layer without the mesh
+    assert_as_one_device(layout, *trained(layout, setup.init(), range(STEPS)))
 
 
 @pytest.mark.long
