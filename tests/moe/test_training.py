@@ -59,7 +59,7 @@ ONE, SHARDED, PIPES, HOST = "one device", "fsdp 2 and dp 2, layers again", "pp 2
 LAYOUTS = {
     ONE: {},
     SHARDED: {"fsdp": 2, "dp": 2, "remat": "layer"},
-    PIPES: {"pp": 2, "dp": 2, "schedule": "zb-h1"},
+    PIPES: {"pp": 2, "dp": 2, "schedule": "aligned"},  # in which idle ranks compute too
     HOST: {"pp": 2, "schedule": "1f1b", "pp_engine": "dispatch"},
 }
 
