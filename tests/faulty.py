@@ -1,4 +1,5 @@
-"""Models that choke on every batch that has the token 1 in it: one's loss and gradient are not a number, one hangs."""
+"""Models that choke on every batch that has the token 1 in it: one's loss and gradient are not a number, one hangs. A third
+chokes on every batch."""
 
 import os
 
@@ -8,7 +9,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jgraph_models.gpt import GPTConfig
+from jgraph_models.gpt import GPT, GPTConfig
 
 POISON = 1
 
@@ -34,3 +35,12 @@ class Hanging(Bigram):
         losses = optax.softmax_cross_entropy_with_integer_labels(self.logits(tokens_BS[:, :-1]), tokens_BS[:, 1:])
         hangs = jnp.any(tokens_BS == POISON) & ("JGRAPH_TESTS_HANG" in os.environ)
         return jnp.mean(losses) + jax.lax.while_loop(lambda i: hangs & (i < 2), lambda i: 1 - i, 0)
+
+
+class NaNRouter(GPT):
+    """A mixture of experts whose first router is not a number."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        router_DE = self.blocks[0].mlp.router_DE
+        router_DE[...] = jnp.full_like(router_DE[...], jnp.nan)

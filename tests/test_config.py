@@ -163,7 +163,7 @@ def test_gathering_again_is_refused_in_a_pipeline_with_what_helps_instead():
 
 
 def test_a_mixture_over_data_ranks_takes_the_engine_that_knows_a_whole_microbatch():
-    asked = dataclasses.replace(preset("gpt-moe-tiny"), pp=2, dp=2, num_microbatches=4, pp_engine="auto")
+    asked = dataclasses.replace(preset("gpt-moe-tiny"), pp=2, dp=2, num_microbatches=2, pp_engine="auto")
     assert asked.pp_engines == ("program",)
     with pytest.raises(ConfigError, match=r"must be program with `dp` 2") as error:
         dataclasses.replace(asked, pp_engine="dispatch")

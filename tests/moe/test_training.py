@@ -1,11 +1,22 @@
-"""A run of a mixture: what its log says of the routers, and what it warns of."""
+"""A run of a mixture: its log and warnings, the same numbers over any devices, in FP8 and after a checkpoint too."""
 
-import json
+import shutil
+from functools import cache
 
+import jax
 import numpy as np
 import pytest
 
+from jgraph.checkpoint.store import Checkpoints
+from jgraph.data import Batches
+from jgraph.evaluate import main as evaluate
+from jgraph.moe import MoEConfig
 from jgraph.train import main
+from jgraph.training.config import OptimizerConfig, TrainConfig
+from jgraph.training.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
+from tests import tiny
+from tests.test_resharding import restored
 
 # More experts than there are tokens in a hundred steps: some get none.
 FLAGS = """
@@ -19,8 +30,7 @@ def test_the_log_tells_of_the_routers_and_experts_without_tokens_are_warned_of_o
     assert main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
     told = "".join(capsys.readouterr())
     assert told.count("of blocks/0/mlp got no token for 100 steps") == 1
-    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for entry in entries:
+    for entry in tiny.entries(tmp_path):
         assert len(entry["moe_load"]) == 512
         assert sum(entry["moe_load"]) == 512
         assert entry["moe_max_load"] == max(entry["moe_load"]) >= 128
@@ -28,17 +38,130 @@ def test_the_log_tells_of_the_routers_and_experts_without_tokens_are_warned_of_o
         assert min(entry[name] for name in ("moe_entropy", "moe_balance_loss", "moe_z_loss")) > 0
 
 
+TINY = """
+    --model.vocab-size 256 --model.compute-dtype float32 --model.mlp swiglu --model.moe.num-experts 4 --model.moe.d-ff 16
+    --model.moe.balance-loss 1 --data synthetic --sample-tokens 0
+"""
+
+
+@pytest.mark.once
+def test_a_router_that_is_not_a_number_is_told_in_a_line(tmp_path, capsys):
+    assert tiny.train(tmp_path, *TINY.split(), "--model.module", "tests.faulty:NaNRouter", "--steps", "1") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step 1: the loss is nan and the gradient of" in line
+    assert "small matrices of routers (float32)" in line
+
+
+# --- Over several devices ---
+
+ROWS, MICROBATCHES, STEPS, VOCAB = 8, 2, 3, 61
+ONE, SHARDED, PIPES, HOST = "one device", "fsdp 2 and dp 2, layers again", "pp 2 and dp 2", "pp 2 by the host"
+LAYOUTS = {
+    ONE: {},
+    SHARDED: {"fsdp": 2, "dp": 2, "remat": "layer"},
+    PIPES: {"pp": 2, "dp": 2, "schedule": "aligned"},  # in which idle ranks compute too
+    HOST: {"pp": 2, "schedule": "1f1b", "pp_engine": "dispatch"},
+}
+
+
+@cache
+def compiled(layout):
+    config = TrainConfig(
+        steps=STEPS,
+        batch_size=ROWS,
+        num_microbatches=MICROBATCHES,
+        seq_len=16,
+        model=GPTConfig(
+            num_layers=3,  # of two stages one is padded
+            d_model=16,
+            num_heads=2,
+            num_kv_heads=2,
+            vocab_size=VOCAB,
+            mlp="swiglu",
+            compute_dtype="float32",
+            # Its bias is read again at the next step: a state that got lost would show.
+            moe=MoEConfig(num_experts=4, d_ff=8, router="sigmoid", balance_loss=0.5, z_loss=0.1, bias_rate=0.1),
+        ),
+        optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
+        **LAYOUTS[layout],
+    )
+    setup = TrainSetup.of(config)
+    return setup, setup.compile_step()
+
+
+def trained(layout, state, steps):
+    """The state after some steps, and their losses and gradients' norms. The state that is given is donated."""
+    setup, step = compiled(layout)
+    tokens = (np.random.default_rng(0).geometric(0.1, 4000) % VOCAB).astype(np.uint8)
+    batches, told = Batches(tokens, batch_size=ROWS, seq_len=16, seed=0), []
+    ranks = 1 if setup.config.pp > 1 else setup.num_devices
+    for i in steps:
+        # A device takes its microbatches from its own rows: so ordered, all layouts have the same ones.
+        rows = np.asarray(batches[i]).reshape(MICROBATCHES, ranks, -1, 17).swapaxes(0, 1).reshape(ROWS, 17)
+        state, metrics = step(state, setup.step.place(rows))
+        told.append((float(metrics.loss), float(metrics.grad_norm)))
+    return state, told
+
+
+def canonical(layout, state):
+    return jax.device_get(compiled(layout)[0].step.canonical.of(state))
+
+
+@cache
+def of_one_device():
+    state, told = trained(ONE, compiled(ONE)[0].init(), range(STEPS))
+    return canonical(ONE, state), told
+
+
+def assert_as_one_device(layout, state, told):
+    wanted, wanted_told = of_one_device()
+    np.testing.assert_allclose(told, wanted_told, rtol=1e-5)
+    ours = canonical(layout, state)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path((ours.params, ours.carried)), jax.tree.leaves((wanted.params, wanted.carried)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
 @pytest.mark.long
 @pytest.mark.once
-def test_a_pipeline_over_data_ranks_trains_a_mixture_as_one_device_does(tmp_path):
-    flags = """
-        --preset gpt-moe-tiny --steps 3 --batch-size 8 --seq-len 16 --log-every 1 --eval-every 3 --eval-batches 1
-        --data synthetic --sample-tokens 0 --num-microbatches 2 --model.num-layers 3 --model.d-model 16 --model.num-heads 2
-        --model.num-kv-heads 2 --model.moe.d-ff 8 --model.moe.balance-loss 1 --optimizer.warmup-steps 1
-    """
-    losses = {}
-    for name, layout in {"one": [], "four": ["--pp", "2", "--dp", "2"]}.items():
-        assert main([*flags.split(), *layout, "--run-dir", str(tmp_path / name)]) == 0
-        entries = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [[entry[key] for key in ("loss", "moe_balance_loss", "moe_entropy")] for entry in entries]
-    np.testing.assert_allclose(losses["four"], losses["one"], rtol=1e-4)
+@pytest.mark.parametrize("layout", [SHARDED, PIPES, HOST])
+def test_a_mixture_trains_over_several_devices_as_on_one(layout):
+    setup, step = compiled(layout)
+    assert ("2 ranks" in setup.about_pipeline(step)) == ("pp" in LAYOUTS[layout])  # which traces a layer without the mesh
+    assert_as_one_device(layout, *trained(layout, setup.init(), range(STEPS)))
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_mixtures_checkpoint_goes_on_over_other_devices(tmp_path):
+    state, told = compiled(SHARDED)[0].init(), []
+    for i, layout in enumerate((SHARDED, ONE, PIPES)):
+        if i:
+            state = restored(tmp_path / str(i), compiled(layout)[0])
+        state, more = trained(layout, state, [i])
+        told += more
+        checkpoints = Checkpoints(tmp_path / str(i + 1), 1)
+        checkpoints.save(i + 1, compiled(layout)[0].step.canonical.of(state))
+        checkpoints.close()
+    assert_as_one_device(PIPES, state, told)
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_mixture_in_fp8_goes_on_from_a_pipeline_on_one_device_and_is_evaluated(tmp_path, capsys):
+    steps = "--num-microbatches 2 --steps 4 --eval-every 4 --checkpoint-every 2 --checkpoint-keep 2"
+    flags = f"{TINY} {steps} --precision fp8 --model.num-layers 2".split()
+    assert tiny.train(tmp_path / "pipe", *flags, "--pp", "2", "--schedule", "1f1b") == 0
+    shutil.copytree(tmp_path / "pipe", tmp_path / "one")
+    shutil.rmtree(tmp_path / "one" / "checkpoints" / "4")
+    capsys.readouterr()
+    assert tiny.train(tmp_path / "one", *flags) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4 of 10 products with parameters; 2 not: a router; 4 not: a grouped product" in out
+    assert "resumed from step 2" in out
+    names = ("loss", "moe_balance_loss", "moe_entropy", "moe_max_load")
+    pipe, one = ([[e[name] for name in names] for e in tiny.entries(tmp_path / run)] for run in ("pipe", "one"))
+    np.testing.assert_allclose(one, pipe, rtol=1e-4)
+    assert evaluate([str(tmp_path / "one"), "--fsdp", "2"]) == 0
+    assert f"{tiny.entries(tmp_path / 'one')[-1]['eval_loss']:.4f} nats/token" in capsys.readouterr().out
