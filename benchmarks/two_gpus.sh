@@ -65,7 +65,7 @@ pipelines_gpt)
   ;;
 pipelines_fp8)
   piece 540 $gpt --schedules "zb-v:2 engine=dispatch fp8=delayed remat=wide" "zb-v:2 engine=dispatch" \
-    "zb-v:2 engine=dispatch norm=fused" --timeout 200 --name pipeline_fp8 --peers Schedule1F1B:compile
+    "zb-v:2 engine=dispatch norm=xla" --timeout 200 --name pipeline_fp8 --peers Schedule1F1B:compile
   ;;
 soaks) # every collective in one graph, and the same batches with `auto`
   piece 130 fsdp --work launch-bound --variant graph=full --soak 10000

@@ -16,6 +16,7 @@ from benchmarks.programs.step import compiled_bytes, devices_of, stepping
 from benchmarks.rows import Row
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes
+from jgraph.tree import is_router, path_name
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph_models.gpt import Block, GPTConfig, norm_kernel, rotary_of
 
@@ -38,7 +39,7 @@ def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
         return params, nnx.to_pure_dict(carried)
 
     def cast(path: Any, leaf: jax.Array) -> jax.Array:
-        return leaf if "router" in jax.tree_util.keystr(path) else leaf.astype(dtype)
+        return leaf if is_router(path_name(path)) else leaf.astype(dtype)
 
     params, carried = init()
     table = rotary_of(config, length)

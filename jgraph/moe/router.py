@@ -15,7 +15,7 @@ from jgraph.moe.config import MoEConfig
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a microbatch go.
+    """Says where the tokens of a microbatch go.
 
     Attributes:
         experts: int32 [N, K], the experts of each token, all different.

@@ -35,24 +35,20 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     mixture = Mixture(config) if config.moe.num_experts else None
 
-    def by_layer(blocks: Tree) -> list[Tree]:
-        numbers = range(config.num_layers)
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
-
     def prepare(params: Tree, carried: Tree) -> Tree:
         def ready(path: Any, leaf: Array) -> Array:
             name = path[-1].key
             as_it_is = name in ("scale", "router_DE")
             return leaf.T.astype(dtype) if name == "kernel" else leaf if as_it_is else leaf.astype(dtype)
 
-        layers = by_layer(params["blocks"])
+        layers = by_layer(config, params)
         embedding_VD = params["embedding_VD"].astype(dtype)
         weights = {"embedding_VD": embedding_VD, "norm": params["norm"]}
         if config.head == "untied":
             weights["head_VD"] = params["head_DV"].T.astype(dtype)
         weights["layers"] = [jax.tree_util.tree_map_with_path(ready, layer) for layer in layers]
         if mixture is not None:
-            own = [layer["mlp"] for layer in by_layer(carried["blocks"])] if carried else [mixture.state()] * len(layers)
+            own = [layer["mlp"] for layer in by_layer(config, carried)] if carried else [mixture.state()] * len(layers)
             weights["layers"] = [layer | {"state": state} for layer, state in zip(weights["layers"], own, strict=True)]
         return weights
 
@@ -152,6 +148,12 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         return contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
 
     return Decoder(prepare, prefill, decode)
+
+
+def by_layer(config: GPTConfig, tree: Tree) -> list[Tree]:
+    """Returns what parameters or carried state have of each layer."""
+    blocks, numbers = tree["blocks"], range(config.num_layers)
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
 
 
 class Mixture:

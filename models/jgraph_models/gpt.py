@@ -22,7 +22,7 @@ from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
 from jgraph.moe import MoE
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
-from jgraph_models.decoding import decoder
+from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
@@ -146,12 +146,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
         for name, axis in axes.items():
             outer[name] = jnp.pad(outer[name], [(0, padding) if i == axis else (0, 0) for i in range(2)])
-        return outer, split_layers(params)
-
-    def split_layers(tree: Any) -> list[Any]:
-        if config.scan_layers:
-            return [jax.tree.map(lambda leaf, i=i: leaf[i], tree["blocks"]) for i in range(config.num_layers)]
-        return [tree["blocks"][i] for i in range(config.num_layers)]
+        return outer, by_layer(config, params)
 
     def join(outer: Any, layers: list[Any]) -> Any:
         whole = {name: jax.lax.slice_in_dim(outer[name], 0, config.vocab_size, axis=axis) for name, axis in axes.items()}
@@ -170,7 +165,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         split=split,
         join=join,
         context=lambda batch: taken_apart(batch)[1],
-        split_carried=split_layers,
+        split_carried=lambda carried: by_layer(config, carried),
         join_carried=join_layers,
     )
 

@@ -47,34 +47,31 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
     )
 
 
+def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
+    return TrainConfig(
+        preset=preset,
+        # Sized for less than two minutes on two CPU cores: many small steps learn more there than few large ones.
+        steps=900,
+        batch_size=batch_size,
+        seq_len=128,
+        log_every=20,
+        eval_every=300,
+        eval_batches=512 // batch_size,
+        checkpoint_every=300,
+        model=model,
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
+    )
+
+
 PRESETS: dict[str, TrainConfig] = {
     config.preset: config
     for config in (
-        TrainConfig(
-            preset="cpu-tiny",
-            # Sized for less than two minutes on two CPU cores: many small steps learn more there than few large ones.
-            steps=900,
-            batch_size=8,
-            seq_len=128,
-            log_every=20,
-            eval_every=300,
-            eval_batches=64,
-            checkpoint_every=300,
-            model=GPTConfig(compute_dtype="float32"),
-            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
-        ),
-        TrainConfig(
-            preset="gpt-moe-tiny",
-            # Sized to take about as long as cpu-tiny: on a CPU every expert multiplies every row, so a step has half as many.
-            steps=900,
+        _tiny("cpu-tiny", GPTConfig(compute_dtype="float32"), batch_size=8),
+        _tiny(
+            "gpt-moe-tiny",
+            GPTConfig(compute_dtype="float32", mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=256)),
+            # On a CPU every expert multiplies every row: half as many, to take about as long as cpu-tiny.
             batch_size=4,
-            seq_len=128,
-            log_every=20,
-            eval_every=300,
-            eval_batches=128,
-            checkpoint_every=300,
-            model=GPTConfig(compute_dtype="float32", mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=256)),
-            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
         ),
         TrainConfig(
             preset="launch-bound",

@@ -14,14 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.parallel.pipeline.dispatched import dispatched
 from jgraph.schedule import Schedule
-from jgraph.xla.options import installed_options
 
 Tree = Any
 D, F, V, B, T = 8, 16, 12, 4, 3
-
-# Compiling is nearly all of these tests' time; without the emitters, which jax 0.12 does not have, it is half of it.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-FAST |= {name: False for name in ["xla_cpu_use_fusion_emitters"] if name in (installed_options() or ())}
 
 
 def layer(p: Tree, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -80,7 +75,7 @@ def plain_loss(outer: Tree, layers: Sequence[Tree], inputs: Tree, key: jax.Array
 
 @cache
 def _gradient(loss: Any) -> Any:
-    return jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=FAST)
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))
 
 
 def plain(
@@ -127,7 +122,7 @@ def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:
 def piped(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
     """Loss and gradients of a pipeline, as `expected` gives them; `given` are parameters other than `params`."""
     keys = () if dropout is None else (jax.random.key(dropout),)
-    run = jax.jit(pipe.loss_and_grads, compiler_options=FAST)
+    run = jax.jit(pipe.loss_and_grads)
     inputs = batch(pipe.schedule.num_microbatches)
     loss, grads = run(placed(pipe, *(given or params(pipe.layout.num_layers))), inputs, *keys)
     # On the host first: every slice of an array on several devices would be compiled.
@@ -143,11 +138,11 @@ def played(pipe: Pipeline) -> tuple[Any, Tree]:
     where = NamedSharding(pipe.mesh, PartitionSpec("data"))
     batches = jax.device_put(batches, where)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (stacked, batches))
-    gradients = dispatched(pipe, shapes[0], {}, unpack, shapes[1][0], key, FAST)
+    gradients = dispatched(pipe, shapes[0], {}, unpack, shapes[1][0], key, {})
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     for one in batches:
         results = gradients(stacked, {}, step, one)
-    loss, grads, *_ = jax.device_get(jax.jit(gradients.collect, compiler_options=FAST)(results))
+    loss, grads, *_ = jax.device_get(jax.jit(gradients.collect)(results))
     return loss, pipe.unstack(grads)
 
 

@@ -52,7 +52,7 @@ class Hlo:
 
 
 def hlo(function, *args) -> Hlo:
-    return Hlo(jax.jit(function, compiler_options=model.FAST).lower(*args).compile().as_text() or "")
+    return Hlo(jax.jit(function).lower(*args).compile().as_text() or "")
 
 
 @cache
