@@ -125,7 +125,7 @@ def through(x_ND: Array, found: router.Routing, up_EDF2: Array, down_EFD: Array)
     """Returns what the experts make of each token by a routing, as a weighted sum, in x's dtype."""
     copies = found.experts.shape[1]
     with scope("dispatch"):
-        order = dispatch.order_of(found.experts)
+        order = dispatch.order_of(found.experts, found.counts)
         x_RD: Any = dispatch.dispatched(x_ND, order, copies)
         weights_R: Any = dispatch.dispatched(found.weights.reshape(-1), order, 1)
     with scope("experts"):
