@@ -90,6 +90,20 @@ def test_an_even_router_has_a_balance_loss_of_the_experts_of_a_token_and_the_lar
     assert router.entropy(probabilities) == pytest.approx(np.log(E))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_and_their_gradients_have_the_bits_of_float32(dtype):
+    x, w, dy = rows(64, 32).astype(dtype), rows(32, E, seed=1), rows(64, E, seed=2)
+    logits, back = jax.vjp(router.logits, x, w)
+    dx, dw = back(dy)
+    x64, w64, dy64 = (np.asarray(a, np.float64) for a in (x, w, dy))
+    # A unit in the last place of the terms; a product of bfloat16 would be off by 2**-8, one of TF32 by 2**-10.
+    np.testing.assert_allclose(logits, x64 @ w64, atol=3e-6)
+    np.testing.assert_allclose(dw, x64.T @ dy64, atol=1e-5)
+    assert (dx.dtype, logits.dtype, dw.dtype) == (dtype, "float32", "float32")
+    exact = np.asarray(jnp.asarray(dy64 @ w64.T, dtype), np.float64)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), exact, rtol=2**-7 if dtype == "bfloat16" else 1e-5, atol=1e-4)
+
+
 # --- Dispatch ---
 
 
