@@ -27,8 +27,8 @@ def is_router(name: str) -> bool:
 def is_matrix(name: str, leaf: Any) -> bool:
     """Tells whether a parameter is a matrix, to which weight decay applies.
 
-    It has two axes or more. The scales of norms and biases are none, also where layers are stacked in one array: the name tells,
-    as Flax has it.
+    It has two axes or more. Scales of norms and biases are none, also where layers are stacked in one array: they are told by
+    their names, which are Flax's.
     """
     return leaf.ndim > 1 and name.rpartition("/")[2] not in ("scale", "bias")
 
