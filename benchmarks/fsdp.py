@@ -55,8 +55,9 @@ class Options(Several, Soaked, Traced):
     """The variant of ours that is in every comparison; as it comes if it is left out."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
-    grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters) and layout=dp (every GPU has
-    all parameters), pp (every GPU has some layers) or ep (every GPU has some experts) beside XLA's; may be repeated."""
+    grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters), layout=dp (every GPU has
+    all parameters), pp (every GPU has some layers) or ep (every GPU has some experts) and microbatches=NUMBER beside XLA's;
+    may be repeated."""
     sequences: int = 0
     """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -126,11 +127,14 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, pp=config.fsdp, fsdp=1, num_microbatches=config.batch_size, schedule="aligned")
             case ["layout", "ep"]:
                 config = replace(config, ep=config.fsdp)
-            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout"):
+            case ["microbatches", number] if number.isdigit():
+                config = replace(config, num_microbatches=int(number))
+            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
                 allowed = (
-                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep or XLA's"
+                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep, "
+                    "microbatches=NUMBER or XLA's"
                 )
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config

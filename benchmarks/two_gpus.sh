@@ -40,6 +40,7 @@ train() { # NAME FLAGS...
     --run-dir "$runs/$1" "${@:2}" >"$runs/$1.txt" 2>&1 || echo "$1: exit $?, $(tail -n 1 "$runs/$1.txt")" >>"$failed"
 }
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
+in_turn=xla_gpu_enable_latency_hiding_scheduler=false # one operation after another, collectives too
 short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the card to reach its power limit
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and PyTorch's no more fit: each builds for a minute
@@ -110,10 +111,10 @@ moe) # at once where there are two GPUs
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
-  piece 300 fsdp --work gpt-moe --name experts2 --rounds 3 --timeout 150 --first layout=ep --variant "layout=ep graph=full" \
-    --peers compile:experts eager:experts compile
+  piece 300 fsdp --work gpt-moe --name experts2 --together 4 --rounds 2 --timeout 150 --first "layout=ep microbatches=2" --variant layout=ep \
+    --variant "layout=ep microbatches=2 graph=full" --variant "layout=ep microbatches=2 $in_turn" --peers compile:experts compile
   ;;
-experts_soak) piece 250 fsdp --work gpt-moe --variant "layout=ep graph=full" --soak 1000 ;;
+experts_soak) piece 250 fsdp --work gpt-moe --variant "layout=ep microbatches=2 graph=full" --soak 1000 ;;
 curves)
   runs=$(mktemp -d)
   train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &
