@@ -252,12 +252,16 @@ def _transforms(plgpu: Any, dtype: DTypeLike) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
+def _ring(plgpu: Any, stages: int, size: tuple[int, int]) -> Any:
+    return plgpu.SMEM((stages, *size), jnp.bfloat16, transforms=_transforms(plgpu, jnp.bfloat16))
+
+
 def _pieces(size: tuple[int, ...], width: int) -> list[tuple[int, int]]:
     return [(row, column) for row in range(0, size[0], _SLAB) for column in range(0, size[1], width)]
 
 
 def _kernel(
-    plgpu: Any, body: Any, name: str, out_type: Any, shape: Shape, operands: Any, staged: Any, barriers: int, interpret: bool
+    plgpu: Any, body: Any, name: str, out_type: Any, shape: Shape, rings: Any, staged: Any, barriers: int, interpret: bool
 ) -> Any:
     body.__name__ = body.__qualname__ = name
     arrivals = 1 if shape.split == "tiles" else 2
@@ -265,10 +269,7 @@ def _kernel(
         body,
         out_type=out_type,
         scratch_types=[
-            *(
-                plgpu.SMEM((shape.stages, *size), jnp.bfloat16, transforms=_transforms(plgpu, jnp.bfloat16))
-                for size in operands
-            ),
+            *rings,
             staged,
             plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape.stages),
@@ -292,7 +293,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
     plgpu: Any = mosaic_gpu
     (M, K), G = x_MK.shape, sizes_G.size
     N = weights.shape[1 if transposed else 2]
-    rows, columns = shape.down, shape.columns
+    rows, columns, narrow = shape.down, shape.columns, shape.columns // shape.tail
     across = pl.cdiv(N, columns)
     step = SWIZZLED
     out_type = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
@@ -311,6 +312,12 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
         swizzled, plain = staged
         wg = lax.axis_index("wg")
 
+        def weights_at(place: Any, width: int) -> Any:
+            if shape.tail > 1 and width == narrow:
+                return ws[1].at[place * shape.tail]
+            whole = ws if shape.tail == 1 else ws[0]
+            return whole.at[place, pl.ds(0, width)] if transposed else whole.at[place, :, pl.ds(0, width)]
+
         def work(at: _Cursor, tile: Any, part: Any) -> _Work:
             # Tiles side by side follow each other: they read the same rows of x, and all of them the same weights.
             i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
@@ -318,7 +325,6 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
             top = top_of(at.begin) + pl.multiple_of(i * rows, ALIGNED)
             begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + rows)
             steps = jnp.where(at.group < G, jnp.int32(K // step), jnp.int32(0))
-            narrow = columns // shape.tail
             left = j * columns + jnp.maximum(part, 0) * narrow
             slabs = top + (wg * shape.rows if shape.split == "rows" else 0)
 
@@ -328,10 +334,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
 
                 def copy(width: int) -> None:
                     side = pl.ds(left, width)
-                    there = ws.at[place] if width == columns else ws.at[place, *_side(transposed, pl.ds(0, width))]
-                    plgpu.copy_gmem_to_smem(
-                        w.at[which, side, along] if transposed else w.at[which, along, side], there, full.at[place]
-                    )
+                    here = w.at[which, side, along] if transposed else w.at[which, along, side]
+                    plgpu.copy_gmem_to_smem(here, weights_at(place, width), full.at[place])
 
                 if shape.tail == 1:
                     copy(columns)
@@ -373,25 +377,28 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
                             size //= 2
                         plgpu.commit_smem_to_gmem_group()
 
-            most = shape.columns if shape.tail == 1 else jnp.where(part < 0, columns, narrow)
-            counts = jnp.clip(end - slabs, 0, shape.rows), jnp.clip(N - left, 0, most)
-            return _Work(steps, *counts, load, finish)
+            counted = jnp.clip(N - left, 0, columns)
+            if shape.tail > 1:
+                # What is cut lies elsewhere in shared memory: a whole tile counts as more than that.
+                counted = jnp.where(part < 0, jnp.maximum(counted, narrow + 1), jnp.minimum(counted, narrow))
+            return _Work(steps, jnp.clip(end - slabs, 0, shape.rows), counted, load, finish)
 
         def operands(place: Any, wg: Any, rows: int, columns: int) -> tuple[Any, Any]:
             a = xs.at[place, pl.ds(wg * shape.rows if shape.split == "rows" else 0, rows)]
-            b = ws.at[place, *_side(transposed, pl.ds(0, columns))]
+            b = weights_at(place, columns)
             return a, b.transpose((1, 0)) if transposed else b
 
         parts = tuple(range(_SLAB, shape.rows + 1, _SLAB)), _parts(shape, N)
         _persistent(plgpu, _Tiles(sizes, M, count, None).counted(), work, operands, shape, parts, full, empty)
 
-    operand = (columns, step) if transposed else (step, columns)
-    kernel = _kernel(plgpu, grouped_dot, "grouped_dot", out_type, shape, [(rows, step), operand], staged, 0, interpret)
+    operand, cut = ((width, step) if transposed else (step, width) for width in (columns, narrow))
+    ring = _ring(plgpu, shape.stages, operand)
+    if shape.tail > 1:
+        # A copy fills contiguous memory, which a part of the columns of a tile is not.
+        ring = plgpu.RefUnion(ring, _ring(plgpu, shape.stages * shape.tail, cut))
+    rings = [_ring(plgpu, shape.stages, (rows, step)), ring]
+    kernel = _kernel(plgpu, grouped_dot, "grouped_dot", out_type, shape, rings, staged, 0, interpret)
     return kernel(sizes_G, x_MK, weights)
-
-
-def _side(transposed: bool, columns: Any) -> tuple[Any, ...]:
-    return (columns,) if transposed else (slice(None), columns)
 
 
 def wgrad(
@@ -499,10 +506,10 @@ def wgrad(
         tiles = _Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
         _persistent(plgpu, tiles, work, operands, shape, parts, full, empty)
 
-    sizes = [(step, rows), (step, columns)]
+    rings = [_ring(plgpu, shape.stages, (step, rows)), _ring(plgpu, shape.stages, (step, columns))]
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    kernel = _kernel(plgpu, grouped_wgrad, "grouped_wgrad", out_type, shape, sizes, staged, barriers, interpret)
+    kernel = _kernel(plgpu, grouped_wgrad, "grouped_wgrad", out_type, shape, rings, staged, barriers, interpret)
     if add_GKN is None:
         return kernel(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)
