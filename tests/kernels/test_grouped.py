@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.kernels import grouped_mosaic
+from jgraph.kernels import grouped_blocks
 from jgraph.kernels.grouped import choose, grouped_dot, grouped_wgrad
 from jgraph.xla import aot
 from tests.kernels.test_quantize import needs_mosaic
@@ -71,7 +71,7 @@ def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementati
 @needs_mosaic
 @pytest.mark.long
 def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
-    monkeypatch.setattr(grouped_mosaic, "BLOCKS", 5)  # so that a block has several tiles, and the last are cut
+    monkeypatch.setattr(grouped_blocks, "BLOCKS", 5)  # so that a block has several tiles, and the last are cut
     jax.clear_caches()
     # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
