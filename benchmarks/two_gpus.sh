@@ -4,6 +4,7 @@
 #
 #     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3|engines OUT [REVISION]
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
+#     bash benchmarks/two_gpus.sh experts|experts_soak OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
 # what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there (1,000 STEPS of
@@ -108,6 +109,11 @@ moe) # at once where there are two GPUs
   ;;
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
+experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
+  piece 300 fsdp --work gpt-moe --name experts2 --rounds 3 --timeout 150 --first layout=ep --variant "layout=ep graph=full" \
+    --peers compile:experts eager:experts compile
+  ;;
+experts_soak) piece 250 fsdp --work gpt-moe --variant "layout=ep graph=full" --soak 1000 ;;
 curves)
   runs=$(mktemp -d)
   train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &
