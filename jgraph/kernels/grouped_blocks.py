@@ -6,7 +6,7 @@ lies there. A block finds the tiles of each group by itself, from the sizes of t
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 
 ALIGNED, SWIZZLED, SLAB = 8, 64, 64
 """The copy engine takes rows in eights and columns in lines of 128 bytes; an instruction of a warpgroup multiplies 64 rows."""
+ROWS = 2 * SLAB
+"""Rows of a tile, half of them a warpgroup's."""
 BLOCKS = 132
 """Blocks of threads, one a multiprocessor of an H100 or H200."""
 
@@ -23,24 +25,14 @@ class Shape(NamedTuple):
     """How a kernel cuts its work.
 
     Attributes:
-        rows, columns: of the tile that a warpgroup multiplies.
-        split: what two warpgroups take: `rows` of one tile, or a tile each, so that one multiplies while the other stores.
-        stages: places of the ring, or of the two rings where each takes tiles of its own.
-        slots: pieces of a tile that a warpgroup has in shared memory while it stores them.
-        tail: into how many, side by side, a tile is cut where there are not enough for all blocks.
+        columns: of a tile.
+        stages: places of the ring.
+        slots: pieces of a tile, a line wide, that a warpgroup has in shared memory while it stores them.
     """
 
-    rows: int = 64
-    columns: int = 256
-    split: Literal["rows", "tiles"] = "rows"
-    stages: int = 4
-    slots: int = 2
-    tail: int = 1
-
-    @property
-    def down(self) -> int:
-        """Returns the rows of a tile."""
-        return self.rows * (1 + (self.split == "rows"))
+    columns: int
+    stages: int
+    slots: int
 
 
 class Cursor(NamedTuple):
@@ -72,7 +64,7 @@ class Tiles(NamedTuple):
     sizes: Any
     M: int
     count: Callable[[Any, Any], Any]
-    total: Any
+    total: Any = None
 
     def start(self) -> Cursor:
         """Returns a cursor before the first group."""
@@ -100,11 +92,12 @@ class Work(NamedTuple):
 
     Attributes:
         steps: int32, products that it is the sum of.
-        rows, columns: int32, how much of the warpgroup's own tile counts.
+        rows: whether any row of the warpgroup's part of the tile counts.
+        columns: int32, how many columns of the tile count.
         load: starts the copies of a step into a place of the ring.
         finish: stores a warpgroup's accumulator.
         mask: sets rows of a step that do not count to zero, in shared memory, for a warpgroup.
-        prepare: starts a warpgroup's copies of what its accumulator of so many rows and columns is added onto.
+        prepare: starts a warpgroup's copies of what its accumulator of so many columns is added onto.
     """
 
     steps: Any
@@ -113,158 +106,155 @@ class Work(NamedTuple):
     load: Callable[[Any, Any], None]
     finish: Callable[[Any], None]
     mask: Callable[[Any, Any], None] | None = None
-    prepare: Callable[[tuple[int, int]], None] | None = None
+    prepare: Callable[[int], None] | None = None
 
 
 def persistent(
     plgpu: Any,
     tiles: Tiles,
-    work: Callable[[Cursor, Any, Any], Work],
-    operands: Callable[..., tuple[Any, Any]],
-    shape: Shape,
-    parts: tuple[tuple[int, ...], tuple[int, ...]],
+    work: Callable[[Cursor, Any], Work],
+    operands: Callable[[Any, int], tuple[Any, Any]],
+    places: int,
+    widths: tuple[int, ...],
     full: Any,
     empty: Any,
 ) -> None:
     """Runs a block's share of the tiles: a warpgroup loads, two multiply and store.
 
     Args:
-        work: given a cursor, a tile of its group, and which part of the tile if it is cut, otherwise -1.
-        parts: rows and columns that may have to be multiplied; the least that is enough is taken.
+        work: given a cursor, and a tile of its group.
+        operands: returns references to a warpgroup's operands, given a place of the ring and a width.
+        places: how many the ring has.
+        widths: columns that may have to be multiplied; the least that is enough is taken.
+        full, empty: barriers of the ring.
     """
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    # The last round is of tiles that are cut, so that fewer blocks stand still, and for less long.
-    whole = tiles.total if shape.tail == 1 else lax.div(tiles.total, jnp.int32(BLOCKS)) * BLOCKS
-    total = whole + (tiles.total - whole) * shape.tail
-    count = lax.div(total + (BLOCKS - 1), jnp.int32(BLOCKS))
+    count = lax.div(tiles.total + (BLOCKS - 1), jnp.int32(BLOCKS))
 
     def share(turn: Any, at: Cursor) -> tuple[Work, Cursor]:
         # Turned by one at each turn, so that no block gets the last columns, which are fewer, again and again.
         number = turn * BLOCKS + lax.rem(block + turn, jnp.int32(BLOCKS))
-        there = number < total
-        number = jnp.minimum(number, total - 1)
-        cut = jnp.maximum(number - whole, 0)
-        tile = jnp.minimum(number, whole) + lax.div(cut, jnp.int32(shape.tail))
-        part = jnp.where(number < whole, -1, lax.rem(cut, jnp.int32(shape.tail)))
-        at = tiles.seek(at, tile)
-        found = work(at, tile - at.first, part)
-        mine = there & (found.columns > 0) if shape.split == "rows" else there
-        return found._replace(steps=jnp.where(mine, found.steps, 0), rows=jnp.where(there, found.rows, 0)), at
+        there, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
+        at = tiles.seek(at, number)
+        found = work(at, number - at.first)
+        return found._replace(steps=jnp.where(there, found.steps, 0), rows=there & found.rows), at
 
-    rings = 2 if shape.split == "tiles" else 1
-    places = shape.stages // rings
-
-    def place_of(step: Any, ring: Any) -> Any:
-        return ring * places + lax.rem(step, jnp.int32(places))
+    def place_of(step: Any) -> Any:
+        return lax.rem(step, jnp.int32(places))
 
     def loop(steps: Any, body: Callable[[Any], None]) -> None:
         lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
 
-    def shares(each: Callable[[Work, Any, Any], None]) -> tuple[Any, ...]:
-        """Calls `each` with a tile, its ring and how many steps that ring has seen; returns these of all rings."""
+    def shares(each: Callable[[Work, Any], None]) -> Any:
+        """Calls `each` with a tile and how many steps there were before it; returns how many there were in all."""
 
-        def one(turn: Any, carry: tuple[Cursor, tuple[Any, ...]]) -> tuple[Cursor, tuple[Any, ...]]:
+        def one(turn: Any, carry: tuple[Cursor, Any]) -> tuple[Cursor, Any]:
             at, seen = carry
-            (mine, at), ring = share(turn, at), lax.rem(turn, jnp.int32(rings))
-            each(mine, ring, seen[0] if rings == 1 else jnp.where(ring == 0, *seen))
-            return at, tuple(count + jnp.where(ring == number, mine.steps, 0) for number, count in enumerate(seen))
+            mine, at = share(turn, at)
+            each(mine, seen)
+            return at, seen + mine.steps
 
-        return lax.fori_loop(jnp.int32(0), count, one, (tiles.start(), (jnp.int32(0),) * rings))[1]
+        return lax.fori_loop(jnp.int32(0), count, one, (tiles.start(), jnp.int32(0)))[1]
 
     @pl.when(wg == 2)
     def load():
         plgpu.set_max_registers(40, action="decrease")
 
-        def each(mine: Work, ring: Any, seen: Any) -> None:
+        def each(mine: Work, seen: Any) -> None:
             def step(k: Any) -> None:
-                place = place_of(seen + k, ring)
+                place = place_of(seen + k)
                 pl.when(seen + k >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
                 mine.load(k, place)
 
             loop(mine.steps, step)
 
-        for ring, seen in enumerate(shares(each)):
-            last = jnp.maximum(seen - places, 0)
-            loop(seen - last, lambda k, last=last, ring=ring: plgpu.barrier_wait(empty.at[place_of(last + k, ring)]))
+        seen = shares(each)
+        last = jnp.maximum(seen - places, 0)
+        loop(seen - last, lambda k: plgpu.barrier_wait(empty.at[place_of(last + k)]))
 
     @pl.when(wg < 2)
     def multiply():
         plgpu.set_max_registers(232, action="increase")
 
-        def each(mine: Work, ring: Any, seen: Any) -> None:
-            def run(rows: int, columns: int) -> None:
+        def each(mine: Work, seen: Any) -> None:
+            def run(columns: int) -> None:
                 if mine.prepare is not None:
-                    mine.prepare((rows, columns))
+                    mine.prepare(columns)
 
                 def products(acc: Any) -> Any:
                     def step(k: Any) -> None:
-                        place = place_of(seen + k, ring)
+                        place = place_of(seen + k)
                         plgpu.barrier_wait(full.at[place])
                         if mine.mask is not None:
                             mine.mask(k, place)
-                        plgpu.wgmma(acc, *operands(place, wg, rows, columns))
+                        plgpu.wgmma(acc, *operands(place, columns))
                         plgpu.wgmma_wait(1)
-                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[place_of(seen + k - 1, ring)]))
+                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
 
                     loop(mine.steps, step)
                     return acc[...]
 
-                result = pl.run_scoped(products, plgpu.ACC((rows, columns)))
-                last = place_of(seen + mine.steps - 1, ring)
+                result = pl.run_scoped(products, plgpu.ACC((SLAB, columns)))
+                last = place_of(seen + mine.steps - 1)
                 pl.when(mine.steps > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
                 mine.finish(result)
 
             def idle(k: Any) -> None:
-                plgpu.barrier_wait(full.at[place_of(seen + k, ring)])
-                plgpu.barrier_arrive(empty.at[place_of(seen + k, ring)])
+                plgpu.barrier_wait(full.at[place_of(seen + k)])
+                plgpu.barrier_arrive(empty.at[place_of(seen + k)])
 
-            # A warpgroup has to see every phase of the barriers that it waits for: hence a ring each where tiles are split.
-            turns = ring == wg if rings == 2 else ring == 0
-            counts = (mine.rows > 0) & (mine.columns > 0)
-            for rows, fewer in zip(parts[0], (0, *parts[0]), strict=False):
-                for columns, less in zip(parts[1], (0, *parts[1]), strict=False):
-                    fits = (mine.rows > fewer) & (mine.rows <= rows) & (mine.columns > less) & (mine.columns <= columns)
-                    pl.when(turns & fits)(functools.partial(run, rows, columns))
-            pl.when(turns & ~counts)(lambda: loop(mine.steps, idle))
+            for columns, less in zip(widths, (0, *widths), strict=False):
+                fits = mine.rows & (mine.columns > less) & (mine.columns <= columns)
+                pl.when(fits)(functools.partial(run, columns))
+            # A warpgroup has to see every phase of the barriers that it waits for.
+            pl.when(~mine.rows)(lambda: loop(mine.steps, idle))
 
         shares(each)
         plgpu.wait_smem_to_gmem(0)
 
 
-def parts_of(shape: Shape, columns: int) -> tuple[int, ...]:
-    """Returns how many of its columns a warpgroup may have to multiply, for a matrix of so many."""
+def widths_of(shape: Shape, columns: int) -> tuple[int, ...]:
+    """Returns how many columns of a tile may have to be multiplied, for a matrix of so many."""
     last, half = columns % shape.columns, shape.columns // 2
-    needed = {shape.columns} if columns >= shape.columns else set()
-    if last:
-        needed.add(half if last <= half and half % SWIZZLED == 0 else shape.columns)
-    return tuple(sorted(needed | ({shape.columns // shape.tail} if shape.tail > 1 else set())))
+    widths = {shape.columns} if columns >= shape.columns else set()
+    return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
+
+
+def aligned(row: Any) -> Any:
+    """Returns the last row up to this one that the copy engine can begin with."""
+    return pl.multiple_of(lax.div(row, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
 
 
 def transforms(plgpu: Any, dtype: DTypeLike) -> tuple[Any, ...]:
+    """Returns how tensor cores want an array in shared memory."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
-def ring_of(plgpu: Any, stages: int, size: tuple[int, int]) -> Any:
-    return plgpu.SMEM((stages, *size), jnp.bfloat16, transforms=transforms(plgpu, jnp.bfloat16))
-
-
-def pieces_of(size: tuple[int, ...], width: int) -> list[tuple[int, int]]:
-    return [(row, column) for row in range(0, size[0], SLAB) for column in range(0, size[1], width)]
-
-
 def kernel_of(
-    plgpu: Any, body: Any, name: str, out_type: Any, shape: Shape, rings: Any, staged: Any, barriers: int, interpret: bool
+    plgpu: Any,
+    body: Any,
+    name: str,
+    out_type: Any,
+    stages: int,
+    operands: tuple[tuple[int, int], ...],
+    staged: Any,
+    barriers: int,
+    interpret: bool,
 ) -> Any:
+    """Returns a kernel of `BLOCKS` blocks: its body gets a ring for each operand, `staged`, and the barriers of the ring.
+
+    The last argument of the body are `barriers` more, for copies of its own, if there are any.
+    """
     body.__name__ = body.__qualname__ = name
-    arrivals = 1 if shape.split == "tiles" else 2
+    rings = [plgpu.SMEM((stages, *size), jnp.bfloat16, transforms=transforms(plgpu, jnp.bfloat16)) for size in operands]
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=[
             *rings,
             staged,
-            plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape.stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             *([plgpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
         ],
         grid=(BLOCKS,),

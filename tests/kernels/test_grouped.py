@@ -71,7 +71,7 @@ def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementati
 @needs_mosaic
 @pytest.mark.long
 def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
-    monkeypatch.setattr(grouped_blocks, "BLOCKS", 5)  # so that a block has several tiles, and the last are cut
+    monkeypatch.setattr(grouped_blocks, "BLOCKS", 2)  # so that a block has several tiles
     jax.clear_caches()
     # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
