@@ -26,10 +26,18 @@ from benchmarks.works import training, training_step
 from jgraph import FP8Config
 from jgraph.training.config import TrainConfig
 
-WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe"]
+WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
 
 # Of a GPU in a step.
-SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2, "llama3-8b": 1, "gpt-moe": 16}
+SEQUENCES: dict[WorkName, int] = {
+    "launch-bound": 2,
+    "gpt-1b3": 8,
+    "gpt-7b": 2,
+    "llama3-8b": 1,
+    "gpt-moe": 16,
+    "qwen3-30b-a3b": 4,
+}
+LAYERS: dict[WorkName, int] = {"qwen3-30b-a3b": 4}  # of all that it has
 ON_ONE_GPU = ("launch-bound", "gpt-1b3", "gpt-moe")  # the state of the others leaves little of a GPU
 
 NOTES = (
@@ -100,6 +108,8 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
     config = training(work, options)
+    if options.sizes == "full" and work in LAYERS:
+        config = replace(config, model=replace(config.model, num_layers=LAYERS[work]))
     return replace(
         config,
         batch_size=ranks * (options.sequences or SEQUENCES[work]),
