@@ -1,10 +1,10 @@
-"""Tokens to the experts and back, and none is dropped: rows in the order of their experts, by a stable sort.
+"""Tokens to the experts and back, and none is dropped: rows in the order of their experts.
 
 Moving out and moving back are each other's gradient, so neither scatters: rows are gathered by a permutation or by its inverse,
 and a token's copies are added in float32.
 """
 
-# N tokens, K copies of each, R = N * K rows
+# N tokens, K copies of each, R = N * K rows, E experts; B blocks of T tokens
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+_BLOCK = 128
+"""Tokens that are counted at once; up to 256, sums of ones are exact in bfloat16."""
 
 
 class Order(NamedTuple):
@@ -26,11 +29,39 @@ class Order(NamedTuple):
     inverse: Array
 
 
-def order_of(experts_NK: Array) -> Order:
-    """Returns the order in which the copies for expert 0 come first, then those for expert 1; within one, by token."""
-    source_R = jnp.argsort(experts_NK.reshape(-1), stable=True).astype(jnp.int32)
-    places_R = jnp.arange(len(source_R), dtype=jnp.int32)
-    return Order(source_R, jnp.zeros_like(source_R).at[source_R].set(places_R, unique_indices=True, mode="promise_in_bounds"))
+def order_of(experts_NK: Array, counts_E: Array) -> Order:
+    """Returns the order in which the copies for expert 0 come first, then those for expert 1; within one, by token.
+
+    It counts, and does not sort: XLA sorts on GPUs by a library call that no command buffer can hold.
+
+    Args:
+        experts_NK: of each token, all different.
+        counts_E: int32, tokens of each expert.
+    """
+    is_NKE = experts_NK[..., None] == jnp.arange(counts_E.size, dtype=experts_NK.dtype)
+    places_NE = jnp.cumsum(counts_E) - counts_E + _before(jnp.any(is_NKE, 1))
+    inverse_R = jnp.sum(jnp.where(is_NKE, places_NE[:, None], 0), -1).reshape(-1)
+    copies_R = jnp.arange(inverse_R.size, dtype=jnp.int32)
+    source_R = jnp.zeros_like(copies_R).at[inverse_R].set(copies_R, unique_indices=True, mode="promise_in_bounds")
+    return Order(source_R, inverse_R)
+
+
+def _before(goes_NE: Array) -> Array:
+    """Returns how many of the tokens before each go to an expert, int32 [N, E].
+
+    Products with triangles of ones, exact: a block's sums fit bfloat16, all others float32. A cumulative sum along N would be a
+    kernel for every power of two.
+    """
+    N, E = goes_NE.shape
+    goes_BTE = jnp.pad(goes_NE, ((0, -N % _BLOCK), (0, 0))).reshape(-1, _BLOCK, E).astype(jnp.bfloat16)
+    sums_BE = jnp.sum(goes_BTE, 1)
+    within_BTE = jnp.einsum("st,bte->bse", _earlier(_BLOCK), goes_BTE, preferred_element_type=jnp.float32)
+    blocks_BE = jnp.einsum("cb,be->ce", _earlier(len(sums_BE)), sums_BE, preferred_element_type=jnp.float32)
+    return (within_BTE + blocks_BE[:, None]).reshape(-1, E)[:N].astype(jnp.int32)
+
+
+def _earlier(size: int) -> Array:
+    return jnp.tri(size, k=-1, dtype=jnp.bfloat16)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

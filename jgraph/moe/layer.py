@@ -87,9 +87,7 @@ class MoE(nnx.Module):
         config, dtype = self.config, x_BTD.dtype
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         with scope("router"):
-            # GPUs would round float32 operands to TF32, and a token whose experts are close would go to others.
-            router_DE = self.router_DE[...].astype(jnp.float32)
-            logits_NE = jnp.matmul(x_ND.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+            logits_NE = router.logits(x_ND, self.router_DE[...].astype(jnp.float32))
             bias_E = None
             if config.router == "sigmoid":
                 bias_E = router.balanced(self.bias_E[...], self.tokens_E[...], config.bias_rate)
@@ -125,7 +123,7 @@ def through(x_ND: Array, found: router.Routing, up_EDF2: Array, down_EFD: Array)
     """Returns what the experts make of each token by a routing, as a weighted sum, in x's dtype."""
     copies = found.experts.shape[1]
     with scope("dispatch"):
-        order = dispatch.order_of(found.experts)
+        order = dispatch.order_of(found.experts, found.counts)
         x_RD: Any = dispatch.dispatched(x_ND, order, copies)
         weights_R: Any = dispatch.dispatched(found.weights.reshape(-1), order, 1)
     with scope("experts"):
