@@ -1,5 +1,6 @@
 """Settings of a mixture of experts. No jax here, so that a wrong flag is told in no time."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,3 +45,13 @@ class MoEConfig:
         fits = chosen > 0 and (chosen <= among or not among)
         allowed = f"from 1 to `{_PREFIX}num_experts` {among}" if among else "positive"
         require(fits, f"{_PREFIX}experts_per_token", chosen, allowed)
+
+
+def places(capacity: float, rows: int, devices: int) -> int:
+    """Returns how many of its rows a device may send each of so many: `capacity` times an even share, rounded up to eights."""
+    return min(rows, 8 * math.ceil(math.ceil(capacity * rows / devices) / 8))
+
+
+def capacity_of(needed: int, rows: int, devices: int) -> float:
+    """Returns a capacity with places for so many rows and a quarter more, in hundredths; that of all rows at most."""
+    return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)
