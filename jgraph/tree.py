@@ -24,6 +24,14 @@ def is_router(name: str) -> bool:
     return "router" in name
 
 
+def expert_axis(name: str, ndim: int) -> int | None:
+    """Returns the axis of a parameter that counts experts, by the parameter's name; None where it is not of experts.
+
+    Arrays of layers that are stacked have an axis of layers in front of it.
+    """
+    return ndim - 3 if name.rpartition("/")[2] in ("up_EDF2", "down_EFD") else None
+
+
 def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     """Returns the names that a pattern matches as a shell would, where `*` goes over `/` too.
 
