@@ -10,6 +10,7 @@ from jgraph.train import main
 from jgraph.training import capacity
 from jgraph.training.capacity import Halt
 from jgraph.training.config import TrainConfig
+from jgraph.training.loop import Loop
 from jgraph.training.rundir import RunDir
 from tests import own, tiny
 
@@ -59,6 +60,22 @@ def test_a_run_that_was_killed_goes_on_with_the_room_that_it_grew_to(tmp_path, c
     assert tiny.losses(tmp_path) == wanted
     assert run(tmp_path, "--log-every", "1", "--no-resume") == 0
     assert len(told(capsys.readouterr().out)) == 1
+
+
+def test_a_run_that_is_stopped_before_it_has_looked_is_saved_before_the_step_that_halted(tmp_path, capsys, wanted, monkeypatch):
+    def stops(self, done, stop):
+        stop.name = "SIGTERM" if done == OVERFULL + 1 else ""
+        return bool(stop.name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_stops", stops)
+        assert run(tmp_path, "--log-every", "14") == 143
+    out = capsys.readouterr().out
+    assert len(told(out)) == 1
+    assert f"stopped by SIGTERM at step {OVERFULL - 1}" in out
+    assert run(tmp_path, "--log-every", "14") == 0
+    assert told(capsys.readouterr().out) == []
+    assert tiny.losses(tmp_path)[-1] == wanted[-1]
 
 
 @pytest.mark.once
