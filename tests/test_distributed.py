@@ -289,13 +289,12 @@ def amax_history(run_dir):
 
 @pytest.mark.once
 def test_two_processes_replay_a_step_without_room_as_one_does(tmp_path):
-    flags = [*capacity.FLAGS, "--model.module", "tests.own:Spilling", "--dp", "2", "--log-every", "14"]
-    small, large = ("--model.moe.capacity", "0.25"), ("--model.moe.capacity", "1")
-    assert main([*flags, *large, "--run-dir", str(tmp_path / "large")]) == 0
-    (code, out, err), quiet = finish(start_two(*flags, *small, "--run-dir", str(tmp_path / "small")))
+    small, large, flags = tmp_path / "small", tmp_path / "large", ("--dp", "2", "--log-every", "14")
+    assert main([*capacity.flags_of(large, 1.0), *flags]) == 0
+    (code, out, err), quiet = finish(start_two(*capacity.flags_of(small, 0.25), *flags))
     assert (code, err, quiet) == (0, "", (0, "", ""))
     assert capacity.told(out)
-    assert_same_losses(tmp_path / "small", tmp_path / "large")
+    assert_same_losses(small, large)
 
 
 @pytest.mark.once
