@@ -24,6 +24,15 @@ def is_router(name: str) -> bool:
     return "router" in name
 
 
+def is_matrix(name: str, leaf: Any) -> bool:
+    """Tells whether a parameter is a matrix, to which weight decay applies.
+
+    It has two axes or more. Scales of norms and biases are none, also where layers are stacked in one array: they are told by
+    their names, which are Flax's.
+    """
+    return leaf.ndim > 1 and name.rpartition("/")[2] not in ("scale", "bias")
+
+
 def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     """Returns the names that a pattern matches as a shell would, where `*` goes over `/` too.
 

@@ -17,12 +17,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.target import target
+from jgraph.kernels import rows as of_rows
+from jgraph.kernels.rows import ROWS, WIDTH, by_row, laid_out, layout, load
 
-_ROWS = 4
-"""A row is a warp's: sums over it need no shared memory."""
-_WIDTH = 128
-"""Numbers that a warp loads at once: four a thread, 16 bytes of float32, which is as much as jax 0.12 allows."""
 _LARGEST = 2048
 """A thread has a 32nd of a row in registers, of each array."""
 _BLOCKS = 512
@@ -70,25 +67,23 @@ def rms_norm(
         raise ShapeError(f"`add` is {add.dtype}{list(add.shape)}: must be as `x`, {x.dtype}{list(x.shape)}", field="add")
     chosen = choose(x.shape, x.dtype) if implementation == "auto" else implementation
     if chosen == "mosaic" and not _fits(x.shape, x.dtype):
-        allowed = f"bfloat16, rows a multiple of {_ROWS}, the last size one of {_WIDTH} and at most {_LARGEST}"
+        allowed = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
         raise ShapeError(f"`x` is {x.dtype}{list(x.shape)}: must be {allowed}; take xla", field="x")
     return _IMPLEMENTATIONS[chosen](x, scale_D, add, epsilon, interpret)
 
 
 def choose(shape: tuple[int, ...], dtype: Any) -> str:
     """Returns the implementation for an array on the device that is compiled for."""
-    device = target()
-    has_kernel = device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
-    return "mosaic" if has_kernel and _fits(shape, dtype) else "xla"
+    return "mosaic" if of_rows.has_kernels() and _fits(shape, dtype) else "xla"
 
 
 def _fits(shape: tuple[int, ...], dtype: Any) -> bool:
-    rows, D = _rows(shape), shape[-1]
-    blocks = min(rows // _ROWS, _BLOCKS)
-    return dtype == jnp.bfloat16 and D % _WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (_ROWS * blocks) == 0
+    rows, D = _count(shape), shape[-1]
+    blocks = min(rows // ROWS, _BLOCKS)
+    return dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
 
 
-def _rows(shape: tuple[int, ...]) -> int:
+def _count(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1])
 
 
@@ -133,17 +128,17 @@ def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: flo
 
     def kernel(scale: Any, x: Any, *others: Any) -> None:
         *add, y = others[:outs]
-        rows = pl.ds(lax.axis_index("i") * _ROWS, _ROWS)
-        values, wanted = _load(x, rows), _by_column(scale, D)
+        rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
+        values, wanted = load(x, rows), _by_column(scale, D)
         if add:
-            total = (values + _load(add[0], rows)).astype(x.dtype)
+            total = (values + load(add[0], rows)).astype(x.dtype)
             others[outs][rows] = total
             values = total.astype(jnp.float32)
-        y[rows] = (values * _by_row(_root(values, epsilon), values) * wanted).astype(y.dtype)
+        y[rows] = (values * by_row(_root(values, epsilon), values.shape) * wanted).astype(y.dtype)
 
     shapes = tuple(jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype) for _ in range(outs))
     arrays = (x_MD,) if add_MD is None else (x_MD, add_MD)
-    return _call(kernel, shapes, M // _ROWS, interpret)(scale_D, *arrays)
+    return of_rows.call(kernel, shapes, M // ROWS, interpret)(scale_D, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -152,83 +147,43 @@ def _jgraph_norm_backward(
 ) -> tuple[Array, Array]:
     """Returns the gradient of x, and parts of the scale's."""
     M, D = x_MD.shape
-    blocks = min(M // _ROWS, _BLOCKS)
-    steps = M // (_ROWS * blocks)
-    plgpu = _plgpu()
+    blocks = min(M // ROWS, _BLOCKS)
+    steps = M // (ROWS * blocks)
+    plgpu = of_rows.plgpu()
 
     def kernel(scale: Any, x: Any, dx: Any, dy: Any, out: Any, parts: Any, shared: Any) -> None:
         i = lax.axis_index("i")
 
         def step(number: Any, part: Any) -> Any:
-            rows = pl.ds((i * steps + number) * _ROWS, _ROWS)
+            rows = pl.ds((i * steps + number) * ROWS, ROWS)
             # All that is read, before anything waits for it.
-            values, gradient, stream = (_load(array, rows) for array in (x, dy, dx))
+            values, gradient, stream = (load(array, rows) for array in (x, dy, dx))
             scaled = gradient * _by_column(scale, D)
             root = _root(values, epsilon)
             # What of the gradient is along the row, which the norm takes out.
             along = jnp.sum(scaled * values, axis=1) * (root * root * root * (1 / D))
-            found = scaled * _by_row(root, values) - values * _by_row(along, values)
+            found = scaled * by_row(root, values.shape) - values * by_row(along, values.shape)
             out[rows] = (found + stream).astype(out.dtype)
-            return part + gradient * values * _by_row(root, values)
+            return part + gradient * values * by_row(root, values.shape)
 
-        zeros = plgpu.layout_cast(jnp.zeros((_ROWS, D), jnp.float32), _layout())
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), layout())
         shared[...] = lax.fori_loop(0, steps, step, zeros)
         plgpu.commit_smem()
-        columns = [plgpu.load(shared.at[row], layout=_layout().reduce(0), optimized=False) for row in range(_ROWS)]
+        columns = [plgpu.load(shared.at[row], layout=layout().reduce(0), optimized=False) for row in range(ROWS)]
         parts[i] = functools.reduce(jnp.add, columns)
 
     shapes = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype), jax.ShapeDtypeStruct((blocks, D), jnp.float32)
-    shared = (plgpu.SMEM((_ROWS, D), jnp.float32),)
-    return _call(kernel, shapes, blocks, interpret, shared)(scale_D, x_MD, dx_MD, dy_MD)
-
-
-def _call(kernel: Any, outs: tuple[jax.ShapeDtypeStruct, ...], blocks: int, interpret: bool, scratch: Any = ()) -> Any:
-    plgpu = _plgpu()
-    return plgpu.kernel(
-        kernel,
-        out_type=outs,
-        scratch_types=scratch,
-        grid=(blocks,),
-        grid_names=("i",),
-        # Of the root: 2 units in the last place of float32.
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )
-
-
-def _plgpu() -> Any:  # jax 0.10 has less of it, by which a type checker judges
-    from jax.experimental.pallas import mosaic_gpu
-
-    return mosaic_gpu
-
-
-def _layout() -> Any:
-    """Four rows, each a warp's, four numbers side by side a thread."""
-    from jax.experimental.mosaic.gpu import fragmented_array
-
-    tiling = fragmented_array.Tiling(((_ROWS, _WIDTH), (_WIDTH // 32,)))
-    return _plgpu().Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
-def _load(ref: Any, rows: Any) -> Array:
-    return _laid_out(_plgpu().load(ref.at[rows], layout=_layout(), optimized=False).astype(jnp.float32))
-
-
-def _laid_out(values: Array) -> Array:
-    return _plgpu().layout_cast(values, _layout())
+    shared = (plgpu.SMEM((ROWS, D), jnp.float32),)
+    return of_rows.call(kernel, shapes, blocks, interpret, shared)(scale_D, x_MD, dx_MD, dy_MD)
 
 
 def _root(values: Array, epsilon: float) -> Array:
     return lax.rsqrt(jnp.sum(values * values, axis=1) * (1 / values.shape[1]) + epsilon)
 
 
-def _by_row(numbers: Array, like: Array) -> Array:
-    return _laid_out(lax.broadcast_in_dim(_plgpu().layout_cast(numbers, _layout().reduce(1)), like.shape, (0,)))
-
-
 def _by_column(scale: Any, width: int) -> Array:
-    scale_D = _plgpu().load(scale, layout=_layout().reduce(0), optimized=False)
-    return _laid_out(lax.broadcast_in_dim(scale_D, (_ROWS, width), (1,)))
+    scale_D = of_rows.plgpu().load(scale, layout=layout().reduce(0), optimized=False)
+    return laid_out(lax.broadcast_in_dim(scale_D, (ROWS, width), (1,)))
 
 
 _IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

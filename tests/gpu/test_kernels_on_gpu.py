@@ -13,6 +13,7 @@ from tests.kernels import test_attention as attention
 from tests.kernels import test_documents as documents
 from tests.kernels import test_grouped as grouped
 from tests.kernels import test_norm as norm
+from tests.kernels import test_swiglu as swiglu
 from tests.kernels.test_quantize import (
     DTYPES,
     FUNCTIONS,
@@ -73,10 +74,18 @@ def test_a_slot_is_written_where_it_is():
         assert bool((found.rows[others].astype(jnp.float32) == 1).all())
 
 
-@pytest.mark.parametrize("kernel", ["attention", "norm of 256", "norm of 2048"])
+KERNELS = {
+    "attention": (attention.run, lambda: attention.arrays(128, 64, heads=8)),
+    "norm of 256": (norm.run, lambda: norm.arrays((4096, 256))),
+    "norm of 2048": (norm.run, lambda: norm.arrays((4096, 2048))),
+    "swiglu of 768": (swiglu.run, lambda: swiglu.arrays(4096, 768)),
+    "swiglu of 2048": (swiglu.run, lambda: swiglu.arrays(4096, 2048)),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_is_as_near_to_float32_as_plain_jax_is(kernel):
-    run = attention.run if kernel == "attention" else norm.run
-    args = attention.arrays(128, 64, heads=8) if kernel == "attention" else norm.arrays((4096, int(kernel.split()[-1])))
+    run, args = KERNELS[kernel][0], KERNELS[kernel][1]()
     exact = jax.jit(functools.partial(run, implementation="xla"))(*(x.astype(jnp.float32) for x in args))
     compiled = captured(functools.partial(run, implementation="mosaic"), *args)
     plain = jax.jit(functools.partial(run, implementation="xla"))(*args)

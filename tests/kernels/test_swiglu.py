@@ -1,0 +1,67 @@
+"""SwiGLU of weighted rows: the kernel's body, interpreted on the CPU, against plain jax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgraph.errors import ConfigError, ShapeError
+from jgraph.kernels.swiglu import choose, swiglu, weighted_swiglu
+from jgraph.xla import aot
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of Mosaic are chosen on jax 0.11 or newer")
+
+
+def arrays(rows, hidden):
+    """Rows with both halves, weights, and the gradient of the result."""
+    both, dy = (jax.random.normal(jax.random.key(i), (rows, n), jnp.bfloat16) for i, n in enumerate((2 * hidden, hidden)))
+    return both, jax.random.uniform(jax.random.key(2), (rows,)), dy
+
+
+def run(both, weights, dy, **how):
+    result, vjp = jax.vjp(lambda both, weights: weighted_swiglu(both, weights, **how), both, weights)
+    return result, *vjp(dy)
+
+
+def test_a_gate_of_zero_closes_and_a_weight_multiplies():
+    both = jnp.asarray([[0.0, 1.0, 5.0, 2.0]])
+    np.testing.assert_allclose(swiglu(both, 3.0), [[0, 3 * 2 * jax.nn.silu(1.0)]])
+    np.testing.assert_allclose(weighted_swiglu(both, jnp.asarray([3.0])), swiglu(both, 3.0))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("hidden", [128, 768])
+def test_the_kernel_is_as_near_to_float32_as_plain_jax_is(hidden):
+    args = arrays(8, hidden)
+    found, plain = (run(*args, **how) for how in ({"implementation": "mosaic", "interpret": True}, {}))
+    exact = run(*(array.astype(jnp.float32) for array in args))
+    for one, other, wanted in zip(found, plain, exact, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
+        assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
+
+
+def test_what_cannot_be_computed_is_refused():
+    both, weights, _ = arrays(8, 128)
+    for args, how, field in [
+        ((both, weights[1:]), {}, "weights_R"),
+        ((both[:, :-2], weights), {"implementation": "mosaic"}, "both_RF2"),
+        ((both.astype("float32"), weights), {"implementation": "mosaic"}, "both_RF2"),
+    ]:
+        with pytest.raises(ShapeError) as error:
+            weighted_swiglu(*args, **how)
+        assert error.value.field == field
+    with pytest.raises(ConfigError):
+        weighted_swiglu(both, weights, implementation="cuda")
+
+
+@needs_mosaic
+@pytest.mark.target
+def test_the_kernel_is_chosen_and_captured_on_an_h200(h200):
+    with aot.lowering_for("h200"):
+        assert choose((32768, 4096), jnp.bfloat16) == "mosaic"
+        assert choose((32768, 4096), jnp.float32) == choose((30, 4096), jnp.bfloat16) == "xla"
+    args = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays(4096, 2048)]
+    compiled, report = aot.compile_for(jax.jit(run), *args, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    assert (report.command_buffers, report.captured) == (1, report.total)
+    assert compiled.as_text().count("mosaic_gpu_v2") or compiled.as_text().count("mosaic_gpu")
