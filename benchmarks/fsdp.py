@@ -26,10 +26,11 @@ from benchmarks.works import training, training_step
 from jgraph import FP8Config
 from jgraph.training.config import TrainConfig
 
-WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b"]
+WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe"]
 
-SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2, "llama3-8b": 1}  # of a GPU in a step
-ON_ONE_GPU = ("launch-bound", "gpt-1b3")  # the state of the others leaves little of a GPU
+# Of a GPU in a step.
+SEQUENCES: dict[WorkName, int] = {"launch-bound": 2, "gpt-1b3": 8, "gpt-7b": 2, "llama3-8b": 1, "gpt-moe": 16}
+ON_ONE_GPU = ("launch-bound", "gpt-1b3", "gpt-moe")  # the state of the others leaves little of a GPU
 
 NOTES = (
     "torch's is the fastest that keeps parameters, gathers them again, or has them whole, as the row does; whole ones count as "
@@ -48,14 +49,14 @@ class Options(Several, Soaked, Traced):
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
     """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward, `:float8`
     for torchao's of the blocks, gathered as bytes; `:cudnn` for cuDNN's attention, where PyTorch would take another; `:graph`
-    for replicas whose whole step with its all-reduce is one CUDA graph, `:whole:graph` with the model compiled in one; none
-    where the flag stands alone."""
+    for replicas whose whole step with its all-reduce is one CUDA graph, `:whole:graph` with the model compiled in one;
+    `:experts` for a mixture's experts spread over the ranks, to which rows are sent; none where the flag stands alone."""
     first: str = ""
     """The variant of ours that is in every comparison; as it comes if it is left out."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
     grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters) and layout=dp (every GPU has
-    all parameters) or pp (every GPU has some layers) beside XLA's; may be repeated."""
+    all parameters), pp (every GPU has some layers) or ep (every GPU has some experts) beside XLA's; may be repeated."""
     sequences: int = 0
     """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -89,7 +90,7 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
         {
             "config": asdict(config),
             "compile": how == "compile",
-            **{word: word in words for word in ("reshard", "float8", "cudnn", "graph", "whole")},
+            **{word: word in words for word in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
         },
         ranks=config.fsdp,
         gpus=0 if options.sizes == "tiny" else config.fsdp,
@@ -123,11 +124,13 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, dp=config.fsdp, fsdp=1)
             case ["layout", "pp"]:
                 config = replace(config, pp=config.fsdp, fsdp=1, num_microbatches=config.batch_size, schedule="aligned")
+            case ["layout", "ep"]:
+                config = replace(config, ep=config.fsdp)
             case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
                 allowed = (
-                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp or XLA's"
+                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep or XLA's"
                 )
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config

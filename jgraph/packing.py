@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.tree import is_router, leaf_names
+from jgraph.tree import is_matrix, is_router, leaf_names
 
 PyTree = Any
 
@@ -45,7 +45,7 @@ class Packing:
         for index, (name, leaf) in enumerate(zip(leaf_names(params), flat, strict=True)):
             if leaf.size < small and name not in alone:
                 of_routers = " of routers" * is_router(name)
-                name = f"small {'matrices' if leaf.ndim > 1 else 'vectors'}{of_routers} ({leaf.dtype})"
+                name = f"small {'matrices' if is_matrix(name, leaf) else 'vectors'}{of_routers} ({leaf.dtype})"
             members.setdefault(name, []).append(index)
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
         return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))
@@ -72,4 +72,5 @@ class Packing:
 
     def decay_mask(self) -> dict[str, bool]:
         """Returns for each group whether weight decay applies to it: to matrices."""
-        return {name: len(self.leaves[indices[0]].shape) > 1 for name, indices in self.groups}
+        names = leaf_names(self.treedef.unflatten(self.leaves))
+        return {name: is_matrix(names[indices[0]], self.leaves[indices[0]]) for name, indices in self.groups}

@@ -24,6 +24,15 @@ def is_router(name: str) -> bool:
     return "router" in name
 
 
+def is_matrix(name: str, leaf: Any) -> bool:
+    """Tells whether a parameter is a matrix, to which weight decay applies.
+
+    It has two axes or more. Scales of norms and biases are none, also where layers are stacked in one array: they are told by
+    their names, which are Flax's.
+    """
+    return leaf.ndim > 1 and name.rpartition("/")[2] not in ("scale", "bias")
+
+
 def expert_axis(name: str, ndim: int) -> int | None:
     """Returns the axis of a parameter that counts experts, by the parameter's name; None where it is not of experts.
 

@@ -90,6 +90,19 @@ def test_matrices_decay_and_vectors_do_not_large_or_small():
     }
 
 
+def test_scales_and_biases_of_stacked_layers_do_not_decay_as_those_of_one_do_not():
+    stacked = {"norm": {"scale": jnp.ones((4, 8))}, "up": {"kernel": jnp.ones((4, 8, 2)), "bias": jnp.ones((4, 2))}}
+    one = jax.tree.map(lambda leaf: leaf[0], stacked)
+
+    def decayed(params):
+        packing = Packing.of(params)
+        packed = packing.pack(jax.tree.map(jnp.zeros_like, params))
+        shares = {name: jnp.full_like(packed[name], decays) for name, decays in packing.decay_mask().items()}
+        return jax.tree.map(lambda leaf: bool(leaf.all()), packing.unpack(shares))
+
+    assert decayed(stacked) == decayed(one) == {"norm": {"scale": False}, "up": {"kernel": True, "bias": False}}
+
+
 def test_the_mask_has_the_structure_of_what_is_packed():
     assert jax.tree.structure(PACKING.decay_mask()) == jax.tree.structure(PACKING.pack(PARAMS))
 

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.peers import torch_moe
 from benchmarks.peers.ranks import Ranks
 from benchmarks.peers.torch_gpt import GPT, adamw, draw, to_float8, warm_up
 from jgraph.training.config import TrainConfig
@@ -35,7 +37,7 @@ def main() -> None:
     here = Ranks.join()
     here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
     config = TrainConfig.from_dict(asked["config"])
-    how = {name: asked[name] for name in ("compile", "reshard", "float8", "graph", "whole")}
+    how = {name: asked[name] for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
     step = training_step(config, here.rank, here.ranks, here.device, **how)
     if asked["cudnn"]:
         step = with_cudnn(step)
@@ -70,18 +72,22 @@ def training_step(
     float8: bool,
     graph: bool,
     whole: bool,
+    experts: bool,
 ) -> Callable[[], Tensor]:
     """Returns a step on one batch (forward, backward, clipping, update) that gives back the loss of this rank's rows."""
     assert graph or not whole, "what gathers blocks stays outside of what is compiled"
     assert not (graph and (float8 or reshard)), "replicas gather nothing"
     place = shard_of(config.model, device, ranks) if not graph else lambda part, reshard: None
-    model = made(config.model, device, compile=compile and not whole, float8=float8, place=partial(place, reshard=reshard))
+    made_here = {"place": partial(place, reshard=reshard), "spread": ranks if experts else 1}
+    model = made(config.model, device, compile=compile and not whole, float8=float8, **made_here)
     # What the root has is needed again as soon as the forward is done.
     place(model, reshard=False)
     optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
         clip = flat_clip(model, config.optimizer.clip_norm, ranks)
+    if experts:
+        clip = clip_with_experts(model, optimizer, config.optimizer.clip_norm, ranks)
     shape = config.batch_size, config.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
     tokens_BS = torch.tensor(rows_BS, device=device)
@@ -93,7 +99,10 @@ def training_step(
     loss_fn = torch.compile(cross_entropy) if compile else cross_entropy
 
     def forward() -> Tensor:
-        return loss_fn(model(inputs_BT), labels_N)
+        if not config.model.moe.num_experts:
+            return loss_fn(model(inputs_BT), labels_N)
+        logits_BTV, balance = model(inputs_BT)
+        return loss_fn(logits_BTV, labels_N) + config.model.moe.balance_loss * balance
 
     if whole:
         with torch.no_grad():
@@ -130,16 +139,25 @@ def with_cudnn(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-def made(config: GPTConfig, device: torch.device, *, compile: bool, float8: bool, place: Callable[[nn.Module], object]) -> GPT:
+def made(
+    config: GPTConfig,
+    device: torch.device,
+    *,
+    compile: bool,
+    float8: bool,
+    place: Callable[[nn.Module], object],
+    spread: int = 1,
+) -> GPT:
     """Makes the model block by block, the same weights on every rank.
 
     Args:
         compile: each block; what gathers and reduces stays outside.
         float8: of the blocks' projections; a CPU, to try this out, emulates it.
         place: is given each block as soon as it has its weights.
+        spread: ranks that experts are spread over.
     """
     with torch.device("meta"):
-        model = GPT(config)
+        model = torch_moe.GPT(config, spread) if config.moe.num_experts else GPT(config)
     torch.manual_seed(0)
 
     def fill(part: nn.Module, *, recurse: bool = True) -> None:
@@ -167,9 +185,40 @@ def shard_of(config: GPTConfig, device: torch.device, ranks: int) -> Callable[..
     mesh = init_device_mesh(device.type, (ranks,))
 
     def place(part: nn.Module, *, reshard: bool) -> None:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        own = {p for p in spread_parameters(part) if not p.is_meta}
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
 
     return place
+
+
+def spread_parameters(part: nn.Module) -> list[nn.Parameter]:
+    """Returns the experts' parameters that a rank has of its own."""
+    layers = [layer for layer in part.modules() if isinstance(layer, torch_moe.SpreadMoE)]
+    return [p for layer in layers for p in (layer.up, layer.down)]
+
+
+def clip_with_experts(model: GPT, optimizer: torch.optim.Optimizer, norm: float, ranks: int) -> Callable[[], None]:
+    """Returns what clips by the norm of all gradients, where those of experts are each on one rank, and sums over the ranks."""
+    own = spread_parameters(model)
+    others = [p for p in model.parameters() if all(p is not other for other in own)]
+    # One kernel does not update sharded parameters and others.
+    (group,) = optimizer.param_groups
+    group["params"] = others
+    optimizer.add_param_group({"params": own})
+
+    def clip() -> None:
+        for p in own:
+            assert p.grad is not None
+            p.grad.mul_(1 / ranks)  # the others' are means over the ranks
+        shared = torch.nn.utils.get_total_norm([p.grad for p in others if p.grad is not None])
+        shared = shared.full_tensor() if isinstance(shared, DTensor) else shared
+        total = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None]).square()
+        dist.all_reduce(total)
+        total = (total + shared.square()).sqrt()
+        for part in (own, others):
+            torch.nn.utils.clip_grads_with_norm_(part, norm, total)
+
+    return clip
 
 
 def flat_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:

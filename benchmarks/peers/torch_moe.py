@@ -9,6 +9,8 @@ forward and in the backward, where autograd's own gradient of an index would add
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import (
     Tensor,
     _grouped_mm,  # pyright: ignore[reportPrivateImportUsage]
@@ -25,11 +27,11 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class GPT(torch_gpt.GPT):
-    """A GPT each of whose MLPs is a mixture."""
+    """A GPT each of whose MLPs is a mixture, with its experts here or spread over the ranks."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, ranks: int = 1):
         super().__init__(config)
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.blocks = nn.ModuleList([Block(config, ranks) for _ in range(config.num_layers)])
         draw(self.blocks.parameters())
 
     def forward(self, tokens_BT: Tensor) -> Any:
@@ -45,10 +47,10 @@ class GPT(torch_gpt.GPT):
 
 
 class Block(torch_gpt.Block):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, ranks: int = 1):
         super().__init__(config)
         del self.up, self.down
-        self.moe = MoE(config.d_model, config.d_ff, config.moe)
+        self.moe = MoE(config.d_model, config.d_ff, config.moe) if ranks == 1 else SpreadMoE(config, ranks)
 
     def forward(self, x_BTD: Tensor, rotary_TK: Rotary) -> Any:
         """Returns the residual stream and the layer's balance loss."""
@@ -87,12 +89,47 @@ class MoE(nn.Module):
         fractions_E = ends_E.diff(prepend=ends_E.new_zeros(1)) / len(x_ND)
         balance = E * (fractions_E * probabilities_NE.mean(0)).sum()
 
-        rows_MD = Sent.apply(x_ND, order_M, inverse_M, k)
-        gate_MF, up_MF = _grouped_mm(rows_MD, self.up.to(x_ND.dtype), offs=ends_E).chunk(2, dim=-1)
-        rows_MD = _grouped_mm(F.silu(gate_MF) * up_MF, self.down.to(x_ND.dtype), offs=ends_E)
+        rows_MD = self.experts(Sent.apply(x_ND, order_M, inverse_M, k), ends_E)
         copies_NkD = Returned.apply(rows_MD, order_M, inverse_M).unflatten(0, (-1, k))
         y_ND = (copies_NkD * weights_Nk[..., None]).sum(1).to(x_ND.dtype)
         return y_ND.view_as(x_BTD), balance
+
+    def experts(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns what each row's expert makes of it; the rows of an expert end where `ends_E` says."""
+        gate_MF, up_MF = _grouped_mm(rows_MD, self.up.to(rows_MD.dtype), offs=ends_E).chunk(2, dim=-1)
+        return _grouped_mm(F.silu(gate_MF) * up_MF, self.down.to(rows_MD.dtype), offs=ends_E)
+
+
+class SpreadMoE(MoE):
+    """A mixture with its experts over all ranks, as many on each: rows go to the ranks of their experts, and come back.
+
+    The host must know how many go where: it waits for the counts, as it does in torchtitan and Megatron-LM.
+    """
+
+    def __init__(self, config: GPTConfig, ranks: int):
+        super().__init__(config.d_model, config.d_ff, config.moe)
+        self.ranks, self.here = ranks, config.moe.num_experts // ranks
+        self.up, self.down = (nn.Parameter(p[: self.here].clone()) for p in (self.up, self.down))
+
+    def experts(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        sent_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        got_E = torch.empty_like(sent_E)  # by rank, then by expert
+        dist.all_to_all_single(got_E, sent_E)
+        sent, got = (counts_E.view(self.ranks, -1).sum(1).tolist() for counts_E in (sent_E, got_E))
+        rows_RD = exchanged(rows_MD, got, sent)
+        of_R = torch.arange(len(got_E), device=got_E.device).remainder(self.here).repeat_interleave(got_E, output_size=sum(got))
+        order_R = of_R.short().argsort(stable=True)
+        inverse_R = torch.empty_like(order_R)
+        inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        ends = got_E.view(self.ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
+        rows_RD = super().experts(Returned.apply(rows_RD, inverse_R, order_R), ends)
+        return exchanged(Returned.apply(rows_RD, order_R, inverse_R), sent, got)
+
+
+def exchanged(rows: Tensor, got: list[int], sent: list[int]) -> Tensor:
+    """Returns the rows that all ranks sent here, so many each; the gradient goes back the same way."""
+    world: Any = dist.group.WORLD
+    return functional_collectives.all_to_all_single_autograd(rows, got, sent, world)
 
 
 class Sent(torch.autograd.Function):

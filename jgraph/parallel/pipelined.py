@@ -24,7 +24,7 @@ from jgraph.parallel.strategy import Binding, summary
 from jgraph.precision.config import FP8Config
 from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Schedule
-from jgraph.tree import leaf_names
+from jgraph.tree import is_matrix, leaf_names, path_name
 
 Tree = Any
 Engine = Literal["program", "dispatch"]
@@ -145,7 +145,8 @@ class BoundPipeline:
 
     @property
     def is_matrix(self) -> Tree:
-        return {"outer": jax.tree.map(lambda leaf: leaf.ndim > 1, self.shapes["outer"]), "layers": self.packing.decay_mask()}
+        outer = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), self.shapes["outer"])
+        return {"outer": outer, "layers": self.packing.decay_mask()}
 
     def on(self, mesh: Mesh) -> "BoundPipeline":
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
