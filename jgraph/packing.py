@@ -62,9 +62,10 @@ class Packing:
         """Inverts `pack`; its gradient is one concatenation per group."""
         leaves: list[Array | None] = [None] * len(self.leaves)
         for name, indices in self.groups:
-            parts = [packed[name]]
-            if len(indices) > 1:
-                parts = jax.lax.split(packed[name], [self.leaves[i].size for i in indices])
+            if len(indices) == 1:
+                leaves[indices[0]] = packed[name]  # of a device that has some of the experts, a part
+                continue
+            parts = jax.lax.split(packed[name], [self.leaves[i].size for i in indices])
             for i, part in zip(indices, parts, strict=True):
                 leaves[i] = part.reshape(self.leaves[i].shape)
         return self.treedef.unflatten(leaves)

@@ -8,8 +8,8 @@ import jax
 
 # fmt: off
 Scope = Literal[
-    "forward", "dgrad", "wgrad", "attention", "router", "dispatch", "experts", "combine", "loss", "quantize", "optimizer",
-    "copies",
+    "forward", "dgrad", "wgrad", "attention", "router", "dispatch", "exchange", "experts", "combine", "loss", "quantize",
+    "optimizer", "copies",
 ]
 # fmt: on
 

@@ -33,6 +33,14 @@ def is_matrix(name: str, leaf: Any) -> bool:
     return leaf.ndim > 1 and name.rpartition("/")[2] not in ("scale", "bias")
 
 
+def expert_axis(name: str, ndim: int) -> int | None:
+    """Returns the axis of a parameter that counts experts, by the parameter's name; None where it is not of experts.
+
+    Arrays of layers that are stacked have an axis of layers in front of it.
+    """
+    return ndim - 3 if name.rpartition("/")[2] in ("up_EDF2", "down_EFD") else None
+
+
 def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     """Returns the names that a pattern matches as a shell would, where `*` goes over `/` too.
 

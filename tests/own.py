@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jgraph import PipelineModel
+from jgraph.moe.config import places
 
 
 def next_token_loss(logits_BTV: Array, tokens_BS: Array) -> Array:
@@ -80,6 +81,48 @@ class Stacked(nnx.Module):
             split_carried=lambda carried: list(carried["blocks"].values()),
             join_carried=lambda layers: {"blocks": dict(enumerate(layers))},
         )
+
+
+@dataclass(frozen=True)
+class Room:
+    capacity: float = 1.0
+    """Tokens that fit, over all there are."""
+    experts_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class Rooms:
+    moe: Room = Room()
+
+
+class Spilling(nnx.Module):
+    """Has room for so many spaces; what is beyond is lost, and halts the training, as experts over devices do."""
+
+    def __init__(self, config: Rooms, *, rngs: nnx.Rngs):
+        self.capacity, self.use_running_average = config.moe.capacity, False
+        self.embedding, self.head = nnx.Embed(256, 8, rngs=rngs), nnx.Linear(8, 256, rngs=rngs)
+        self.overflow = nnx.Variable(jnp.zeros((), jnp.int32), reduction="halt")
+
+    def loss(self, tokens_BS: Array) -> Array:
+        x = self.embedding(tokens_BS[:, :-1])
+        if not self.use_running_average:
+            is_space = tokens_BS[:, :-1].reshape(-1) == ord(" ")
+            room, needed = places(self.capacity, is_space.size, 1), jnp.sum(is_space)
+            self.overflow.set_value(jnp.where(needed > room, needed, 0))
+            x *= (~is_space | (jnp.cumsum(is_space) <= room)).reshape(*x.shape[:-1], 1)
+        return next_token_loss(self.head(x), tokens_BS)
+
+
+class Stuck(Normed):
+    """Halts at every step, for no want of room."""
+
+    def __init__(self, config: Settings, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.overflow = nnx.Variable(jnp.zeros((), jnp.int32), reduction="halt")
+
+    def loss(self, tokens_BS: Array) -> Array:
+        self.overflow.set_value(jnp.ones((), jnp.int32))
+        return super().loss(tokens_BS)
 
 
 class Bare(nnx.Module):

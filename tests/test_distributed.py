@@ -16,9 +16,11 @@ from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
 from jgraph.processes import connect, launcher
+from jgraph.train import main
 from jgraph.training.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
+from tests import test_capacity as capacity
 from tests import tiny
 
 pytestmark = pytest.mark.long
@@ -275,6 +277,16 @@ def test_two_processes_have_the_amax_histories_of_one_with_two_devices(tmp_path)
     assert (one.window[:3] > 0).all()
 
 
+@pytest.mark.once
+def test_two_processes_share_experts_as_two_devices_of_one_do(tmp_path):
+    mixture = ("--model.mlp", "swiglu", "--model.moe.num-experts", "4", "--model.moe.d-ff", "16", "--model.moe.capacity", "2")
+    flags = (*FLAGS, *mixture, "--steps", "3", "--sample-tokens", "0", "--dp", "2", "--ep", "2", "--run-dir")
+    (code, _, err), quiet = finish(start_two(*flags, str(tmp_path / "two")))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    assert main([*flags, str(tmp_path / "one")]) == 0
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+
+
 def amax_history(run_dir):
     """Returns the state of delayed scaling in a run's last checkpoint."""
     fields = json.loads((run_dir / "config.json").read_text())
@@ -283,6 +295,16 @@ def amax_history(run_dir):
     _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
     checkpoints.close()
     return jax.device_get(state.carried.fp8)
+
+
+@pytest.mark.once
+def test_two_processes_replay_a_step_without_room_as_one_does(tmp_path):
+    small, large, flags = tmp_path / "small", tmp_path / "large", ("--dp", "2", "--log-every", "14")
+    assert main([*capacity.flags_of(large, 1.0), *flags]) == 0
+    (code, out, err), quiet = finish(start_two(*capacity.flags_of(small, 0.25), *flags))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    assert capacity.told(out)
+    assert_same_losses(small, large)
 
 
 @pytest.mark.once

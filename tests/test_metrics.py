@@ -100,3 +100,14 @@ def test_the_clock_counts_only_what_is_between_start_and_stop(monkeypatch):
         clock.stop(steps)
     assert clock.seconds == 103.0
     assert clock.lap() == 1.0
+
+
+def test_the_clock_counts_of_steps_together_only_the_share_of_those_that_were_done(monkeypatch):
+    now = iter([0.0, 6.0, 10.0, 12.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = StepClock()
+    for steps in (2, 0):
+        clock.start()
+        clock.stop(steps, of=3)
+    assert clock.seconds == 4.0
+    assert clock.lap() == 2.0

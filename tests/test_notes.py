@@ -31,6 +31,7 @@ WRITTEN = {
     "wandb.json",
     "graph.json",
     "engine.json",
+    "capacity.json",
     "profile.json",
     "profile/profile.html",
     "tokenizer.json",

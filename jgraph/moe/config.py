@@ -1,5 +1,6 @@
 """Settings of a mixture of experts. No jax here, so that a wrong flag is told in no time."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,14 +34,30 @@ class MoEConfig:
     """Coefficient of the router's z-loss, the mean square of the log of the softmax's denominator."""
     bias_rate: float = 0.001
     """With sigmoid: what an expert's bias changes by in a step."""
+    capacity: float = 1.5
+    """Rows that a device may send another, over an even share; only where experts are spread over devices."""
+    overflow: Literal["replay", "drop"] = "replay"
+    """What to do when there are more: halt, so that the run goes on from there with a larger capacity, or drop the rest."""
 
     def __post_init__(self):
         check_types(self, prefix=_PREFIX)
         for name in ("num_experts", "d_ff", "shared_experts", "balance_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             require(0 <= value < float("inf"), _PREFIX + name, value, "0 or positive")
-        require(0 < self.weights_scale < float("inf"), f"{_PREFIX}weights_scale", self.weights_scale, "positive")
+        for name in ("weights_scale", "capacity"):
+            value = getattr(self, name)
+            require(0 < value < float("inf"), _PREFIX + name, value, "positive")
         chosen, among = self.experts_per_token, self.num_experts
         fits = chosen > 0 and (chosen <= among or not among)
         allowed = f"from 1 to `{_PREFIX}num_experts` {among}" if among else "positive"
         require(fits, f"{_PREFIX}experts_per_token", chosen, allowed)
+
+
+def places(capacity: float, rows: int, devices: int) -> int:
+    """Returns how many of its rows a device may send each of so many: `capacity` times an even share, rounded up to eights."""
+    return min(rows, 8 * math.ceil(math.ceil(capacity * rows / devices) / 8))
+
+
+def capacity_of(needed: int, rows: int, devices: int) -> float:
+    """Returns a capacity with places for so many rows and a quarter more, in hundredths; that of all rows at most."""
+    return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)

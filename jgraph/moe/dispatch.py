@@ -1,13 +1,13 @@
-"""Tokens to the experts and back, and none is dropped: rows in the order of their experts.
+"""Tokens to the experts and back: rows in the order of their experts.
 
 Moving out and moving back are each other's gradient, so neither scatters: rows are gathered by a permutation or by its inverse,
-and a token's copies are added in float32.
+and a token's copies are added in float32. Where rows lie in buffers that are not full, both have holes, which are zeros.
 """
 
 # N tokens, K copies of each, R = N * K rows, E experts; B blocks of T tokens
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,15 @@ _BLOCK = 128
 """Tokens that are counted at once; up to 256, sums of ones are exact in bfloat16."""
 
 
+Holes: TypeAlias = Literal["none", "zeros"]
+
+
 class Order(NamedTuple):
-    """A permutation of rows.
+    """A permutation of rows, or places of which some are holes.
 
     Attributes:
-        source: int32 [R], where each row comes from: copy k of a token is token * K + k.
-        inverse: int32 [R], where each copy went.
+        source: int32 [S], where each row comes from: copy k of a token is token * K + k. Of a hole, R.
+        inverse: int32 [R], where each copy went. Of one that went nowhere, S.
     """
 
     source: Array
@@ -64,34 +67,49 @@ def _earlier(size: int) -> Array:
     return jnp.tri(size, k=-1, dtype=jnp.bfloat16)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatched(x: Array, order: Order, copies: int) -> Array:
-    """Returns rows in an order, each of x [N, ...] as often as it has copies."""
-    return _rows(x, order.source // copies)
+def moved(positions: Array, source_I: Array, target_I: Array, lengths_I: Array, hole: int) -> Array:
+    """Returns where positions go, int32 of their shape, when intervals are moved; `hole` for one that is in no interval.
+
+    Args:
+        positions: int32.
+        source_I, target_I: int32, where each interval begins, before and after.
+        lengths_I: int32.
+    """
+    offset = positions[..., None] - source_I
+    is_inside = (offset >= 0) & (offset < lengths_I)
+    return jnp.where(jnp.any(is_inside, -1), jnp.sum(jnp.where(is_inside, offset + target_I, 0), -1), hole)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def combined(y: Array, order: Order, copies: int) -> Array:
-    """Returns for each token the sum of its rows of y [R, ...], added in float32."""
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dispatched(x: Array, order: Order, copies: int, holes: Holes = "none") -> Array:
+    """Returns rows in an order, each of x [N, ...] as often as it has copies; zeros in holes."""
+    return _rows(x, order.source // copies, holes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def combined(y: Array, order: Order, copies: int, holes: Holes = "none") -> Array:
+    """Returns for each token the sum of its rows of y [S, ...], added in float32; those that went nowhere are left out."""
     places_NK = order.inverse.reshape(-1, copies)
     # Not a sum over an axis: so many look-ups and additions are one kernel.
-    total = _rows(y, places_NK[:, 0]).astype(jnp.float32)
+    total = _rows(y, places_NK[:, 0], holes).astype(jnp.float32)
     for k in range(1, copies):
-        total += _rows(y, places_NK[:, k]).astype(jnp.float32)
+        total += _rows(y, places_NK[:, k], holes).astype(jnp.float32)
     return total.astype(y.dtype)
 
 
-def _dispatched_backward(copies: int, order: Order, dy: Array) -> tuple[Any, ...]:
-    return combined(dy, order, copies), None
+def _dispatched_backward(copies: int, holes: Holes, order: Order, dy: Array) -> tuple[Any, ...]:
+    return combined(dy, order, copies, holes), None
 
 
-def _combined_backward(copies: int, order: Order, dy: Array) -> tuple[Any, ...]:
-    return dispatched(dy, order, copies), None
+def _combined_backward(copies: int, holes: Holes, order: Order, dy: Array) -> tuple[Any, ...]:
+    return dispatched(dy, order, copies, holes), None
 
 
-dispatched.defvjp(lambda x, order, copies: (dispatched(x, order, copies), order), _dispatched_backward)
-combined.defvjp(lambda y, order, copies: (combined(y, order, copies), order), _combined_backward)
+dispatched.defvjp(lambda x, order, copies, holes: (dispatched(x, order, copies, holes), order), _dispatched_backward)
+combined.defvjp(lambda y, order, copies, holes: (combined(y, order, copies, holes), order), _combined_backward)
 
 
-def _rows(x: Array, places: Array) -> Array:
-    return x.at[places].get(mode="promise_in_bounds")
+def _rows(x: Array, places: Array, holes: Holes) -> Array:
+    if holes == "none":
+        return x.at[places].get(mode="promise_in_bounds")
+    return x.at[places].get(mode="fill", fill_value=0)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from jgraph.errors import require
-from jgraph.moe import dispatch, losses, router
+from jgraph.moe import dispatch, exchange, losses, router
 from jgraph.moe.config import MoEConfig
 from jgraph.moe.experts import experts, shared
 from jgraph.scopes import scope
@@ -20,7 +20,9 @@ _INIT = nnx.initializers.normal(0.02)
 
 
 class MoE(nnx.Module):
-    """Sends each token through some of many SwiGLU experts, in the place of an MLP. No token is dropped.
+    """Sends each token through some of many SwiGLU experts, in the place of an MLP. No token is dropped, unless asked for.
+
+    Where a strategy spreads experts over devices (`FullySharded.experts`), a device has some of them and is sent rows.
 
     The router's losses, times their coefficients, are in the gradient (`losses.attach`), not in the value of the model's loss.
 
@@ -36,6 +38,9 @@ class MoE(nnx.Module):
         tokens_E: tokens of each expert.
         unseen_E: minus the number of steps since an expert last had a token, so that a maximum reduces it.
         entropy, balance, z: of the router; both losses without their coefficients.
+        dropped: rows that were not sent to the device of their expert, because there was no place.
+        overflow: places that one device needed at another, where it had fewer and none is to be dropped; else 0. It halts the
+            training (`train_step`), and what a step with dropped rows computed does not count.
         bias_E: with the router `sigmoid`; it is changed by `tokens_E` when the next step begins.
     """
 
@@ -72,6 +77,8 @@ class MoE(nnx.Module):
         self.tokens_E = nnx.Variable(jnp.zeros(E, jnp.int32), reduction="sum")
         self.unseen_E = nnx.Variable(jnp.zeros(E, jnp.int32), reduction="max")
         self.entropy, self.balance, self.z = (nnx.Variable(jnp.zeros(()), reduction="mean") for _ in range(3))
+        self.dropped = nnx.Variable(jnp.zeros((), jnp.int32), reduction="sum")
+        self.overflow = nnx.Variable(jnp.zeros((), jnp.int32), reduction="halt")
         if config.router == "sigmoid":
             # All microbatches make the same of it.
             self.bias_E = nnx.Variable(jnp.zeros(E), reduction="max")
@@ -92,11 +99,17 @@ class MoE(nnx.Module):
             if config.router == "sigmoid":
                 bias_E = router.balanced(self.bias_E[...], self.tokens_E[...], config.bias_rate)
             found = router.route(logits_NE, config, bias_E)
-        y_ND = through(x_ND, found, self.up_EDF2[...].astype(dtype), self.down_EFD[...].astype(dtype))
+        weights = self.up_EDF2[...].astype(dtype), self.down_EFD[...].astype(dtype)
+        if len(weights[0]) < config.num_experts:
+            y_ND, overflow = exchange.through(x_ND, found, *weights, config)
+        else:
+            y_ND, overflow = through(x_ND, found, *weights), exchange.Overflow(*[jnp.zeros((), jnp.int32)] * 2)
         if config.shared_experts:
             with scope("experts"):
                 y_ND += shared(x_ND, self.shared_up_DF2[...].astype(dtype), self.shared_down_FD[...].astype(dtype))
         if not self.use_running_average:
+            self.dropped.set_value(overflow.dropped)
+            self.overflow.set_value(overflow.needed if config.overflow == "replay" else jnp.zeros_like(overflow.needed))
             with scope("router"):
                 y_ND = self._train(y_ND, found, logits_NE, bias_E, weight, losses.axes_here() if axes is None else axes)
         return y_ND.reshape(x_BTD.shape)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jgraph.tree import path_name
 
-NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z")
+NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z", "dropped")
 
 Statistics = dict[str, np.ndarray]
 
@@ -29,7 +29,8 @@ def summary(carried: Any) -> dict[str, Any]:
     """Returns what a step's routers did in a few numbers, for a log; nothing where there are no mixtures.
 
     `moe_load` is each expert's share of the tokens over an even share, the mean of all layers; `moe_max_load` the largest of
-    any layer. The losses are without their coefficients, the entropy is in nats; of all three the mean of the layers.
+    any layer. `moe_dropped` counts rows that were not sent to their expert, of all layers. The losses are without their
+    coefficients, the entropy is in nats; of all three the mean of the layers.
     """
     layers = list(statistics(carried).values())
     if not layers:
@@ -46,7 +47,7 @@ def summary(carried: Any) -> dict[str, Any]:
         "moe_entropy": mean("entropy"),
         "moe_balance_loss": mean("balance"),
         "moe_z_loss": mean("z"),
-        "moe_dropped": 0,
+        "moe_dropped": sum(int(own["dropped"].sum()) for own in layers),
     }
 
 

@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis
 from jgraph.parallel.overlap import summed_in_turn
-from jgraph.tree import matching
+from jgraph.tree import expert_axis, matching
 
 Tree = Any
 Aux = TypeVar("Aux")
 AXIS = Axis.FSDP.value
+Sharded = Literal["everything", "experts"]
 
 # Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements.md): collectives beside products, few and long.
 XLA_OPTIONS = (
@@ -38,14 +39,17 @@ class ShardSpec:
     """How an array is spread over N devices.
 
     Attributes:
-        axis: is sharded into N equal parts; None where every device has the whole, which is so of scalars only.
+        axis: is sharded into N equal parts; None where every device has the whole.
         length: of this axis.
         padded: the same with the zeros that make N divide it.
+        groups: into so many groups of neighbours are the devices divided, each of which gathers its own part of the array only:
+            of experts, those to which tokens are sent. No padding where there are several.
     """
 
     axis: int | None
     length: int = 0
     padded: int = 0
+    groups: int = 1
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
         """Returns the PartitionSpec of the padded array; `lead` are mesh axes of the axes in front of those counted."""
@@ -64,20 +68,36 @@ class ShardSpec:
     # On one device, under `jax.shard_map`.
 
     def gather(self, part: Array) -> Array:
-        """Returns the whole array, from every device's part."""
-        if self.axis is None:
+        """Returns the array that this device's group has, from the parts of its devices: the whole where there is one group."""
+        if self.axis is None or self._is_own:
             return part
+        how: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
         if part.dtype.itemsize == 1:
             # FP8 goes as bytes: not every collective library knows it.
             sent = lax.bitcast_convert_type(part, jnp.uint8)
-            return lax.bitcast_convert_type(self.unpad(lax.all_gather(sent, AXIS, axis=self.axis, tiled=True)), part.dtype)
-        return self.unpad(lax.all_gather(part, AXIS, axis=self.axis, tiled=True))
+            return lax.bitcast_convert_type(self.unpad(lax.all_gather(sent, AXIS, **how)), part.dtype)
+        return self.unpad(lax.all_gather(part, AXIS, **how))
 
     def scatter(self, whole: Array) -> Array:
-        """Returns this device's part of the sum over devices."""
+        """Returns this device's part of the sum over its group's devices, from what each has for what `gather` returned."""
         if self.axis is None:
             return lax.psum(whole, AXIS)
-        return lax.psum_scatter(self.pad(whole), AXIS, scatter_dimension=self.axis, tiled=True)
+        if self._is_own:
+            return whole
+        how: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
+        return lax.psum_scatter(self.pad(whole), AXIS, **how)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether every device is a group, and its part is its own."""
+        return self.groups > 1 and self.groups == lax.axis_size(AXIS)
+
+    @property
+    def _neighbours(self) -> list[list[int]] | None:
+        if self.groups == 1:
+            return None
+        size = lax.axis_size(AXIS) // self.groups
+        return [list(range(first, first + size)) for first in range(0, self.groups * size, size)]
 
 
 def shard_specs(
@@ -87,6 +107,8 @@ def shard_specs(
     *,
     taken: Mapping[str, int] = MappingProxyType({}),
     pads: bool = True,
+    experts: Mapping[str, int] = MappingProxyType({}),
+    shards: Sharded = "everything",
 ) -> dict[str, ShardSpec]:
     """Returns how arrays are sharded: along the axis asked for, else the first that `ranks` divides, else the longest, padded.
 
@@ -96,12 +118,17 @@ def shard_specs(
         axes: the axis of some of them, as `asked_axes` gives it.
         taken: the axis of some of them that is sharded over another axis of the mesh.
         pads: whether there may be padding; if not, what no axis divides is whole everywhere.
+        experts: devices that experts are spread over, by the name of an array of experts; their axis is asked for.
+        shards: `everything`, or arrays of `experts` alone, and the others are whole everywhere.
 
     Raises:
         ConfigError: an array does not have the axis asked for.
     """
-    shards = {}
+    specs = {}
     for name, leaf in shapes.items():
+        if shards == "experts" and name not in experts:
+            specs[name] = ShardSpec(None)
+            continue
         if name in axes and axes[name] >= leaf.ndim:
             raise ConfigError(
                 f"`shard_rules` shards {name} along axis {axes[name]}: must be below {leaf.ndim}, its shape is {leaf.shape}",
@@ -111,8 +138,39 @@ def shard_specs(
         longest = max(range(leaf.ndim), key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
         axis = axes.get(name, divisible[0] if divisible else longest)
         length = 0 if axis is None else leaf.shape[axis]
-        shards[name] = ShardSpec(axis, length, -(-length // ranks) * ranks)
-    return shards
+        specs[name] = ShardSpec(axis, length, -(-length // ranks) * ranks, experts.get(name, 1))
+    return specs
+
+
+def expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, devices: int) -> dict[str, int]:
+    """Returns the axis of experts of every array that has one, by name.
+
+    Args:
+        shapes: of all parameters, by name.
+        axes: the axis asked for of some, as `asked_axes` gives it.
+        ranks: devices of the axis `fsdp`.
+        devices: that experts are spread over.
+
+    Raises:
+        ConfigError: `devices` does not divide `ranks`, there are no experts, `ranks` does not divide them, or another axis of
+            theirs is asked for.
+    """
+    if devices < 1 or ranks % devices:
+        raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
+    found: dict[str, int] = {}
+    for name, leaf in shapes.items():
+        if (axis := expert_axis(name, leaf.ndim)) is None:
+            continue
+        if leaf.shape[axis] % ranks:
+            message = f"must be such that the {ranks} devices of `fsdp` divide the {leaf.shape[axis]} experts of {name}"
+            raise ConfigError(f"`experts` is {devices}: {message}", field="experts")
+        if axes.get(name, axis) != axis:
+            message = f"must be {axis}, along which its experts are spread over devices"
+            raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
+        found[name] = axis
+    if not found:
+        raise ConfigError(f"`experts` is {devices}: must be 1 for a model without experts", field="experts")
+    return found
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:

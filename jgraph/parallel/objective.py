@@ -45,7 +45,7 @@ class Loss:
 
 
 LossFunction: TypeAlias = Callable[..., "Array | Loss"]
-Reduction: TypeAlias = Literal["max", "sum", "mean", "last"]
+Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
@@ -110,7 +110,7 @@ def merge(reductions: Tree, a: Sums, b: Sums) -> Sums:
 
 def merged(kind: Reduction, a: Array, b: Array) -> Array:
     """Returns a leaf of the carried state after two microbatches; `b` is of the later one."""
-    how = {"max": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
+    how = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
     return how[kind](a, b)
 
 
@@ -119,7 +119,7 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
 
     def of(kind: Reduction, leaf: Any) -> Array:
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
-        return jnp.full(leaf.shape, lowest if kind == "max" else 0, leaf.dtype)
+        return jnp.full(leaf.shape, lowest if kind in ("max", "halt") else 0, leaf.dtype)
 
     return jax.tree.map(of, reductions, shapes)
 
@@ -151,7 +151,7 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
             return jax.lax.psum(leaf, axes)
         case "mean":
             return jax.lax.pmean(leaf, axes)
-        case "max":
+        case "max" | "halt":
             return jax.lax.pmax(leaf, axes)
         case "last":
             # Of the last device, which has the last rows of the microbatch.
@@ -160,3 +160,15 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
                 index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
                 size *= jax.lax.axis_size(axis)
             return jax.lax.psum(jnp.where(index == size - 1, leaf, jnp.zeros_like(leaf)), axes)
+
+
+def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
+    """Returns a carried state whose leaves that halt are as large as those of `flags` too."""
+    return jax.tree.map(lambda kind, a, b: jnp.maximum(a, b) if kind == "halt" else b, reductions, flags, carried)
+
+
+def halted(reductions: Tree, carried: Tree) -> Array | None:
+    """Returns the largest number of the leaves that halt, int32, and 0 at least; None where there are no such leaves."""
+    pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
+    found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]
+    return jnp.max(jnp.stack(found)) if found else None

@@ -8,7 +8,7 @@ looks at the metrics.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -23,7 +23,7 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
-from jgraph.parallel.objective import Reduction, Sums, WithHistory
+from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, raised
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.parallel.pipelined import Pipelined
 from jgraph.parallel.strategy import Binding, Bound, Strategy
@@ -74,12 +74,15 @@ class StepMetrics:
         grad_norm: float32 scalar, global norm before clipping.
         grad_square_sums: float32, one per array of the parameters in tree order; not finite where its gradient is not.
         aux: the loss function's own metrics, means over the batch.
+        halted: int32 scalar, the largest number in carried arrays that halt; if it is positive, the step changed nothing. None
+            where no array halts.
     """
 
     loss: Array
     grad_norm: Array
     grad_square_sums: Array
     aux: Tree = field(default_factory=dict)
+    halted: Array | None = None
 
 
 class Elementwise(NamedTuple):
@@ -151,7 +154,9 @@ def train_step(
         freeze: shell patterns of names of parameters that are not trained, e.g. `embed*`.
         carried: shapes of the state that the model carries from step to step, such as running statistics; for `Pipelined`, of
             layers.
-        reductions: how that is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, or a tree of these.
+        reductions: how that is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree of these.
+            `halt` is `max` of integers that stop the training: where one is positive before or after a step, the step changes
+            nothing, its counters included, but these integers, which never fall. `TrainStep.resumed` makes them zero.
         fp8: recipe to compute matrix products with parameters in FP8, forward and backward; for `Pipelined`, those of layers.
         batch: arrays or shapes of a whole batch; needed with `fp8`, to find these products.
 
@@ -171,6 +176,9 @@ def train_step(
         reductions = jax.tree.map(lambda _: reductions, carried)
     for kind in jax.tree.leaves(reductions):
         check_choice("reductions", kind, get_args(Reduction))
+    for kind, leaf in zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=False):
+        if kind == "halt" and not jnp.issubdtype(leaf.dtype, jnp.integer):
+            raise ConfigError(f"`reductions` is halt for {leaf.dtype}{list(leaf.shape)}: must be integers", field="reductions")
     is_elementwise = isinstance(transform, Elementwise)
     binding = Binding(
         num_microbatches=num_microbatches,
@@ -335,6 +343,20 @@ class TrainStep:
         # Arrays of their own, since the first step donates them.
         return TrainState(zero, zero.copy(), params, self.transform.init(seen), jax.tree.map(jnp.array, carried))
 
+    def resumed(self, state: TrainState) -> TrainState:
+        """Returns a halted state that goes on: what halted it is zero, in the same buffers.
+
+        Args:
+            state: donated. Its `step` says where to go on: the next batch is that of index `state.step`.
+        """
+        leaves, structure = jax.tree.flatten(state.carried)
+        kinds = jax.tree.leaves(self.binding.reductions)
+        flags = {i: leaves[i] for i, kind in enumerate(kinds) if kind == "halt"}
+        where = {i: flag.sharding for i, flag in flags.items()}
+        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=where)
+        leaves = dict(enumerate(leaves)) | in_turn(zeros(flags))
+        return replace(state, carried=structure.unflatten(leaves.values()))
+
     # --- Batches ---
 
     @property
@@ -449,6 +471,11 @@ class TrainStep:
         square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         norm = jnp.sqrt(jnp.sum(square_sums))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        reductions = self.binding.reductions
+        carried, as_before = raised(reductions, state.carried, sums.carried), raised(reductions, sums.carried, state.carried)
+        flag = halted(reductions, carried)
+        counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
+        applied = finite if flag is None else finite & (flag == 0)
         scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
         scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
         # In float32 whatever the parameters are: a decay in bfloat16 would be rounded away.
@@ -460,13 +487,13 @@ class TrainStep:
             updates, opt_state = self.transform.update(unpack(scaled), state.opt_state, unpack(params32))
             updates = self.bound.pack(updates)
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
-        new, old = (params, opt_state, sums.carried), (state.params, state.opt_state, state.carried)
+        new, old = (params, opt_state, carried), (state.params, state.opt_state, as_before)
         # The dtype of the new leaf, even where `where` would widen it to the old one's: a transform that changes a dtype must
         # fail the check of the aliases, not pass unseen.
-        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old).astype(new.dtype), new, old)
-        skipped = state.skipped + jnp.where(finite, 0, 1)
+        new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
+        skipped = state.skipped + jnp.where(finite, 0, counts)
         aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
-        return TrainState(state.step + 1, skipped, *new), StepMetrics(loss, norm, square_sums, aux)
+        return TrainState(state.step + counts, skipped, *new), StepMetrics(loss, norm, square_sums, aux, flag)
 
 
 @dataclass(frozen=True, eq=False)

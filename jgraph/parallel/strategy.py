@@ -7,13 +7,14 @@ functions that a step is built from. `Pipelined` is the third strategy (`jgraph.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.errors import check_choice
 from jgraph.mesh import Axis, batch_axes, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
@@ -151,6 +152,9 @@ class FullySharded:
         compute_dtype: dtype in which matrices are gathered, but for those of routers; None gathers them as they are kept.
         reshard_after_forward: whether parameters are gathered a second time for the backward, instead of being kept. Weights in
             FP8 are kept.
+        experts: devices that the experts of `jgraph.MoE` are spread over, a divisor of the size of `fsdp`. Tokens are sent to
+            them; a device gathers only the experts of its neighbours.
+        shards: `everything`, or `experts` alone, and all else is on every device.
     """
 
     mesh: Mesh
@@ -159,17 +163,31 @@ class FullySharded:
     annotations: Mapping[str, Any] = field(default_factory=dict)
     compute_dtype: Any = None
     reshard_after_forward: bool = False
+    experts: int = 1
+    shards: fsdp.Sharded = "everything"
 
     def __repr__(self) -> str:
-        return f"FullySharded({summary(self.mesh, self.shapes)}{', resharded after forward' * self.reshard_after_forward})"
+        how = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
+        return f"FullySharded({summary(self.mesh, self.shapes)}{how})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
+        check_choice("shards", self.shards, get_args(fsdp.Sharded))
 
     def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
-        axes = fsdp.asked_axes(leaf_names(self.shapes), self.shard_rules, self.annotations)
-        packing = _packing(self.shapes, binding.packing, alone={*axes, *binding.weights(self.shapes)})
-        shards = fsdp.shard_specs(jax.eval_shape(packing.pack, self.shapes), self.mesh.shape[Axis.FSDP], axes)
+        names, ranks = leaf_names(self.shapes), self.mesh.shape[Axis.FSDP]
+        axes, experts = fsdp.asked_axes(names, self.shard_rules, self.annotations), {}
+        if self.experts > 1 or self.shards == "experts":
+            shapes = dict(zip(names, jax.tree.leaves(self.shapes), strict=True))
+            experts = fsdp.expert_axes(shapes, axes, ranks, self.experts)
+        packing = _packing(self.shapes, binding.packing, alone={*axes, *experts, *binding.weights(self.shapes)})
+        shards = fsdp.shard_specs(
+            jax.eval_shape(packing.pack, self.shapes),
+            ranks,
+            axes | experts,
+            experts=dict.fromkeys(experts, self.experts),
+            shards=self.shards,
+        )
         return DataParallel(self.mesh, loss, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)
 
 

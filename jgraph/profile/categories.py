@@ -30,7 +30,7 @@ _PRIMITIVES: dict[str, str] = {
 }
 
 CATEGORIES = (
-    *("forward", "dgrad", "wgrad", "recompute", "attention", "router", "dispatch", "experts", "combine"),
+    *("forward", "dgrad", "wgrad", "recompute", "attention", "router", "dispatch", "exchange", "experts", "combine"),
     *("loss", "quantize", "optimizer"),
     *dict.fromkeys(COLLECTIVES.values()),
     *("copies", "control", "other"),
@@ -38,7 +38,7 @@ CATEGORIES = (
 """All categories, in the order in which they are shown."""
 
 # Of these, what only moves is work too.
-_MOVING = frozenset(("attention", "dispatch", "combine", "loss", "quantize", "optimizer"))
+_MOVING = frozenset(("attention", "dispatch", "exchange", "combine", "loss", "quantize", "optimizer"))
 _ACTIONS = ("forward", "dgrad", "wgrad")
 # Counters of loops, conditions, places in pools: nothing that a model computes.
 _CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))

@@ -89,7 +89,7 @@ class Reporter:
         config, rate = self._config, self._config.optimizer
         usual = preset(config.preset) if config.preset else TrainConfig(module=config.module, model=config.model)
         sizes = _differences(config.model, type(config.model)) if config.model is not None else ""
-        run = _differences(replace(config, model=usual.model, distributed=usual.distributed), lambda: usual)
+        run = _differences(config, lambda: replace(usual, model=config.model, distributed=config.distributed))
         slices = f" in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
         end = f"{rate.learning_rate * rate.final_learning_rate:.3g} at step {rate.decay_steps or config.steps}"
         self._rows(

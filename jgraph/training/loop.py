@@ -18,10 +18,13 @@ from jgraph.moe import statistics
 from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
+from jgraph.training import capacity
+from jgraph.training.capacity import Halt
 from jgraph.training.console import Reporter
 from jgraph.training.metrics import MetricsLog, StepClock, finite, peak_memory_bytes
 from jgraph.training.optimizer import learning_rate
 from jgraph.training.profiling import Recorder
+from jgraph.training.rundir import RunDir
 from jgraph.training.setup import TrainSetup
 from jgraph.training.signals import StopRequest
 from jgraph.training.watchdog import Watchdog
@@ -35,8 +38,9 @@ class Loop:
     """One run of the loop; holds what the host has not looked at yet.
 
     Attributes:
-        setup, step, batches, evaluate, checkpoints, log, reporter, clock: of the run.
-        recorder: of a profile; None where there is to be none.
+        setup, batches, evaluate, run_dir, checkpoints, log, reporter, clock: of the run.
+        step: compiled; None where it is to be compiled again.
+        recorder: of a profile; None where there is to be none any more.
         started: called once, after the first step.
         watchdog: watches over every wait for the devices.
         pending: steps that were handed over, and their numbers.
@@ -46,9 +50,10 @@ class Loop:
     """
 
     setup: TrainSetup
-    step: CompiledStep
+    step: CompiledStep | None
     batches: Ahead
     evaluate: Callable[[TrainState], float]
+    run_dir: RunDir
     checkpoints: Checkpoints
     log: MetricsLog
     reporter: Reporter
@@ -72,28 +77,65 @@ class Loop:
         config = self.config
         self.skipped = int(self.watchdog.wait(lambda: "the state to begin with", state.skipped))
         while done < config.steps and not self._stops(done, stop):
+            step = self.step or self._compile(done)
             if self.recorder is not None and done == self.recorder.first:
                 done, state = self._profile(self.recorder, done, state)
                 continue
             self.clock.start()
             batch = self.batches[done]
-            with self.watchdog.over(partial(self._unfinished, done + 1), self.step):
-                state, metrics = self.step(state, self.place(batch))
+            with self.watchdog.over(partial(self._unfinished, done + 1), step):
+                state, metrics = step(state, self.place(batch))
             done += 1
             self.pending.append((done, metrics))
             if self.started:
                 self._wait(self.pending)
                 self.started()
                 self.started = None
+            halts = False
             if len(self.pending) > _RUN_AHEAD:
-                self._wait([self.pending[-1 - _RUN_AHEAD]])
+                oldest = self.pending[-1 - _RUN_AHEAD]
+                self._wait([oldest])
+                halts = capacity.is_halted(oldest[1])
             evaluates = done == config.steps or done % config.eval_every == 0
-            if evaluates or done == 1 or done % config.log_every == 0:
-                self._log(done, state, evaluates=evaluates)
-            if done % config.checkpoint_every == 0:
+            logs = evaluates or done == 1 or done % config.log_every == 0
+            saves = done % config.checkpoint_every == 0
+            profiles = self.recorder is not None and done == self.recorder.first
+            if not (logs or saves or profiles or halts):
+                continue
+            last = self._settle()
+            if isinstance(last, Halt):
+                done, state = self._goes_on(last, state)
+                continue
+            if logs:
+                self._log(done, last, state, evaluates=evaluates)
+            if saves:
                 self._save(done, state)
+        if self.pending and isinstance(last := self._settle(), Halt):
+            done, state = self._goes_on(last, state)
         self._save(done, state)
         return done, state
+
+    def _goes_on(self, halt: Halt, state: TrainState) -> tuple[int, TrainState]:
+        """Returns the steps done before the one that halted and the state after them, for a larger program."""
+        self.config, told = capacity.grown(self.config, halt)
+        if is_process_zero():
+            capacity.keep(self.config, self.run_dir)
+        self.reporter.line(told)
+        self.step = None
+        return halt.number - 1, self.setup.step.resumed(state)
+
+    def _compile(self, done: int) -> CompiledStep:
+        """Compiles the step again, after so many, and what a profile needs that is still to come."""
+        self.setup = TrainSetup.of(self.config)
+        self.step = step = self.setup.compile_step()
+        if (old := self.recorder) is not None:
+            first, needed = max(old.first, done), 2 * old.count + 2
+            self.recorder = None
+            if first + needed <= self.config.steps:
+                self.recorder = Recorder.of(self.setup, step, first, old.directory)
+            else:
+                self.reporter.warn(f"no profile: from step {first} on, fewer than {needed} steps are left")
+        return step
 
     def _stops(self, done: int, stop: StopRequest) -> bool:
         """Returns whether a signal ends the run after `done` steps: one that any process has had, told to all."""
@@ -107,9 +149,8 @@ class Loop:
         # Not what `stop` says by now, which is this process's alone.
         return bool(number)
 
-    def _log(self, number: int, state: TrainState, *, evaluates: bool) -> None:
+    def _log(self, number: int, last: StepMetrics, state: TrainState, *, evaluates: bool) -> None:
         """Writes and shows the entry of step `number`, the last one handed over, and the state after it."""
-        last = self._settle()
         step_seconds = self.clock.lap()
         peak = peak_flops(self.device.device_kind)
         # Skipped updates, of which this may be one, do not count.
@@ -137,24 +178,31 @@ class Loop:
 
     def _profile(self, recorder: Recorder, done: int, state: TrainState) -> tuple[int, TrainState]:
         """Traces steps, of which the clock and the log know nothing, and writes the report."""
-        if self.pending:
-            self._settle()
         batches = (self.place(self.batches[index]) for index in itertools.count(done))
         state, metrics = recorder.record(state, batches, self.watchdog)
-        self._look(list(enumerate(jax.device_get(metrics), done + 1)))
-        if is_process_zero():
-            try:
-                written = report.write(report.of_run(recorder.directory), recorder.directory)
-                self.reporter.line(f"profile of steps {done + 1} to {done + len(metrics)}: {', '.join(map(str, written))}")
-            except ProfileError as e:
-                self.reporter.warn(f"no profile: {e}")
-        if (done + len(metrics)) // self.config.checkpoint_every > done // self.config.checkpoint_every:
-            self._save(done + len(metrics), state)
-        return done + len(metrics), state
+        steps, halt = capacity.happened(list(enumerate(jax.device_get(metrics), done + 1)))
+        self._look(steps)
+        after = done + len(steps)
+        if halt:
+            after, state = self._goes_on(halt, state)
+        else:
+            self.recorder = None
+            self._report(recorder, f"steps {done + 1} to {after}")
+        if after // self.config.checkpoint_every > done // self.config.checkpoint_every:
+            self._save(after, state)
+        return after, state
+
+    def _report(self, recorder: Recorder, which: str) -> None:
+        """Writes the page of a profile, and says where."""
+        if not is_process_zero():
+            return
+        try:
+            written = report.write(report.of_run(recorder.directory), recorder.directory)
+            self.reporter.line(f"profile of {which}: {', '.join(map(str, written))}")
+        except ProfileError as e:
+            self.reporter.warn(f"no profile: {e}")
 
     def _save(self, done: int, state: TrainState) -> None:
-        if self.pending:
-            self._settle()
         canonical = self.watchdog.wait(lambda: f"the state after {done} steps, to save it", self.setup.step.canonical.of(state))
         self.checkpoints.save(done, canonical)
         # Orbax keeps hold of it until all is written; the next step needs the room.
@@ -172,14 +220,19 @@ class Loop:
         first = min([number for number, loss in losses if not loss.is_ready()], default=last)
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
-    def _settle(self) -> StepMetrics:
-        """Waits for the steps that were handed over, stops the clock, and looks at each step's numbers; returns the last's."""
+    def _settle(self) -> StepMetrics | Halt:
+        """Waits for the steps that were handed over, stops the clock, and looks at each step's numbers.
+
+        Returns:
+            The last step's; the step that halted, where one did: those from there on were not done, and took no time.
+        """
         self._wait(self.pending)
         fetched: list[tuple[int, StepMetrics]] = jax.device_get(self.pending)
         self.pending.clear()
-        self.clock.stop(len(fetched))
-        self._look(fetched)
-        return fetched[-1][1]
+        steps, halt = capacity.happened(fetched)
+        self.clock.stop(len(steps), of=len(fetched))
+        self._look(steps)
+        return halt or fetched[-1][1]
 
     def _look(self, fetched: list[tuple[int, StepMetrics]]) -> None:
         """Warns of numbers that are not finite and of gradients that are zero."""

@@ -85,10 +85,11 @@ class StepClock:
         if self._started is None:
             self._started = time.perf_counter()
 
-    def stop(self, steps: int) -> None:
-        """Stops, after the device has finished `steps` steps since `start`."""
+    def stop(self, steps: int, *, of: int | None = None) -> None:
+        """Stops, after the device has finished `steps` steps since `start`; `of` so many, whose others do not count."""
         if self._started is not None:
             elapsed, self._started = time.perf_counter() - self._started, None
+            elapsed *= steps / of if of else 1.0
             self.seconds += elapsed
             self._lap_seconds += elapsed
         self._lap_steps += steps

@@ -51,6 +51,15 @@ class Recorder:
     count: int
     directory: Path
 
+    @classmethod
+    def of(cls, setup: TrainSetup, step: CompiledStep, first: int, directory: Path) -> "Recorder":
+        """Compiles what is traced of a run besides its step, once `first` steps are done."""
+        plain = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph="off"))
+        is_captured = jax.default_backend() == "gpu" and setup.config.graph != "off"
+        begins, stops = setup.config.profile_steps
+        others = plain.compile_step() if is_captured else step
+        return cls(setup, step if is_captured else None, others, first, stops - begins, directory)
+
     def record(self, state: TrainState, batches: Iterator[Any], watchdog: Watchdog) -> tuple[TrainState, list[StepMetrics]]:
         """Runs 2 x `count` + 1 steps, or `count` where only one kind of trace is taken. `state` is donated, as in any step."""
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -110,6 +119,6 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
 def _flags(config: TrainConfig) -> str:
     """Returns the fields that differ from the preset's, with their values."""
     base, own = (flatten(dataclasses.asdict(of)) for of in (PRESETS.get(config.preset, config), config))
-    differ = {name: value for name, value in own.items() if value != base[name] and name != "run_dir"}
+    differ = {name: value for name, value in own.items() if value != base.get(name) and name != "run_dir"}
     words = (f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in differ.items())
     return " ".join([f"preset {config.preset}", *words])

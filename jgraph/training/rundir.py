@@ -21,9 +21,9 @@ from jgraph.training.resume import differences, resumed
 class RunDir:
     """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
 
-    Beside them lies what was measured: `graph.json`, `engine.json`; and under `origin/` what came with the weights or the data
-    that the run began with, such as a tokenizer. `samples.jsonl` has the texts
-    generated at an end of the run; `tensorboard/` and `wandb.json` are of `log`.
+    Beside them lie what was measured, `graph.json` and `engine.json`; the capacity that the run grew to, `capacity.json`; and
+    under `origin/` what came with the weights or the data that the run began with, such as a tokenizer. `samples.jsonl` has the
+    texts generated at an end of the run; `tensorboard/` and `wandb.json` are of `log`.
     """
 
     def __init__(self, path: Path):
@@ -31,6 +31,7 @@ class RunDir:
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
         self.measured, self.engine = path / "graph.json", path / "engine.json"
+        self.capacity = path / "capacity.json"
         self.origin = path / "origin"
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
@@ -128,7 +129,7 @@ class RunDir:
         if self.checkpoints.exists():
             self.checkpoints.rename(removed)
             shutil.rmtree(removed)
-        for file in (self.metrics, self.samples, self.wandb):
+        for file in (self.metrics, self.samples, self.wandb, self.capacity):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 

@@ -25,7 +25,7 @@ from jgraph.inference.generate import generate
 from jgraph.interop.folder import Folder
 from jgraph.parallel.step import CompiledStep, TrainState
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
-from jgraph.training import continued, origin, profiling, trackers
+from jgraph.training import capacity, continued, origin, profiling, trackers
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
 from jgraph.training.engine import settle_engine
@@ -160,8 +160,10 @@ def _train(
     samples: bool,
 ) -> Summary:
     config, shapes = setup.config, setup.step.canonical.shapes()
+    if (larger := capacity.remembered(config, run_dir)) != config:
+        setup = TrainSetup.of(larger)
     if config.profile:
-        setup = dataclasses.replace(setup, config=profiling.profiled(config, jax.default_backend()))
+        setup = dataclasses.replace(setup, config=profiling.profiled(setup.config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
     how = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
     how |= {"shuffle": config.data_shuffle, "documents": config.data_documents}
@@ -224,9 +226,8 @@ def _train(
                 entries = reversed(read_metrics(run_dir.metrics))
                 clock = StepClock(next((entry["seconds"] for entry in entries if "seconds" in entry), 0.0))
                 evaluate = evaluator(setup, heldout(config, corpus), watchdog)
-                loop = Loop(
-                    setup, step, Ahead(batches), evaluate, checkpoints, log, reporter, clock, recorder, started, watchdog
-                )
+                given = (setup, step, Ahead(batches), evaluate, run_dir, checkpoints, log, reporter, clock)
+                loop = Loop(*given, recorder, started, watchdog)
                 done, state = loop.run(done, state, stop)
             check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
@@ -300,18 +301,9 @@ def _compile(setup: TrainSetup, reporter: Reporter, compiled: CompiledStep | Non
 
 def _recorder(setup: TrainSetup, step: CompiledStep, run_dir: RunDir) -> profiling.Recorder:
     """Compiles for the profile, before the loop, so that no pause cools the devices that are to be traced."""
-    first, stop = setup.config.profile_steps
-    plain = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph="off"))
-    is_captured = jax.default_backend() == "gpu" and setup.config.graph != "off"
-    return profiling.Recorder(
-        setup,
-        step if is_captured else None,
-        plain.compile_step() if is_captured else step,
-        first,
-        stop - first,
-        # Every process runs the steps; the first one's trace is reported.
-        run_dir.path / "profile" if is_process_zero() else Path(tempfile.mkdtemp(prefix="jgraph-profile-")),
-    )
+    # Every process runs the steps; the first one's trace is reported.
+    directory = run_dir.path / "profile" if is_process_zero() else Path(tempfile.mkdtemp(prefix="jgraph-profile-"))
+    return profiling.Recorder.of(setup, step, setup.config.profile_steps[0], directory)
 
 
 def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:

@@ -37,6 +37,7 @@ REFUSED = {
     "experts_per_token": {"num_experts": 4, "experts_per_token": 5},
     "num_experts": {"num_experts": -1},
     "weights_scale": {"weights_scale": 0.0},
+    "capacity": {"capacity": 0.0},
     "balance_loss": {"balance_loss": -0.1},
     "router": {"router": "hash"},
 }
@@ -265,6 +266,11 @@ def test_an_expert_without_a_token_in_any_microbatch_is_counted():
 
 def test_starved_experts_of_stacked_layers_are_told_by_layer():
     state = {"tokens_E": np.ones((2, 3)), "unseen_E": np.array([[0, 0, 0], [0, -100, -99]])}
-    carried = {"blocks": {"moe": state | dict.fromkeys(("entropy", "balance", "z"), np.zeros(2)), "norm": {"mean": np.ones(3)}}}
+    carried = {
+        "blocks": {
+            "moe": state | dict.fromkeys(("entropy", "balance", "z", "dropped"), np.zeros(2)),
+            "norm": {"mean": np.ones(3)},
+        }
+    }
     assert statistics(carried).keys() == {"blocks/moe"}
     assert starved(carried) == {"blocks/moe/1": [1]}

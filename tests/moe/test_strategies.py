@@ -14,8 +14,8 @@ from jgraph.parallel import FullySharded, Pipelined, PipelineModel, Replicated, 
 from jgraph.schedule import generate
 
 # L layers, D model, F hidden, E experts, K experts of a token, T tokens of a row
-L, D, F, E, T, ROWS = 3, 4, 6, 5, 3, 16
-CONFIG = jgraph.MoEConfig(num_experts=E, router="sigmoid", balance_loss=0.5, z_loss=0.3, shared_experts=1)
+L, D, F, E, T, ROWS = 3, 4, 6, 8, 3, 16
+CONFIG = jgraph.MoEConfig(num_experts=E, router="sigmoid", balance_loss=0.5, z_loss=0.3, shared_experts=1, capacity=4.0)
 
 
 def normed(x):
@@ -108,6 +108,14 @@ CASES = {
     "data": ({"data": 4}, 2, "", {}),
     "fsdp": ({"fsdp": 2}, 2, "", {}),
     "data and fsdp": ({"data": 2, "fsdp": 2}, 1, "", {}),
+    "fsdp, experts over 4": ({"fsdp": 4}, 2, "", {"experts": 4}),
+    "fsdp and data, experts over 2 of 4, gathered again": (
+        {"data": 2, "fsdp": 4},
+        1,
+        "",
+        {"experts": 2, "reshard_after_forward": True},
+    ),
+    "data, experts over 2": ({"data": 2, "fsdp": 2}, 2, "", {"experts": 2, "shards": "experts"}),
     # Three layers: the last stage is padded.
     "pipe, aligned": ({"pipe": 2}, 4, "aligned", {}),
     "pipe and data": ({"data": 2, "pipe": 2}, 4, "zb-h1", {}),
@@ -132,7 +140,7 @@ def test_gradients_have_the_routers_losses_and_the_state_is_of_the_step(case):
         order = generate(schedule, pp=2, microbatches=microbatches)
         loss, strategy = pipeline_model(), Pipelined(mesh(**axes), model.shapes, order, **choices)
     elif "fsdp" in axes:
-        strategy = FullySharded(mesh(**axes), model.shapes)
+        strategy = FullySharded(mesh(**axes), model.shapes, **choices)
     else:
         strategy = Replicated(mesh(**axes) if axes else None, model.shapes)
     given = {"carried": model.carried, "reductions": model.reductions, "num_microbatches": microbatches}

@@ -1,0 +1,176 @@
+"""Experts over devices: the exchange of rows by itself, and how a strategy spreads experts."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jgraph
+from jgraph.errors import ConfigError
+from jgraph.moe import exchange, router
+from jgraph.parallel import FullySharded, train_step
+from jgraph.parallel.fsdp import ShardSpec
+
+# N tokens of a device
+DEVICES, N, D, F, E = 4, 12, 4, 6, 8
+ARGS = ["x", "logits", "up", "down"]
+
+
+MESH = Mesh(np.array(jax.devices()[:DEVICES]), ("fsdp",))
+
+
+def arrays(kind="random", tokens=N):
+    rng = np.random.default_rng(0)
+    shapes = {"x": (DEVICES * tokens, D), "logits": (DEVICES * tokens, E), "up": (E, D, 2 * F), "down": (E, F, D)}
+    found = {name: rng.standard_normal(shape).astype("f") for name, shape in shapes.items()}
+    found["logits"] += {
+        "random": np.zeros(E),
+        "skewed": np.linspace(3, 0, E),
+        "empty experts": np.array([0, -99, 0, 0, -99, -99, 0, 0]),
+        "all to one device": np.array([99, 99, 0, 0, 0, 0, 0, 0]),
+    }[kind].astype("f")
+    return found
+
+
+def over_devices(group, config):
+    """The function of `ARGS` to every token's result and each device's overflow, experts over groups of so many devices."""
+    spec = ShardSpec(0, E, E, groups=group)
+
+    def device(x, logits, up, down):
+        y, overflow = exchange.through(x, router.route(logits, config), spec.gather(up), spec.gather(down), config)
+        return y, jax.tree.map(lambda leaf: leaf[None], overflow)
+
+    return jax.shard_map(device, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+
+
+def plain(x, logits, up, down, config, kept=1.0):
+    """Every expert computes every token; rows that are not kept count for nothing."""
+    found = router.route(logits, config)
+    gate, values = jnp.split(jnp.einsum("nd,edf->nef", x, up), 2, -1)
+    y_NED = jnp.einsum("nef,efd->ned", jax.nn.silu(gate) * values, down)
+    return jnp.einsum("nk,nkd->nd", found.weights * kept, jnp.take_along_axis(y_NED, found.experts[..., None], 1))
+
+
+def sent(logits, config, group, places):
+    """Which copies find a place, and the rows that each device has for each of its group, counted one by one."""
+    experts = np.asarray(router.route(logits, config).experts).reshape(DEVICES, -1)
+    kept, rows = np.zeros(experts.shape, bool), np.zeros((DEVICES, group), int)
+    for device, own in enumerate(experts):
+        for copy in np.argsort(own, stable=True):
+            to = own[copy] * group // E
+            kept[device, copy] = rows[device, to] < places
+            rows[device, to] += 1
+    return kept.reshape(len(logits), -1), rows
+
+
+def assert_same_with_gradients(ours, wanted, given):
+    seed = np.random.default_rng(1).standard_normal(given["x"].shape).astype("f")
+
+    def gradients(of):
+        return jax.jit(jax.value_and_grad(lambda args: jnp.sum(of(*args) * seed)))([given[name] for name in ARGS])
+
+    (value, grads), (wanted_value, wanted_grads) = gradients(ours), gradients(wanted)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    for name, got, want in zip(ARGS, grads, wanted_grads, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("skewed", 2), ("all to one device", 2), ("random", 4), ("empty experts", 4)])
+def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind, group):
+    config = jgraph.MoEConfig(num_experts=E, capacity=float(group))
+    given, run = arrays(kind), over_devices(group, config)
+    assert_same_with_gradients(lambda *args: run(*args)[0], lambda *args: plain(*args, config), given)
+    assert not any(np.any(count) for count in run(*given.values())[1])
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_rows_without_a_place_are_counted_and_left_out(group):
+    config = jgraph.MoEConfig(num_experts=E, capacity=1.0)
+    given, run = arrays("skewed"), over_devices(group, config)
+    places = {2: 16, 4: 8}[group]  # of 24 rows an even share, in eights
+    kept, rows = sent(given["logits"], config, group, places)
+    assert 0 < np.sum(~kept) < kept.size / 2
+    _, overflow = run(*given.values())
+    np.testing.assert_array_equal(overflow.dropped, np.sum(np.maximum(rows - places, 0), 1))
+    np.testing.assert_array_equal(overflow.needed, np.where(rows.max(1) > places, rows.max(1), 0))
+    assert_same_with_gradients(lambda *args: run(*args)[0], lambda *args: plain(*args, config, kept), given)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_as_many_rows_as_places_fit_and_one_more_does_not(more):
+    config = jgraph.MoEConfig(num_experts=E, experts_per_token=1, capacity=1.0)
+    given = arrays(tokens=16)
+    first_half = np.tile(np.arange(16) < 8 + more, DEVICES)  # these tokens go to the first of two devices
+    given["logits"] += 99 * (first_half[:, None] == (np.arange(E) < E // 2))
+    _, overflow = over_devices(2, config)(*given.values())
+    np.testing.assert_array_equal(overflow.dropped, [more] * DEVICES)
+    np.testing.assert_array_equal(overflow.needed, [9 * more] * DEVICES)
+
+
+def test_no_gradient_of_the_exchange_scatters_and_rows_go_out_and_back_once():
+    config = jgraph.MoEConfig(num_experts=E)
+    run, given = over_devices(4, config), arrays()
+
+    def loss(*args):
+        return jnp.sum(run(*args)[0] ** 2)
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*given.values())
+    # The one that is left inverts a permutation; the router's is of the test.
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 2, 3)))(*given.values()))
+    assert "scatter-add" not in text
+    assert text.count("scatter[") == 1
+    # Forward and backward: rows out, their weights and counts, rows back.
+    assert len(re.findall(r"= .* all-to-all\(", lowered.compile().as_text())) == 6
+
+
+# --- Strategies ---
+
+SHAPES = {
+    "moe": {"up_EDF2": jax.ShapeDtypeStruct((E, D, 2 * F), "f"), "down_EFD": jax.ShapeDtypeStruct((E, F, D), "f")},
+    "stacked": {"up_EDF2": jax.ShapeDtypeStruct((3, E, D, 2 * F), "f")},
+    "head": {"kernel": jax.ShapeDtypeStruct((D, 12), "f")},
+}
+EXPERTS = ["moe/down_EFD", "moe/up_EDF2", "stacked/up_EDF2"]
+
+
+def sharded(shapes=SHAPES, **choices):
+    step = train_step(lambda params, batch, key: 0.0, optax.sgd(1.0), FullySharded(MESH, shapes, **choices))
+    return {name: sharding.spec for name, sharding in step.shardings.params.items()}
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+def test_experts_are_sharded_by_expert_and_never_packed(experts):
+    specs = sharded(experts=experts)
+    assert [specs[name] for name in EXPERTS] == [P("fsdp"), P("fsdp"), P(None, "fsdp")]
+    assert specs["head/kernel"] == P("fsdp")
+
+
+def test_experts_alone_are_sharded_where_all_else_is_to_be_whole():
+    specs = sharded(experts=4, shards="experts")
+    assert {name for name, spec in specs.items() if spec != P()} == set(EXPERTS)
+
+
+REFUSED = {
+    "devices that do not divide the axis": ("experts", {"experts": 3}),
+    "a model without experts": ("experts", {"experts": 2, "shapes": {"head": SHAPES["head"]}}),
+    "experts that cannot be divided": (
+        "experts",
+        {"experts": 2, "shapes": {"up_EDF2": jax.ShapeDtypeStruct((6, D, 2 * F), "f")}},
+    ),
+    "another axis of experts": ("shard_rules", {"experts": 2, "shard_rules": ("moe/up*=1",)}),
+    "another choice of what is sharded": ("shards", {"shards": "nothing"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_spread_is_refused_in_a_line(case):
+    field, choices = REFUSED[case]
+    with pytest.raises(ConfigError) as error:
+        sharded(**choices)
+    assert error.value.field == field
+    assert "\n" not in str(error.value)
