@@ -6,7 +6,7 @@ How many rows a group has is known on the device only. Hopper has a kernel for i
 # M rows, sorted by group; G groups, K summed over, N columns
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.grouped_mosaic import ALIGNED, SWIZZLED, product, wgrad
+from jgraph.kernels.grouped_mosaic import ALIGNED, LINE, SWIZZLED, Order, product, wgrad
 from jgraph.kernels.target import target
 
 CALLS = DOT, DGRAD, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_dgrad", "_jgraph_grouped_wgrad"
@@ -59,6 +59,61 @@ def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
     """Multiplies the rows of dy with their group's transposed matrix: the gradient of the rows of `grouped_dot`."""
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
     return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype), False)
+
+
+def grouped_dot_fp8(
+    x_MK: Array,
+    weights: Array,
+    sizes_G: Array,
+    scale: Array,
+    *,
+    order: Literal["GNK", "NGK"],
+    implementation: str = "auto",
+    interpret: bool = False,
+) -> Array:
+    """Multiplies FP8 rows of each group with the group's FP8 matrix, and sums with a scale; returns bfloat16.
+
+    `cast_transpose` of weights [G * K, N] gives what both directions read: its columns a product's forward, as `NGK`, and its
+    rows the dgrad, as `GNK`. The kernel leaves sums to the tensor cores, which keep about 14 bits. It has no gradient.
+
+    Args:
+        x_MK: float8_e4m3fn or float8_e5m2; the rows of group 0 come first, then those of group 1.
+        weights: one matrix a group, with its axes in this `order`; float8_e5m2 not if x is.
+        sizes_G: as of `grouped_dot`.
+        scale: float32 scalar; of a power of two the result is rounded once.
+        order: where in `weights` the groups, the columns of the result, and the axis that is summed over are.
+        implementation: as of `grouped_dot`; for `mosaic` K is a multiple of 128, and two dtypes need jax 0.12 or newer.
+        interpret: as of `grouped_dot`.
+
+    Raises:
+        ConfigError: there is no such implementation or order.
+        ShapeError: shapes or dtypes are not allowed, or not by the implementation.
+    """
+    check_choice("order", order, ("GNK", "NGK"))
+    _check(implementation, sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
+    (M, K), G, N = x_MK.shape, sizes_G.size, weights.shape[order.index("N")]
+    shape = tuple({"G": G, "N": N, "K": K}[axis] for axis in order)
+    if weights.shape != shape:
+        raise ShapeError(f"`weights` is {weights.shape}: must be {shape}, as `order` is {order}", field="weights")
+    if x_MK.dtype == weights.dtype == jnp.float8_e5m2:
+        raise ShapeError("`weights` is float8_e5m2: must be float8_e4m3fn, as `x_MK` is not", field="weights")
+    if scale.shape or scale.dtype != jnp.float32:
+        raise ShapeError(f"`scale` is {scale.dtype}{list(scale.shape)}: must be a float32 scalar", field="scale")
+    if implementation == "auto" and x_MK.dtype != weights.dtype and jax.__version_info__ < (0, 12):
+        implementation = "xla" if target() is None else "tiles"
+    implementation = _chosen(implementation, (M, K, N), x_MK.dtype)
+    return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, implementation, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("order", "implementation", "interpret"))
+def _jgraph_grouped_dot_fp8(
+    x_MK: Array, weights: Array, sizes_G: Array, scale: Array, order: Order, implementation: str, interpret: bool
+) -> Array:
+    if implementation == "mosaic":
+        return product(x_MK, weights, sizes_G, order, interpret, scale)
+    weights_GNK = jnp.moveaxis(weights, order.index("G"), 0).astype(jnp.bfloat16)
+    y_MN = _product(x_MK.astype(jnp.bfloat16), weights_GNK, sizes_G, implementation, interpret, transposed=True)
+    return y_MN * scale.astype(jnp.bfloat16)
 
 
 def grouped_wgrad(
@@ -109,24 +164,34 @@ def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:
     return "mosaic" if device.capability == (9, 0) and jax.__version_info__ >= (0, 11) and _fits(shape, dtype) else "tiles"
 
 
+_FLOATS, _FP8 = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
+
+
+def _allowed(dtype: DTypeLike) -> tuple[int, int, int]:
+    """Returns what the kernel's M, K and N are multiples of."""
+    return ALIGNED, SWIZZLED if jnp.dtype(dtype).itemsize > 1 else LINE, SWIZZLED
+
+
 def _fits(shape: tuple[int, int, int], dtype: DTypeLike) -> bool:
-    return jnp.dtype(dtype) == jnp.bfloat16 and shape[0] % ALIGNED == 0 and not any(size % SWIZZLED for size in shape[1:])
+    even = not any(size % of for size, of in zip(shape, _allowed(dtype), strict=True))
+    return even and jnp.dtype(dtype).name in ("bfloat16", *_FP8)
 
 
 def _chosen(implementation: str, shape: tuple[int, int, int], dtype: jnp.dtype) -> str:
     if implementation == "auto":
         return choose(shape, dtype)
     if implementation == "mosaic" and not _fits(shape, dtype):
-        message = f"`x_MK` is {dtype} with M, K, N of {shape}: must be bfloat16 and multiples of {ALIGNED}, {SWIZZLED} and"
-        raise ShapeError(f"{message} {SWIZZLED} for `implementation` mosaic; pad them, or take auto", field="x_MK")
+        M, K, N = _allowed(dtype)
+        message = f"`x_MK` is {dtype} with M, K, N of {shape}: must be bfloat16 or FP8 and multiples of {M}, {K} and {N}"
+        raise ShapeError(f"{message} for `implementation` mosaic; pad them, or take auto", field="x_MK")
     return implementation
 
 
-def _check(implementation: str, sizes_G: Array, **arrays: tuple[Array, int]) -> None:
+def _check(implementation: str, sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Array, int]) -> None:
     check_choice("implementation", implementation, ("auto", "mosaic", "tiles", "xla"))
     for name, (array, rank) in arrays.items():
-        if array.ndim != rank or not array.size or array.dtype not in (jnp.bfloat16, jnp.float32):
-            message = f"`{name}` is {array.dtype}{list(array.shape)}: must be bfloat16 or float32, not empty, of rank {rank}"
+        if array.ndim != rank or not array.size or array.dtype not in dtypes:
+            message = f"`{name}` is {array.dtype}{list(array.shape)}: must be {' or '.join(dtypes)}, not empty, of rank {rank}"
             raise ShapeError(message, field=name)
     if sizes_G.ndim != 1 or not sizes_G.size or sizes_G.dtype != jnp.int32:
         raise ShapeError(f"`sizes_G` is {sizes_G.dtype}{list(sizes_G.shape)}: must be int32 of rank 1", field="sizes_G")
@@ -164,7 +229,7 @@ def _jgraph_grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array, impl
 
 def _product(x_MK: Array, weights: Array, sizes_G: Array, implementation: str, interpret: bool, *, transposed: bool) -> Array:
     if implementation == "mosaic":
-        return product(x_MK, weights, sizes_G, transposed, interpret)
+        return product(x_MK, weights, sizes_G, "GNK" if transposed else "GKN", interpret)
     return {"tiles": _product_tiles, "xla": _product_xla}[implementation](x_MK, weights, sizes_G, transposed)
 
 

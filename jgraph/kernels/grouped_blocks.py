@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 
 ALIGNED, SWIZZLED, SLAB = 8, 64, 64
 """The copy engine takes rows in eights and columns in lines of 128 bytes; an instruction of a warpgroup multiplies 64 rows."""
+LINE = 128
+"""Bytes of a line of shared memory, and of a step along what is summed over."""
 ROWS = 2 * SLAB
 """Rows of a tile, half of them a warpgroup's."""
 BLOCKS = 132
@@ -227,7 +229,7 @@ def aligned(row: Any) -> Any:
 
 def transforms(plgpu: Any, dtype: DTypeLike) -> tuple[Any, ...]:
     """Returns how tensor cores want an array in shared memory."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+    return plgpu.TilingTransform((8, LINE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
 def kernel_of(
@@ -236,7 +238,7 @@ def kernel_of(
     name: str,
     out_type: Any,
     stages: int,
-    operands: tuple[tuple[int, int], ...],
+    operands: tuple[tuple[tuple[int, int], DTypeLike], ...],
     staged: Any,
     barriers: int,
     interpret: bool,
@@ -246,7 +248,7 @@ def kernel_of(
     The last argument of the body are `barriers` more, for copies of its own, if there are any.
     """
     body.__name__ = body.__qualname__ = name
-    rings = [plgpu.SMEM((stages, *size), jnp.bfloat16, transforms=transforms(plgpu, jnp.bfloat16)) for size in operands]
+    rings = [plgpu.SMEM((stages, *size), dtype, transforms=transforms(plgpu, dtype)) for size, dtype in operands]
     return plgpu.kernel(
         body,
         out_type=out_type,

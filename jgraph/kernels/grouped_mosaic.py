@@ -2,7 +2,7 @@
 
 # M rows, sorted by group; G groups, K summed over, N columns
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from jgraph.kernels.grouped_blocks import (
     ALIGNED,
+    LINE,
     ROWS,
     SLAB,
     SWIZZLED,
@@ -25,25 +26,28 @@ from jgraph.kernels.grouped_blocks import (
     widths_of,
 )
 
+Order = Literal["GKN", "GNK", "NGK"]
+"""Order of the axes of weights: G groups, K summed over, N columns."""
+
 _PRODUCT = Shape(columns=256, stages=4, slots=2)
 _WGRAD = Shape(columns=256, stages=4, slots=2)
 # Bytes bound a sum: all that a tile is added onto has a slot, and is on its way while the tile is multiplied.
 _SUM = Shape(columns=128, stages=5, slots=4)
 
 
-def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, interpret: bool) -> Array:
-    """Multiplies rows with their group's matrix, or with its transpose; see `grouped_dot`.
+def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret: bool, scale: Array | None = None) -> Array:
+    """Multiplies rows with their group's matrix, and sums with the scale; see `grouped_dot` and `grouped_dot_fp8`.
 
-    Rows of a tile that are another group's are loaded, multiplied and not stored.
+    Rows of a tile that are another group's are loaded, multiplied and not stored. FP8 needs an `order` with K last.
     """
     from jax.experimental.pallas import mosaic_gpu
 
     plgpu: Any = mosaic_gpu
     (M, K), G = x_MK.shape, sizes_G.size
-    N = weights.shape[1 if transposed else 2]
-    shape, step = _PRODUCT, SWIZZLED
+    N, K_last = weights.shape[order.index("N")], order.endswith("K")
+    shape, step = _PRODUCT, LINE // x_MK.dtype.itemsize
     columns, across = shape.columns, pl.cdiv(N, shape.columns)
-    out_type = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
+    out_type = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
     slots = (2, shape.slots, SLAB, SWIZZLED)
     staged = plgpu.RefUnion(
         plgpu.SMEM(slots, jnp.bfloat16, transforms=transforms(plgpu, jnp.bfloat16)), plgpu.SMEM(slots, jnp.bfloat16)
@@ -52,7 +56,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
     def count(begin: Any, end: Any) -> Any:
         return jnp.where(end > begin, lax.div(end - aligned(begin) + (ROWS - 1), jnp.int32(ROWS)) * across, 0)
 
-    def grouped_dot(sizes, x, w, y, xs, ws, staged, full, empty):
+    def grouped_dot(sizes, *refs):
+        scaled, (x, w, y, xs, ws, staged, full, empty) = refs[:-8], refs[-8:]
         swizzled, plain = staged
         wg = lax.axis_index("wg")
 
@@ -68,11 +73,11 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
             def load(k: Any, place: Any) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(top, ROWS), along], xs.at[place], full.at[place])
-                here = w.at[which, side, along] if transposed else w.at[which, along, side]
-                plgpu.copy_gmem_to_smem(here, ws.at[place], full.at[place])
+                at = {"G": which, "K": along, "N": side}
+                plgpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
 
             def finish(acc: Any) -> None:
-                acc = acc.astype(y.dtype)
+                acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
                 low, high = jnp.clip(begin - slab, 0, SLAB), jnp.clip(end - slab, 0, SLAB)
                 for number, column in enumerate(range(0, acc.shape[1], SWIZZLED)):
                     slot, side = number % shape.slots, pl.ds(left + column, SWIZZLED)
@@ -107,15 +112,16 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool, inter
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             side = pl.ds(0, columns)
-            b = ws.at[place, side].transpose((1, 0)) if transposed else ws.at[place, :, side]
+            b = ws.at[place, side].transpose((1, 0)) if K_last else ws.at[place, :, side]
             return xs.at[place, pl.ds(wg * SLAB, SLAB)], b
 
         tiles = Tiles(sizes, M, count).counted()
         persistent(plgpu, tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
 
-    rings = (ROWS, step), (columns, step) if transposed else (step, columns)
+    operand = (columns, step) if K_last else (step, columns)
+    rings = ((ROWS, step), x_MK.dtype), (operand, weights.dtype)
     kernel = kernel_of(plgpu, grouped_dot, "grouped_dot", out_type, shape.stages, rings, staged, 0, interpret)
-    return kernel(sizes_G, x_MK, weights)
+    return kernel(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype, interpret: bool) -> Array:
@@ -131,7 +137,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     shape, step = _SUM if adds else _WGRAD, SWIZZLED
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
     columns, down, across = shape.columns, pl.cdiv(K, ROWS), pl.cdiv(N, shape.columns)
-    width = 128 // dtype.itemsize
+    width = LINE // dtype.itemsize
     staged = plgpu.SMEM((2, shape.slots, SLAB, width), dtype, transforms=transforms(plgpu, dtype))
 
     def grouped_wgrad(sizes, x, dy, dw, xs, dys, staged, full, empty, *read):
@@ -198,7 +204,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
         tiles = Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
         persistent(plgpu, tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
 
-    rings = (step, ROWS), (step, columns)
+    rings = ((step, ROWS), x_MK.dtype), ((step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
     kernel = kernel_of(plgpu, grouped_wgrad, "grouped_wgrad", out_type, shape.stages, rings, staged, barriers, interpret)

@@ -131,3 +131,12 @@ def test_groups_beyond_one_round_of_the_blocks_are_multiplied_and_added_in_place
     )(x, dy, sizes, add_GKN=add)
     assert found.unsafe_buffer_pointer() == address
     assert float(jnp.max(jnp.abs(found - wanted))) <= 1e-5 * float(jnp.max(jnp.abs(wanted)))
+
+
+@pytest.mark.parametrize("dtypes", grouped.FP8 if jax.__version_info__ >= (0, 12) else grouped.FP8[:1])
+def test_groups_of_fp8_rows_are_multiplied_by_both_layouts_of_weights(dtypes):
+    for sizes in grouped.SIZES.values():
+        args, wanted = grouped.in_fp8(sizes, dtypes, 384, 512)
+        compiled = captured(functools.partial(grouped.run_fp8, implementation="mosaic"), *args)
+        for _ in range(3):
+            grouped.assert_fp8(compiled(*args), wanted)

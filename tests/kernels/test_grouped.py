@@ -7,7 +7,8 @@ import pytest
 
 from jgraph.errors import ConfigError, ShapeError
 from jgraph.kernels import grouped_blocks
-from jgraph.kernels.grouped import choose, grouped_dot, grouped_wgrad
+from jgraph.kernels.grouped import choose, grouped_dot, grouped_dot_fp8, grouped_wgrad
+from jgraph.kernels.quantize import cast_transpose
 from jgraph.xla import aot
 from tests.kernels.test_quantize import needs_mosaic
 
@@ -76,6 +77,79 @@ def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch
     # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
     assert_near(run(*args, implementation="mosaic", interpret=True), loop(*args))
+
+
+FP8 = [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")]
+
+
+def in_fp8(sizes, dtypes, K, N, M=ROWS):
+    """Returns what `run_fp8` takes: x, dy and weights quantized, the sizes and a scale; then what it must give."""
+    x, weights, sizes, dy, add = arrays(sizes, jnp.float32, K, N, M)
+    x, dy, one = x.astype(dtypes[0]), dy.astype(dtypes[0]), jnp.float32(1)
+    found = cast_transpose(weights.reshape(-1, N), one, dtypes[1])
+    G, rows = len(sizes), found.rows.reshape(weights.shape)
+    wanted = loop(x.astype("float32"), rows.astype("float32"), sizes, dy.astype("float32"), add)
+    return (x, dy, rows, found.columns.reshape(N, G, K), sizes, jnp.float32(0.25)), [one / 4 for one in wanted[:2]]
+
+
+def run_fp8(x, dy, rows, columns, sizes, scale, **how):
+    """Returns the product and the gradient of its rows."""
+    y = grouped_dot_fp8(x, columns, sizes, scale, order="NGK", **how)
+    return y, grouped_dot_fp8(dy, rows, sizes, scale, order="GNK", **how)
+
+
+def assert_fp8(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.bfloat16
+        # One rounding of the result, and sums of about 14 bits.
+        atol = 2**-10 * np.abs(other).max()
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=float(jnp.finfo(one.dtype).eps), atol=atol)
+
+
+@pytest.mark.parametrize("dtypes", FP8)
+@pytest.mark.parametrize("implementation", ["tiles", "xla"])
+def test_fp8_rows_are_multiplied_by_both_layouts_of_quantized_weights(implementation, dtypes):
+    args, wanted = in_fp8(SIZES["beyond"], dtypes, 64, 128)
+    assert_fp8(run_fp8(*args, implementation=implementation), wanted)
+
+
+@needs_mosaic
+@pytest.mark.long
+def test_the_kernels_body_multiplies_fp8_by_both_layouts(monkeypatch):
+    monkeypatch.setattr(grouped_blocks, "BLOCKS", 2)
+    jax.clear_caches()
+    args, wanted = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
+    assert_fp8(run_fp8(*args, implementation="mosaic", interpret=True), wanted)
+
+
+def test_what_cannot_be_multiplied_in_fp8_is_refused_by_its_name():
+    (x, _, rows, columns, sizes, scale), _ = in_fp8(SIZES["some"], FP8[0], 64, 128)
+    for field, changed in [
+        ("x_MK", {"x_MK": x.astype("float32")}),
+        ("weights", {"weights": rows}),
+        ("weights", {"weights": columns[:, 1:]}),
+        ("weights", {"x_MK": x.astype("float8_e5m2"), "weights": columns.astype("float8_e5m2")}),
+        ("sizes_G", {"sizes_G": sizes[None]}),
+        ("scale", {"scale": scale[None]}),
+        ("x_MK", {"implementation": "mosaic"}),
+    ]:
+        with pytest.raises(ShapeError) as error:
+            grouped_dot_fp8(**({"x_MK": x, "weights": columns, "sizes_G": sizes, "scale": scale, "order": "NGK"} | changed))
+        assert error.value.field == field
+    with pytest.raises(ConfigError) as error:
+        grouped_dot_fp8(x, columns, sizes, scale, order="KNG")
+    assert error.value.field == "order"
+
+
+@needs_mosaic
+@pytest.mark.target
+@pytest.mark.parametrize("dtypes", FP8 if jax.__version_info__ >= (0, 12) else FP8[:1])
+def test_fp8_products_forward_and_backward_are_a_kernel_each_on_an_h200(h200, dtypes):
+    args, _ = in_fp8((512,) * 8, dtypes, 256, 384, 4096)
+    args = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in args]
+    compiled, report = aot.compile_for(jax.jit(run_fp8), *args, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    assert (report.command_buffers, report.captured, report.total) == (1, 2, 2)
+    assert compiled.as_text().count("mosaic_gpu") >= 2
 
 
 def test_rows_beyond_the_sizes_do_not_reach_a_weight_gradient():
