@@ -64,8 +64,8 @@ class Options(Several, Soaked, Traced):
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
     grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters), layout=dp (every GPU has
-    all parameters), pp (every GPU has some layers) or ep (every GPU has some experts) and microbatches=NUMBER beside XLA's;
-    may be repeated."""
+    all parameters), pp (every GPU has some layers) or ep (every GPU has some experts), capacity=NUMBER (of these; what halts says
+    what it needed) and microbatches=NUMBER beside XLA's; may be repeated."""
     sequences: int = 0
     """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -139,12 +139,15 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, ep=config.fsdp)
             case ["microbatches", number] if number.isdigit():
                 config = replace(config, num_microbatches=int(number))
+            case ["capacity", number]:
+                moe = replace(config.model.moe, capacity=float(number))
+                config = replace(config, model=replace(config.model, moe=moe))
             case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
                 allowed = (
                     "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep, "
-                    "microbatches=NUMBER or XLA's"
+                    "microbatches=NUMBER, capacity=NUMBER or XLA's"
                 )
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config
@@ -164,7 +167,9 @@ def section(work: str, result: Row) -> Section:
         return COLUMNS["peak GB"](row) + " (init)" * (row.get("init_peak_bytes", 0) == row.get("peak_bytes"))
 
     def loss(row: Row) -> str:
-        return number("loss", ".5g")(row) + (f", {row['skipped']} steps skipped" if row.get("skipped") else "")
+        told = [f"{row['skipped']} steps skipped"] * bool(row.get("skipped"))
+        told += [f"halted: {row.get('halted')} places needed"] * bool(row.get("halted"))
+        return ", ".join([number("loss", ".5g")(row), *told])
 
     return Section(
         f"{work}, {ranks} ranks, {share} x {config['seq_len']} tokens a rank",

@@ -47,6 +47,7 @@ gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
+experts="layout=ep capacity=1.75" # an untrained router is not even: one of the twelve needs 1.64
 captured="fp8=delayed graph=full grads=float32"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
@@ -111,10 +112,10 @@ moe) # at once where there are two GPUs
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
-  piece 300 fsdp --work gpt-moe --name experts2 --together 4 --rounds 2 --timeout 150 --first "layout=ep microbatches=2" --variant layout=ep \
-    --variant "layout=ep microbatches=2 graph=full" --variant "layout=ep microbatches=2 $in_turn" --peers compile:experts compile
+  piece 300 fsdp --work gpt-moe --name experts2 --together 6 --rounds 3 --timeout 170 --first "$experts microbatches=2" --variant "$experts" \
+    --variant "$experts microbatches=2 $in_turn" --peers compile:experts
   ;;
-experts_soak) piece 250 fsdp --work gpt-moe --variant "layout=ep microbatches=2 graph=full" --soak 1000 ;;
+experts_soak) piece 250 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
 curves)
   runs=$(mktemp -d)
   train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &

@@ -81,7 +81,8 @@ class Step:
         return max(peak_memory_bytes(device) for device in self.devices)
 
     def result(self) -> Row:
-        return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped)}
+        halted = {} if self.metrics.halted is None else {"halted": int(self.metrics.halted)}
+        return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped), **halted}
 
     def soak(self, **asked: Any) -> Iterator[Row]:
         """Runs steps on a new batch each, as `benchmarks.harness.soak`; at the end their losses."""
@@ -143,7 +144,8 @@ def time_step(asked: Row) -> None:
         lambda clock: clock.in_flight(step.run, step.wait, step.devices[0].platform),
         step.soak,
     )
-    answer(**launched(step.run, step.wait), skipped=int(step.state.skipped), peak_bytes=step.peak_bytes())
+    answer(**launched(step.run, step.wait), peak_bytes=step.peak_bytes())
+    answer(**{name: value for name, value in step.result().items() if name != "loss"})
     if asked["categories"]:
         del step  # the other one has a state of its own
         answer(categories=categories(config))

@@ -34,7 +34,7 @@ class MoEConfig:
     """Coefficient of the router's z-loss, the mean square of the log of the softmax's denominator."""
     bias_rate: float = 0.001
     """With sigmoid: what an expert's bias changes by in a step."""
-    capacity: float = 1.25
+    capacity: float = 1.5
     """Rows that a device may send another, over an even share; only where experts are spread over devices."""
     overflow: Literal["replay", "drop"] = "replay"
     """What to do when there are more: halt, so that the run goes on from there with a larger capacity, or drop the rest."""
