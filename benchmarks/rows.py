@@ -28,6 +28,7 @@ FIELDS = {
     "forward_ms, dgrad_ms, wgrad_ms, onto_float32_ms": "of a product, by what it is for",
     "alone": "milliseconds of a stage's forward, dgrad and wgrad by themselves",
     "loss, losses, heldout, skipped, same_loss": "after the first step or each; steps not finite; always the same or not",
+    "halted": "places that experts needed where they had fewer, else 0",
     "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "until it could be timed",
     "launches, updates, replays, actions": "how many CUDA graphs, replays or actions there are in a step",
     "steps, done": "that were asked of a soak and that it did; those that were logged",
