@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from jgraph.errors import ConfigError, JgraphError
+from jgraph.moe import MoEConfig
 from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.presets import PRESETS, preset
 from jgraph_models.gpt import GPTConfig
@@ -121,6 +122,23 @@ TRAIN += [
     ({"steps": True}, "steps", "`steps` is True: must be an integer"),
     ({"resume": "no"}, "resume", "`resume` is 'no': must be True or False"),
     ({"freeze": "embedding_VD"}, "freeze", "`freeze` is 'embedding_VD': must be a tuple of strings"),
+]
+MIXTURE = GPTConfig(mlp="swiglu", moe=MoEConfig(num_experts=6))
+TRAIN += [
+    ({"ep": 0}, "ep", "`ep` is 0: must be positive"),
+    ({"ep": 2}, "ep", "`ep` is 2: must be a divisor of `dp` 1"),
+    ({"fsdp": 4, "ep": 3}, "ep", "`ep` is 3: must be a divisor of `fsdp` 4"),
+    ({"dp": 2, "ep": 2}, "ep", "`ep` is 2: must be 1 for a model without experts"),
+    (
+        {"fsdp": 4, "ep": 2, "model": MIXTURE},
+        "ep",
+        "`ep` is 2: must be such that 4 devices divide the `model.moe.num_experts` 6",
+    ),
+    (
+        {"dp": 2, "ep": 2, "pp": 2, "pp_engine": "dispatch", "model": MIXTURE},
+        "pp_engine",
+        "`pp_engine` is dispatch: must be program with `dp` 2",
+    ),
 ]
 WRONG = [
     (kind, *case) for kind, cases in ((GPTConfig, MODEL), (OptimizerConfig, OPTIMIZER), (TrainConfig, TRAIN)) for case in cases

@@ -34,7 +34,7 @@ FREE = {
         "graph",
         "xla_options",
     ),
-    "model.moe.capacity",
+    *("ep", "model.moe.capacity"),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
     *("distributed.num_processes", "distributed.process_id", "hang_seconds", "log"),
 }

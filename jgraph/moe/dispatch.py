@@ -1,4 +1,4 @@
-"""Tokens to the experts and back, and none is dropped: rows in the order of their experts.
+"""Tokens to the experts and back: rows in the order of their experts.
 
 Moving out and moving back are each other's gradient, so neither scatters: rows are gathered by a permutation or by its inverse,
 and a token's copies are added in float32. Where rows lie in buffers that are not full, both have holes, which are zeros.

@@ -20,9 +20,9 @@ _INIT = nnx.initializers.normal(0.02)
 
 
 class MoE(nnx.Module):
-    """Sends each token through some of many SwiGLU experts, in the place of an MLP. No token is dropped.
+    """Sends each token through some of many SwiGLU experts, in the place of an MLP. No token is dropped, unless asked for.
 
-    Where a strategy spreads experts over devices (`FullySharded.experts`), a device has some of them and is sent tokens.
+    Where a strategy spreads experts over devices (`FullySharded.experts`), a device has some of them and is sent rows.
 
     The router's losses, times their coefficients, are in the gradient (`losses.attach`), not in the value of the model's loss.
 

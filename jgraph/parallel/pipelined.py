@@ -44,6 +44,7 @@ class Pipelined:
         remat: `nothing` keeps what `split_backward` keeps; `wide` computes again its wide products, as the first of an MLP;
             `layer` keeps a layer's input and computes the rest again.
         shard_rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
+        experts, shards: over how many devices of `fsdp` experts are spread, and whether all else is sharded, as there.
     """
 
     mesh: Mesh
@@ -54,6 +55,8 @@ class Pipelined:
     engine: Engine = "program"
     shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
+    experts: int = 1
+    shards: fsdp.Sharded = "everything"
 
     def __repr__(self) -> str:
         return f"Pipelined({summary(self.mesh, self.shapes)}, {self.schedule!r})"
@@ -72,6 +75,7 @@ class Pipelined:
         if binding.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {binding.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
+        check_choice("shards", self.shards, get_args(fsdp.Sharded))
         return BoundPipeline.of(self.pipeline(loss, binding), self.shapes, self.engine)
 
     def in_fp8(self, model: Any, config: FP8Config, binding: Binding, batch: Tree) -> tuple[FP8Function, tuple[Tree, ...]]:
@@ -96,7 +100,12 @@ class Pipelined:
             pipeline = pipeline.in_fp8(self.shapes, whole, binding.microbatch)
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline.shard_as(self.shapes, {})
-        return pipeline.shard_as(self.shapes, fsdp.asked_axes(leaf_names(self.shapes), self.shard_rules, self.annotations))
+        names = leaf_names(self.shapes)
+        axes = fsdp.asked_axes(names, self.shard_rules, self.annotations)
+        if self.experts > 1 or self.shards == "experts":
+            shapes = dict(zip(names, jax.tree.leaves(self.shapes), strict=True))
+            axes |= fsdp.expert_axes(shapes, axes, self.mesh.shape[Axis.FSDP], self.experts)
+        return replace(pipeline.shard_as(self.shapes, axes), experts=self.experts, shards=self.shards)
 
 
 def _model(loss: Any) -> PipelineModel:

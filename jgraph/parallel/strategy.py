@@ -167,7 +167,8 @@ class FullySharded:
     shards: fsdp.Sharded = "everything"
 
     def __repr__(self) -> str:
-        return f"FullySharded({summary(self.mesh, self.shapes)}{', resharded after forward' * self.reshard_after_forward})"
+        how = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
+        return f"FullySharded({summary(self.mesh, self.shapes)}{how})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))

@@ -115,6 +115,9 @@ class TrainConfig:
     """Replicas of the model, each with its part of the batch."""
     fsdp: int = 1
     """Devices that share parameters, gradients and optimizer state, each with its part of the batch too."""
+    ep: int = 1
+    """Devices that a layer's experts are spread over; tokens are sent to them. They are of those of `fsdp`, or of `dp` where
+    `fsdp` is 1, and must divide them."""
     reshard_after_forward: bool = False
     """With `fsdp`: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
     shard_rules: tuple[str, ...] = ()
@@ -214,7 +217,7 @@ class TrainConfig:
         must("module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
             object.__setattr__(self, "model", kind())
-        counts = "steps batch_size seq_len num_microbatches dp fsdp pp chunks log_every eval_every eval_batches"
+        counts = "steps batch_size seq_len num_microbatches dp fsdp ep pp chunks log_every eval_every eval_batches"
         require_positive(self, f"{counts} checkpoint_every checkpoint_keep")
         must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
         must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
@@ -226,6 +229,7 @@ class TrainConfig:
         must("dp", rows % self.dp == 0, f"a divisor of the {rows} sequences of a microbatch ({of})")
         shared = f"such that `dp` {self.dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
         must("fsdp", rows // self.dp % self.fsdp == 0, shared)
+        self._check_experts(must)
         must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "unset where `fsdp` is 1")
         must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty where `fsdp` is 1")
         for rule in self.shard_rules:
@@ -275,6 +279,30 @@ class TrainConfig:
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
 
+    def _check_experts(self, must: Any) -> None:
+        """Raises ConfigError where experts cannot be spread over so many devices."""
+        if self.ep == 1:
+            return
+        among = "fsdp" if self.fsdp > 1 else "dp"
+        ranks = getattr(self, among)
+        must("ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}")
+        if (moe := getattr(self.model, "moe", None)) is None:
+            return
+        experts = getattr(moe, "num_experts", 0)
+        must("ep", experts > 0, "1 for a model without experts")
+        ranks = self.shards
+        must("ep", experts % ranks == 0, f"such that {ranks} devices divide the `model.moe.num_experts` {experts}")
+
+    @property
+    def shards(self) -> int:
+        """Devices that share some parameters: all of them, or the experts alone where `fsdp` is 1."""
+        return max(self.fsdp, self.ep)
+
+    @property
+    def replicas(self) -> int:
+        """Devices that have the same parameters, each with its part of the batch."""
+        return self.dp * self.fsdp // self.shards
+
     @property
     def known_graph(self) -> Literal["auto", "off", "full"]:
         """`graph`, where nothing is left to measure; else `auto`."""
@@ -300,7 +328,7 @@ class TrainConfig:
     @property
     def is_sharded(self) -> bool:
         """Whether `jgraph.parallel.fsdp` makes and sums gradients; on one device too, where other dtypes are asked for."""
-        return not self.is_pipeline and (self.fsdp > 1 or (self.main_params_dtype, self.main_grads_dtype) != ("float32",) * 2)
+        return not self.is_pipeline and (self.shards > 1 or (self.main_params_dtype, self.main_grads_dtype) != ("float32",) * 2)
 
     @property
     def is_pipeline(self) -> bool:

@@ -1,8 +1,8 @@
 """What a user sees of a run: the configuration, a progress line, warnings, the summary."""
 
 import contextlib
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,7 +89,7 @@ class Reporter:
         config, rate = self._config, self._config.optimizer
         usual = preset(config.preset) if config.preset else TrainConfig(module=config.module, model=config.model)
         sizes = _differences(config.model, type(config.model)) if config.model is not None else ""
-        run = _differences(config, lambda: usual, but=("model", "distributed"))
+        run = _differences(config, lambda: replace(usual, model=config.model, distributed=config.distributed))
         slices = f" in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
         end = f"{rate.learning_rate * rate.final_learning_rate:.3g} at step {rate.decay_steps or config.steps}"
         self._rows(
@@ -142,16 +142,12 @@ def _numbers(entry: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _differences(config: Any, usual: Callable[[], Any], but: Collection[str] = ()) -> str:
-    """Returns the fields of a dataclass that are not as usual, NAME=VALUE; all of them where there is nothing usual.
-
-    `but` are fields to leave out, with what is nested in them.
-    """
+def _differences(config: Any, usual: Callable[[], Any]) -> str:
+    """Returns the fields of a dataclass that are not as usual, NAME=VALUE; all of them where there is nothing usual."""
     here, there = flatten(asdict(config)), {}
     with contextlib.suppress(TypeError):  # it has fields without a default
         there = flatten(asdict(usual()))
-    names = [name for name in here if name.partition(".")[0] not in but]
-    differing = {name: here[name] for name in names if name not in there or there[name] != here[name]}
+    differing = {name: value for name, value in here.items() if name not in there or there[name] != value}
     return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in differing.items())
 
 

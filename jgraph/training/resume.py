@@ -26,7 +26,7 @@ RULES = (
     Rule("run_dir resume", "yes", "they say which run goes on"),
     Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "looking changes no step"),
     Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "nor do saving and stopping"),
-    Rule("dp fsdp reshard_after_forward shard_rules", "yes", "the same steps over other devices, to rounding"),
+    Rule("dp fsdp ep reshard_after_forward shard_rules", "yes", "the same steps over other devices, to rounding"),
     Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "the same steps over other devices, to rounding"),
     Rule("remat graph xla_options compile_cache", "yes", "the same steps as another program, to rounding"),
     Rule("model.moe.capacity", "yes", "room for rows, which changes no step unless rows are dropped"),

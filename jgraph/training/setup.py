@@ -108,10 +108,11 @@ class TrainSetup:
                 annotations=model.annotations,
                 compute_dtype=_compute_dtype(config),
                 reshard_after_forward=config.reshard_after_forward,
+                **_spread(config),
             )
         else:
             loss, strategy = mean_loss, Replicated(mesh, model.shapes)
-        with _precision_at_fault(config):
+        with _precision_at_fault(config), _experts_at_fault(config):
             step = train_step(
                 loss,
                 elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
@@ -383,6 +384,22 @@ def _precision_at_fault(config: TrainConfig) -> Iterator[None]:
         ) from None
 
 
+@contextlib.contextmanager
+def _experts_at_fault(config: TrainConfig) -> Iterator[None]:
+    """Names `ep` in the error of a model whose experts cannot be spread, where its settings do not say so."""
+    try:
+        yield
+    except ConfigError as e:
+        if e.field != "experts":
+            raise
+        raise ConfigError(str(e).replace("`experts`", "`ep`"), field="ep") from None
+
+
+def _spread(config: TrainConfig) -> dict[str, Any]:
+    """Returns what a strategy takes for experts over devices."""
+    return {"experts": config.ep, "shards": "experts" if config.ep > config.fsdp else "everything"}
+
+
 def _fp8(config: TrainConfig) -> FP8Config | None:
     """Returns the recipe, if products are in FP8. Raises ConfigError for a GPU that has none."""
     if config.precision == "bf16":
@@ -414,11 +431,11 @@ def _mesh(config: TrainConfig) -> Mesh | None:
     if len(devices) == 1 and not needs_mesh:
         return None
     # Neighbours share parameters: that is the most traffic.
-    axes = {Axis.DATA.value: config.dp}
+    axes = {Axis.DATA.value: config.replicas}
     if config.is_pipeline:
         axes[Axis.PIPE.value] = config.pp
-    if config.is_sharded or config.fsdp > 1:
-        axes[Axis.FSDP.value] = config.fsdp
+    if config.is_sharded or config.shards > 1:
+        axes[Axis.FSDP.value] = config.shards
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
@@ -479,8 +496,8 @@ def predictor(config: TrainConfig) -> Callable[[int | None], Choice]:
 def _with_any_schedule(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with a schedule that is always possible. Raises ConfigError where there are too few layers."""
     shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
-    if config.fsdp > 1:
-        choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations}
+    if config.shards > 1:
+        choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations, **_spread(config)}
     num_layers = len(jax.eval_shape(model.split, shapes)[1])
     if num_layers < config.pp * config.chunks:
         raise ConfigError(

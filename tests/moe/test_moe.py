@@ -37,6 +37,7 @@ REFUSED = {
     "experts_per_token": {"num_experts": 4, "experts_per_token": 5},
     "num_experts": {"num_experts": -1},
     "weights_scale": {"weights_scale": 0.0},
+    "capacity": {"capacity": 0.0},
     "balance_loss": {"balance_loss": -0.1},
     "router": {"router": "hash"},
 }

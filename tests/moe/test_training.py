@@ -1,5 +1,6 @@
 """A run of a mixture: its log and warnings, the same numbers over any devices, in FP8 and after a checkpoint too."""
 
+import re
 import shutil
 from functools import cache
 
@@ -11,12 +12,13 @@ from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.evaluate import main as evaluate
 from jgraph.moe import MoEConfig
+from jgraph.moe.statistics import summary
 from jgraph.train import main
 from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 from tests import tiny
-from tests.test_resharding import restored
+from tests.test_resharding import assert_same_bits, restored
 
 # More experts than there are tokens in a hundred steps: some get none.
 FLAGS = """
@@ -62,6 +64,12 @@ LAYOUTS = {
     PIPES: {"pp": 2, "dp": 2, "schedule": "aligned"},  # in which idle ranks compute too
     HOST: {"pp": 2, "schedule": "1f1b", "pp_engine": "dispatch"},
 }
+SPREAD = {
+    "fsdp 4, ep 2": {"fsdp": 4, "ep": 2},
+    "dp 4, ep 2": {"dp": 4, "ep": 2},
+    "pp 2, fsdp 2, ep 2, layers again": {"pp": 2, "fsdp": 2, "ep": 2, "schedule": "aligned", "remat": "layer"},
+    "pp 2, dp 2, ep 2": {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1"},
+}
 
 
 @cache
@@ -80,10 +88,10 @@ def compiled(layout):
             mlp="swiglu",
             compute_dtype="float32",
             # Its bias is read again at the next step: a state that got lost would show.
-            moe=MoEConfig(num_experts=4, d_ff=8, router="sigmoid", balance_loss=0.5, z_loss=0.1, bias_rate=0.1),
+            moe=MoEConfig(num_experts=4, d_ff=8, router="sigmoid", balance_loss=0.5, z_loss=0.1, bias_rate=0.1, capacity=4.0),
         ),
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
-        **LAYOUTS[layout],
+        **(LAYOUTS | SPREAD)[layout],
     )
     setup = TrainSetup.of(config)
     return setup, setup.compile_step()
@@ -130,6 +138,52 @@ def test_a_mixture_trains_over_several_devices_as_on_one(layout):
     setup, step = compiled(layout)
     assert ("2 ranks" in setup.about_pipeline(step)) == ("pp" in LAYOUTS[layout])  # which traces a layer without the mesh
     assert_as_one_device(layout, *trained(layout, setup.init(), range(STEPS)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.once] if "dp" in name else []) for name in SPREAD])
+def test_experts_over_devices_train_twenty_steps_as_on_one(layout):
+    _, wanted = trained(ONE, compiled(ONE)[0].init(), range(20))
+    state, told = trained(layout, compiled(layout)[0].init(), range(20))
+    np.testing.assert_allclose(told, wanted, rtol=1e-5)
+    assert summary(canonical(layout, state).carried)["moe_dropped"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_step_exchanges_rows_without_a_word_to_the_host():
+    text = compiled("fsdp 4, ep 2")[1].as_text()
+    assert "callback" not in text
+    # Out, back, and weights with counts; forward and backward, of three layers.
+    assert len(re.findall(r" all-to-all(-start)?\(", text)) == 3 * 2 * 3 * MICROBATCHES
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_checkpoint_of_experts_over_devices_goes_to_one_device_and_back_bit_for_bit(tmp_path):
+    layouts = "dp 4, ep 2", ONE, "fsdp 4, ep 2"
+    state, _ = trained(layouts[0], compiled(layouts[0])[0].init(), range(1))
+    saved = canonical(layouts[0], state)
+    for i, layout in enumerate(layouts):
+        if i:
+            state = restored(tmp_path / str(i), compiled(layout)[0])
+            assert_same_bits(canonical(layout, state), saved)
+        checkpoints = Checkpoints(tmp_path / str(i + 1), 1)
+        checkpoints.save(1, compiled(layout)[0].step.canonical.of(state))
+        checkpoints.close()
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_run_that_drops_rows_tells_how_many_and_is_evaluated(tmp_path, capsys):
+    flags = [*TINY.split(), "--steps", "2", "--model.moe.overflow", "drop", "--model.moe.capacity"]
+    assert tiny.train(tmp_path, *flags, "0.1", "--dp", "2", "--ep", "2", "--sample-tokens", "4") == 0
+    last = tiny.entries(tmp_path)[-1]
+    # 64 tokens of a device have two experts each, and 8 rows a pair are sent.
+    assert last["moe_dropped"] == 2 * (2 * 64 - 2 * 8)
+    capsys.readouterr()
+    assert evaluate([str(tmp_path)]) == 0
+    assert f"{last['eval_loss']:.4f} nats/token" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from jgraph.precision.transform import FP8Function, Plan
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
-from jgraph.tree import is_router, leaf_names, path_name
+from jgraph.tree import expert_axis, is_router, leaf_names, path_name
 
 Tree = Any
 Runtime = Literal["auto", "aligned", "general"]
@@ -50,6 +50,7 @@ class Pipeline:
             where it can.
         remat: what of a layer is made again in its backward: `nothing`, `wide` products, the whole `layer` but for its input.
         axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
+        experts, shards: over how many devices of `fsdp` experts are spread, and what else is sharded.
         carried: what a layer carries.
         fp8: which products of a layer are in FP8; None: none are.
     """
@@ -62,6 +63,8 @@ class Pipeline:
     runtime: Runtime = "auto"
     remat: Remat = "nothing"
     axes: Mapping[str, int] = field(default_factory=dict)
+    experts: int = 1
+    shards: fsdp.Sharded = "everything"
     carried: Carried = field(default_factory=Carried)
     fp8: StagePrecision | None = None
 
@@ -333,7 +336,9 @@ class Pipeline:
         leaves, structure = jax.tree.flatten(params | {"layers": own})
         shapes = dict(zip(leaf_names(params), leaves, strict=True))
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
-        return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False).values())
+        experts = {name: self.experts for name, leaf in shapes.items() if expert_axis(name, leaf.ndim) is not None}
+        choices: dict[str, Any] = {"experts": experts, "shards": self.shards}
+        return structure.unflatten(fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False, **choices).values())
 
     def split(self, impl: Any, layers: int = 1) -> Split:
         """Returns a stage of so many layers, split; `impl` is the kind of the keys, None where there are none."""
