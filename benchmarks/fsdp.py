@@ -167,9 +167,9 @@ def section(work: str, result: Row) -> Section:
         return COLUMNS["peak GB"](row) + " (init)" * (row.get("init_peak_bytes", 0) == row.get("peak_bytes"))
 
     def loss(row: Row) -> str:
-        told = [f"{row['skipped']} steps skipped"] * bool(row.get("skipped"))
-        told += [f"halted: {row.get('halted')} places needed"] * bool(row.get("halted"))
-        return ", ".join([number("loss", ".5g")(row), *told])
+        told = f", {row['skipped']} steps skipped" if row.get("skipped") else ""
+        told += f", halted: {row['halted']} places needed" if row.get("halted") else ""
+        return number("loss", ".5g")(row) + told
 
     return Section(
         f"{work}, {ranks} ranks, {share} x {config['seq_len']} tokens a rank",

@@ -34,6 +34,7 @@ FREE = {
         "graph",
         "xla_options",
     ),
+    *("ep", "model.moe.capacity"),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
     *("distributed.num_processes", "distributed.process_id", "hang_seconds", "log"),
 }
@@ -68,7 +69,7 @@ FIXED = {
         "fp8.keep",
         "fp8.blocks",
     ),
-    *(f"model.moe.{field.name}" for field in dataclasses.fields(MoEConfig)),
+    *(f"model.moe.{field.name}" for field in dataclasses.fields(MoEConfig) if field.name != "capacity"),
     *("fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 

@@ -51,7 +51,7 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     if (moe := _settings(config)) is None:
         must = "halt only for want of `model.moe.capacity`, which it does not have"
         raise ConfigError(f"`module` is {config.module}: must {must} ({told}halted with {halt.needed})", field="module")
-    rows, devices = _rows(config), _devices(config)
+    rows, devices = _rows(config), config.ep
     had = places(moe.capacity, rows, devices)
     if halt.needed <= had:
         must = f"halt only where more than the {had} places of a pair are needed"
@@ -98,8 +98,3 @@ def _rows(config: TrainConfig) -> int:
     """Returns how many rows a device has for experts, of a layer and microbatch."""
     tokens = config.tokens_per_step // (config.num_microbatches * config.dp * config.fsdp)
     return tokens * config.model.moe.experts_per_token
-
-
-def _devices(config: TrainConfig) -> int:
-    """Returns how many devices a layer's experts are spread over."""
-    return getattr(config, "ep", 1)

@@ -29,6 +29,7 @@ RULES = (
     Rule("dp fsdp ep reshard_after_forward shard_rules", "yes", "the same steps over other devices, to rounding"),
     Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "the same steps over other devices, to rounding"),
     Rule("remat graph xla_options compile_cache", "yes", "the same steps as another program, to rounding"),
+    Rule("model.moe.capacity", "yes", "room for rows, which changes no step unless rows are dropped"),
     Rule("preset module model", "no", "another model"),
     Rule("init_from continue_from continue_with", "no", "another beginning"),
     Rule("data data_field data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),

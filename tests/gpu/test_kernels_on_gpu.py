@@ -113,7 +113,8 @@ def test_attention_within_documents_is_as_near_to_float32_as_plain_jax_is(length
 @pytest.mark.parametrize("case", grouped.SIZES)
 def test_every_group_of_rows_is_multiplied_with_its_own_matrix(case, implementation):
     args = grouped.arrays(grouped.SIZES[case], jnp.bfloat16, 320, 448)
-    compiled = captured(functools.partial(grouped.run, implementation=implementation), *args)
+    run = functools.partial(grouped.run, implementation=implementation)
+    compiled = captured(run, *args) if implementation == "mosaic" else jax.jit(run)  # a loop is captured in pieces
     wanted = grouped.loop(*args)
     for _ in range(3):
         grouped.assert_near(compiled(*args), wanted)

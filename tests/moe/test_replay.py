@@ -1,0 +1,49 @@
+"""Experts over devices with too little room: the run replays what overflowed, and is the one that had room from the start."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.test_capacity import told
+
+FLAGS = """
+    --model.vocab-size 256 --model.compute-dtype float32 --model.mlp swiglu --model.moe.num-experts 4 --model.moe.d-ff 16
+    --data synthetic --steps 14 --checkpoint-every 7 --sample-tokens 0 --ep 2
+"""
+# The first comes to want more room as its router learns.
+LAYOUTS = [
+    pytest.param("--fsdp 2", 1.2, id="fsdp"),
+    pytest.param("--dp 2 --pp 2 --num-microbatches 2 --model.num-layers 2", 1.0, id="dp, pp", marks=pytest.mark.long),
+]
+
+
+def run(run_dir, layout: str, capacity: float, log_every: int) -> int:
+    sizes = ("--model.moe.capacity", str(capacity), "--log-every", str(log_every))
+    return tiny.train(run_dir, *FLAGS.split(), *layout.split(), *sizes)
+
+
+def assert_same(run_dir, wanted, steps):
+    """To rounding: a product that sums over the rows of a buffer adds them up in another order where it is longer."""
+    found = [[np.nan if number is None else number for number in row] for row in tiny.losses(run_dir)]
+    assert [int(row[0]) for row in found] == steps
+    np.testing.assert_allclose(found, [wanted[step] for step in steps], rtol=2e-6)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("layout", "small"), LAYOUTS)
+def test_experts_that_overflow_are_given_room_and_the_curve_shows_nothing_of_it(tmp_path, capsys, layout, small):
+    large = tmp_path / "large"
+    assert run(large, layout, 2.0, 1) == 0
+    assert told(capsys.readouterr().out) == []
+    wanted = {row[0]: [np.nan if number is None else number for number in row] for row in tiny.losses(large)}
+    assert run(tmp_path / "small", layout, small, 14) == 0
+    assert any(not line.startswith("step 1:") for line in told(capsys.readouterr().out))
+    assert_same(tmp_path / "small", wanted, [1, 14])
+    # Killed, and gone on with: what it grew to is there at once.
+    shutil.rmtree(tmp_path / "small" / "checkpoints" / "14")
+    assert run(tmp_path / "small", layout, small, 1) == 0
+    assert told(capsys.readouterr().out) == []
+    assert_same(tmp_path / "small", wanted, [1, *range(8, 15)])
+    assert all(entry["moe_dropped"] == 0 for entry in tiny.entries(tmp_path / "small"))
