@@ -21,8 +21,10 @@ from tests import tiny
 FINGERPRINT = "0" * 64
 CORPUS = {"name": "text", "fingerprint": FINGERPRINT, "train_tokens": 9, "heldout_tokens": 1}
 FREE = {
-    *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp", "fsdp"),
+    *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp"),
     *(
+        "fsdp",
+        "ep",
         "reshard_after_forward",
         "shard_rules",
         "pp",

@@ -102,7 +102,8 @@ def mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
-LONG = ("data", "fsdp", "pipe and data", "pipe and fsdp, layers again", "pipe by the host")
+SPREAD = ("fsdp and data, experts over 2 of 4, gathered again", "data, experts over 2")
+LONG = ("data", "fsdp", *SPREAD, "pipe and data", "pipe and fsdp, layers again", "pipe by the host")
 CASES = {
     "microbatches": ({}, 4, "", {}),
     "data": ({"data": 4}, 2, "", {}),
