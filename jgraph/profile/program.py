@@ -11,9 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from jgraph.errors import ProfileError
+from jgraph.kernels.grouped import CALLS
 from jgraph.xla.hlo import Computation, HloModule, Instruction, Shape
 from jgraph.xla.source import operations
 
+_GROUPED = re.compile("|".join(re.escape(f"jit({name}") for name in CALLS))
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
@@ -59,7 +61,7 @@ class Program(HloModule):
             return 2 * instruction.shapes[0].size * contracted
         if instruction.is_attention:
             return self._attention_flops(instruction)
-        return 0
+        return self._grouped_flops(instruction)
 
     def nbytes(self, instruction: Instruction) -> int:
         """Counts bytes read once and written; of what is sliced or updated within a fusion, only that part."""
@@ -104,6 +106,9 @@ class Program(HloModule):
         if attention := next((inner for inner in self.inside(instruction) if inner.is_attention), None):
             way = "backward" if "Backward" in attention.target else "forward"
             return f"attention {way} {self._shape(attention, 0)}"
+        if self._grouped_flops(instruction):
+            operands = " x ".join(str(operand.shapes[0]) for operand in self._operands(instruction)[-2:])
+            return f"grouped product {operands} -> {instruction.shapes[0]}"
         what = instruction.opcode
         if what == "fusion":
             what = re.sub(r"[._]?\d*$", "", instruction.name).replace("_", " ")
@@ -119,6 +124,14 @@ class Program(HloModule):
         products = 5 if "Backward" in instruction.target else 2
         flops = products * 2 * math.prod(map(int, re.findall(r"\d+", sizes[1]))) * query.dims[-1]
         return flops // 2 if "CAUSAL" in instruction.text else flops
+
+    def _grouped_flops(self, instruction: Instruction) -> int:
+        """Counts a kernel's grouped product as if every row were of a group; 0 for what is no such kernel."""
+        if instruction.opcode != "custom-call" or not _GROUPED.search(instruction.op_name):
+            return 0
+        given = [operand.shapes[0] for operand in self._operands(instruction)]
+        rows, *others = [shape for shape in (*given, *instruction.shapes) if len(shape.dims) == 2]
+        return 2 * math.prod(rows.dims) * others[0].dims[1]
 
     def _operands(self, instruction: Instruction) -> list[Instruction]:
         home = self.home[instruction.name].instructions

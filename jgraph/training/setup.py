@@ -280,7 +280,7 @@ class TrainSetup:
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
         """Returns what was chosen on GPUs for sharded parameters and for FP8, as far as the installed XLA has it."""
-        return (*known(fsdp.XLA_OPTIONS * (self.config.fsdp > 1), platform), *self.step.chosen_options(platform))
+        return (*known(fsdp.XLA_OPTIONS * (self.config.shards > 1), platform), *self.step.chosen_options(platform))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:

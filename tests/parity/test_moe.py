@@ -135,9 +135,9 @@ def test_a_layer_is_that_of_transformers(kind):
     compare(kind, ours(kind))
 
 
-def twice(original, experts_NK):
+def twice(original, experts_NK, counts_E):
     """A token's row stands where another's should."""
-    order = original(experts_NK)
+    order = original(experts_NK, counts_E)
     return order._replace(source=order.source.at[0].set(order.source[1]))
 
 

@@ -173,3 +173,23 @@ ENTRY %main (x: f32[8,256]) -> f32[8] {
 """
     program = Program.of(text)
     assert purpose_of(program, program.instructions["dot"]).category == "optimizer"
+
+
+@pytest.mark.parametrize(
+    ("call", "operands", "result"),
+    [
+        ("dot", "s32[8] bf16[96,64] bf16[8,64,256]", "bf16[96,256]"),
+        ("dgrad", "s32[8] bf16[96,256] bf16[8,64,256]", "bf16[96,64]"),
+        ("wgrad", "s32[8] bf16[96,64] bf16[96,256]", "bf16[8,64,256]"),
+        ("dot_fp8", "s32[8] f32[1] f8e4m3fn[96,64] f8e4m3fn[256,8,64]", "bf16[96,256]"),
+    ],
+)
+def test_a_kernel_of_grouped_products_has_the_flops_of_all_its_rows(call, operands, result):
+    given = [f"  %a{i} = {shape} parameter({i})" for i, shape in enumerate(operands.split())]
+    names = ", ".join(f"%a{i}" for i in range(len(given)))
+    made = f'  ROOT %y = {result} custom-call({names}), custom_call_target="mosaic_gpu_v2"'
+    named = f'metadata={{op_name="jit(step)/jvp(jgraph.experts)/jit(_jgraph_grouped_{call})/grouped/mpmd_map"}}'
+    program = Program.of("\n".join(["HloModule step", "", "ENTRY %main () -> f32[] {", *given, f"{made}, {named}", "}", ""]))
+    y = program.computations[program.entry].instructions["y"]
+    assert program.flops(y) == 2 * 96 * 64 * 256
+    assert program.label(y).startswith("grouped product ")
