@@ -128,7 +128,8 @@ def test_settings_survive_config_json(config):
     assert replaced(config, found) == config
     free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk"}
     assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "and config.json determines the others"
-    assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - {"z_loss", "bias_rate"}
+    trained_by = {"z_loss", "bias_rate", "capacity", "overflow"}
+    assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
 
 
 def test_a_written_config_keeps_what_the_first_one_said_besides():

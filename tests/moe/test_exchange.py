@@ -80,7 +80,13 @@ def assert_same_with_gradients(ours, wanted, given):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("kind", "group"), [("skewed", 2), ("all to one device", 2), ("random", 4), ("empty experts", 4)])
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        ("skewed", 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("all to one device", 2), ("empty experts", 4))),
+    ],
+)
 def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind, group):
     config = jgraph.MoEConfig(num_experts=E, capacity=float(group))
     given, run = arrays(kind), over_devices(group, config)
@@ -88,7 +94,7 @@ def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind,
     assert not any(np.any(count) for count in run(*given.values())[1])
 
 
-@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("group", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_rows_without_a_place_are_counted_and_left_out(group):
     config = jgraph.MoEConfig(num_experts=E, capacity=1.0)
     given, run = arrays("skewed"), over_devices(group, config)

@@ -15,7 +15,7 @@ FLAGS = """
 # The first comes to want more room as its router learns.
 LAYOUTS = [
     pytest.param("--fsdp 2", 1.2, id="fsdp"),
-    pytest.param("--dp 2 --pp 2 --num-microbatches 2 --model.num-layers 2", 1.0, id="dp, pp", marks=pytest.mark.long),
+    pytest.param("--dp 2 --pp 2 --num-microbatches 2 --model.num-layers 2", 1.0, id="dp, pp"),
 ]
 
 
@@ -31,6 +31,7 @@ def assert_same(run_dir, wanted, steps):
     np.testing.assert_allclose(found, [wanted[step] for step in steps], rtol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize(("layout", "small"), LAYOUTS)
 def test_experts_that_overflow_are_given_room_and_the_curve_shows_nothing_of_it(tmp_path, capsys, layout, small):
