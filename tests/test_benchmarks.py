@@ -251,7 +251,7 @@ def test_a_variant_is_words_for_jgraph_and_options_for_xla():
     assert (config.fsdp, config.batch_size, config.reshard_after_forward) == (4, 8, False)
     assert (varied.graph, varied.reshard_after_forward) == ("full", True)
     assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
-    spread = fsdp.vary(config, "layout=ep microbatches=2 capacity=1.75")
+    spread = fsdp.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep microbatches=2 capacity=1.75")
     assert (spread.fsdp, spread.ep, spread.num_microbatches, spread.model.moe.capacity) == (4, 4, 2, 1.75)
     decoupled = fsdp.vary(config, "grads=bfloat16")
     assert (decoupled.main_params_dtype, decoupled.read_dtype, decoupled.decoupled_grad) == ("float32", "bfloat16", True)
