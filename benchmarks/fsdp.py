@@ -139,10 +139,10 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = replace(config, ep=config.fsdp)
             case ["microbatches", number] if number.isdigit():
                 config = replace(config, num_microbatches=int(number))
-            case ["capacity", number]:
+            case ["capacity", number] if number.replace(".", "", 1).isdigit():
                 moe = replace(config.model.moe, capacity=float(number))
                 config = replace(config, model=replace(config.model, moe=moe))
-            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches"):
+            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches", "capacity"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
                 allowed = (

@@ -37,7 +37,7 @@ class MoEConfig:
     capacity: float = 1.5
     """Rows that a device may send another, over an even share; only where experts are spread over devices."""
     overflow: Literal["replay", "drop"] = "replay"
-    """What to do when there are more: halt, so that the run goes on from there with a larger capacity, or drop the rest."""
+    """Whether to halt where there are more, so that the run goes on from there with a larger capacity, or to drop the rest."""
 
     def __post_init__(self):
         check_types(self, prefix=_PREFIX)

@@ -51,9 +51,10 @@ def through(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array, config
     with scope("dispatch"):
         by_expert = dispatch.order_of(found.experts, found.counts)
         counts_GL = found.counts.reshape(G, L)
+        sums_G = jnp.sum(counts_GL, 1)
         ends_GL = jnp.minimum(jnp.cumsum(counts_GL, 1), C)
         sent_GL = jnp.diff(ends_GL, axis=1, prepend=0)
-        out = _to_places(by_expert, jnp.sum(counts_GL, 1), C)
+        out = _to_places(by_expert, sums_G, C)
         x_SD: Any = dispatch.dispatched(x_ND, out, K, "zeros")
         weights_S: Any = dispatch.dispatched(found.weights.reshape(-1), out, 1, "zeros")
         # Counts are exact in float32 up to 2**24, and one exchange is enough.
@@ -72,7 +73,6 @@ def through(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array, config
     y_SD = _exchanged(y_SD, G)
     with scope("combine"):
         y_ND: Any = dispatch.combined(y_SD, out, K, "zeros")
-    sums_G = jnp.sum(counts_GL, 1)
     fullest = jnp.max(sums_G)
     return y_ND, Overflow(jnp.sum(jnp.maximum(sums_G - C, 0)), jnp.where(fullest > C, fullest, 0))
 

@@ -107,7 +107,8 @@ class Program(HloModule):
             way = "backward" if "Backward" in attention.target else "forward"
             return f"attention {way} {self._shape(attention, 0)}"
         if self._grouped_flops(instruction):
-            operands = " x ".join(str(operand.shapes[0]) for operand in self._operands(instruction)[-2:])
+            shapes = [operand.shapes[0] for operand in self._operands(instruction)]
+            operands = " x ".join([str(shape) for shape in shapes if len(shape.dims) > 1][:2])
             return f"grouped product {operands} -> {instruction.shapes[0]}"
         what = instruction.opcode
         if what == "fusion":
