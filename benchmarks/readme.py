@@ -58,6 +58,7 @@ def speed() -> str:
     several += [name for name in data if name.endswith("_earlier")]
     fp8 = [name for name in data if "fp8" in name and benchmark_of(name, IN_FP8) in IN_FP8]
     moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe"]
+    spread = [name for name in ("fsdp_experts",) if name in data]
     tables = [
         (
             f"One {distinct([result for _, result in works], 'device')}",
@@ -91,11 +92,12 @@ def speed() -> str:
         ),
         (
             "Mixtures of experts",
-            moe,
-            "Milliseconds, median: a training step of gpt-moe, forward and backward of the layers alone:",
+            [*moe, *spread],
+            "Milliseconds, median: a training step, of `-layers` forward and backward of the layers alone:",
             markdown(
                 HEADS,
-                [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()],
+                [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()]
+                + [line for name in spread for item in data[name].items() for line in with_experts(*item)],
             ),
         ),
         (
@@ -154,6 +156,13 @@ def grouped(works: dict[str, Row]) -> list[str]:
         told = [f"{flops / ours[f'{leg}_ms'] / 1e9:.0f}, {ratio(peer, ours, f'{leg}_ms', digits=2)}" for leg in legs if ours]
         lines += [[work, result["device"] or "not told", *told]]
     return markdown(["rows x in x out", "device", *legs.values()], lines)
+
+
+def with_experts(work: str, result: Row) -> Iterable[list[str]]:
+    """Draws a mixture over several GPUs: ours with its experts spread, and with all gathered, against PyTorch's spread ones."""
+    for how, is_spread in (("experts over GPUs", True), ("experts gathered", False)):
+        rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_spread]
+        yield versus(f"{work}, {shape(result)}, {how}", result, [rows])
 
 
 def is_usual(row: Row) -> bool:

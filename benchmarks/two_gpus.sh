@@ -112,7 +112,7 @@ moe) # at once where there are two GPUs
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
-  piece 300 fsdp --work gpt-moe --name experts2 --together 6 --rounds 3 --timeout 170 --first "$experts microbatches=2" --variant "$experts" \
+  piece 300 fsdp --work gpt-moe --name fsdp_experts --together 6 --rounds 3 --timeout 170 --first "$experts microbatches=2" --variant "$experts" \
     --variant "$experts microbatches=2 $in_turn" --peers compile:experts
   ;;
 experts_soak) piece 250 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
