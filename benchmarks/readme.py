@@ -160,9 +160,9 @@ def grouped(works: dict[str, Row]) -> list[str]:
 
 def with_experts(work: str, result: Row) -> Iterable[list[str]]:
     """Draws a mixture over several GPUs: ours with its experts spread, and with all gathered, against PyTorch's spread ones."""
-    for how, is_spread in (("experts over GPUs", True), ("experts gathered", False)):
+    for kind, is_spread in (("experts over GPUs", True), ("experts gathered", False)):
         rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_spread]
-        yield versus(f"{work}, {shape(result)}, {how}", result, [rows])
+        yield versus(f"{work}, {shape(result)}, {kind}", result, [rows])
 
 
 def is_usual(row: Row) -> bool:

@@ -83,9 +83,10 @@ def training(name: str, options: Options) -> TrainConfig:
     config = preset(name)
     if options.sizes == "full":
         return config
-    sizes = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "compute_dtype")
+    sizes = ("num_layers", "d_model", "num_heads", "head_dim", "d_ff", "vocab_size", "compute_dtype")
     groups = max(1, TINY.num_heads * config.model.num_kv_heads // config.model.num_heads)
-    model = replace(config.model, **{name: getattr(TINY, name) for name in sizes}, num_kv_heads=groups)
+    moe = replace(config.model.moe, num_experts=min(config.model.moe.num_experts, 16), d_ff=0)
+    model = replace(config.model, **{name: getattr(TINY, name) for name in sizes}, num_kv_heads=groups, moe=moe)
     return replace(config, model=model, seq_len=32, xla_options=())
 
 
