@@ -12,11 +12,12 @@ from jgraph.device import Device
 from jgraph.errors import ProfileError
 from jgraph.profile.categories import CATEGORIES, COLLECTIVES, Purpose, purposes
 from jgraph.profile.program import Program
-from jgraph.profile.trace import Events, Trace, busy, guess_steps, shares, steps
+from jgraph.profile.trace import Events, Trace, busy, guess_steps, owners, steps
 from jgraph.xla.launches import launches_of
 
 _MOST_OTHERS = 5
-_COMMUNICATION = frozenset(COLLECTIVES.values())
+COMMUNICATION = frozenset(COLLECTIVES.values())
+"""Categories of what moves between devices, which is there to be hidden."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,15 @@ class Step:
     all_ms: tuple[float, ...]
 
     @cached_property
+    def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pieces of the device's busy time: start and end in ms, and the event whose own each is."""
+        return owners(self.events, np.array([purpose.category in COMMUNICATION for purpose in self.purposes], bool))
+
+    @cached_property
     def own_ms(self) -> np.ndarray:
         """Milliseconds of the device's time that count as each event's own."""
-        return shares(self.events, np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool))
+        start, end, owner = self.pieces
+        return np.bincount(owner, end - start, len(self.events))
 
 
 def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
@@ -110,13 +117,13 @@ def groups(step: Step, program: Program | None, device: Device | None) -> list[d
         ops = dict.fromkeys(events.op[i] for i in found)
         flops = nbytes = 0
         for op in ops:
-            if program and op in known and category in _COMMUNICATION:
+            if program and op in known and category in COMMUNICATION:
                 nbytes += program.sent_bytes(known[op]) * runs[op]
             elif program and op in known:
                 flops += program.flops(known[op]) * runs[op]
                 nbytes += program.nbytes(known[op]) * runs[op]
         ms = float(own[found].sum())
-        least, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
+        least, bound = _roofline(device, flops, nbytes, category in COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes}
         row |= {"roofline_ms": least, "bound": bound, "over_ms": None if least is None else ms - least}

@@ -15,6 +15,7 @@ from jgraph.errors import ProfileError
 from jgraph.page import render
 from jgraph.profile import actions, attribution
 from jgraph.profile.attribution import Step
+from jgraph.profile.collectives import collectives
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
@@ -103,6 +104,7 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
             "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
         "groups": attribution.groups(first, program, device),
+        "collectives": collectives(first, program),
         "roofline": asdict(device) if device else None,
         "pipeline": None,
         "timeline": attribution.timeline(chosen),

@@ -1,6 +1,7 @@
 """A report in a few lines of a terminal."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
             f"  {group['over_ms']:7.3f} ms above its roofline of {group['roofline_ms']:.3f}: {group['category']}, "
             f"{group['label']} ({group['count']} kernels{', ' + group['source'] if group['source'] else ''})"
         )
+    for line in _hidden(profile["collectives"]):
+        say(line)
     if pipeline := profile["pipeline"]:
         planned, ran = pipeline["planned"], pipeline["measured"]
         say(
@@ -48,6 +51,19 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
             )
     for note in profile["about"]["notes"]:
         say(note)
+
+
+def _hidden(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line a category of collectives: how much of them is exposed, and what hides the rest."""
+    for category in dict.fromkeys(one["category"] for one in collectives):
+        found = [one for one in collectives if one["category"] == category]
+        count, ms, exposed = (sum(one[key] for one in found) for key in ("count", "ms", "exposed_ms"))
+        behind: Counter[str] = Counter()
+        for one in found:
+            behind.update(one["behind"])
+        hidden = ", ".join(f"{name} {ms:.3f}" for name, ms in behind.most_common(_MOST) if ms >= 0.0005)
+        told = f"; behind {hidden}" if hidden else ""
+        yield f"  {count} {category}: {ms:.3f} ms, {exposed:.3f} exposed ({exposed / ms if ms else 0:.0%}){told}"
 
 
 def _categories(named: Mapping[str, Any]) -> Table:

@@ -187,24 +187,25 @@ def busy(start: np.ndarray, end: np.ndarray) -> float:
     return float(reached[-1] - start[0] - gaps.sum())
 
 
-def shares(events: Events, yields: np.ndarray) -> np.ndarray:
-    """Returns the milliseconds that count as each event's own: every instant of the device goes to one event.
+def owners(events: Events, yields: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns pieces of the device's busy time, one after the other: start and end in ms, and the event whose own each is.
 
-    To the one that began last of those going on, since thunks run within thunks; but those that `yields` marks, the
+    It is the one that began last of those going on, since thunks run within thunks; but those that `yields` marks, the
     collectives, have only what no other covers, since they are there to be hidden.
     """
     order = [(s, 1, i) for i, s in enumerate(events.start)] + [(e, 0, i) for i, e in enumerate(events.end)]
-    found, active, ended, at = np.zeros(len(events)), ([], []), set(), 0.0
+    pieces, active, ended, at = [], ([], []), set(), 0.0
     for time, begins, i in sorted(order):
         for stack in active:
             while stack and stack[-1] in ended:
                 ended.discard(stack.pop())
         owner = next((stack[-1] for stack in active if stack), None)
-        if owner is not None:
-            found[owner] += time - at
+        if owner is not None and time > at:
+            pieces.append((at, time, owner))
         if begins:
             active[int(yields[i])].append(i)
         else:
             ended.add(i)
         at = time
-    return found
+    start, end, owner = zip(*pieces, strict=True) if pieces else ((), (), ())
+    return np.array(start, float), np.array(end, float), np.array(owner, int)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,32 @@ class FP8Products:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Asynchronous collectives of a kind and shape, and how many have a product or a kernel between their start and end."""
+
+    kind: str
+    shape: str
+    number: int
+    hidden: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "tuple[Overlap, ...]":
+        """Counts them in a program's text, those that are most first."""
+        text = compiled.as_text() or ""
+        if "-start(" not in text and " async-start" not in text:
+            return ()
+        module, number, hidden = HloModule(text), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for start, between in module.overlaps():
+            kind = module.collective(start), str(start.shapes[-1])
+            number[kind] += 1
+            hidden[kind] += any(module.works(one) for one in between)
+        return tuple(cls(*kind, count, hidden[kind]) for kind, count in number.most_common())
+
+    def __str__(self) -> str:
+        return f"  {self.number} {self.kind} {self.shape}: {self.hidden} behind products or kernels"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Capture, donations and memory of a compiled program; `str` of it is the report. Made by `explain`.
 
@@ -90,6 +117,7 @@ class Explanation:
         donations: every donated leaf and the output in its buffer.
         memory: None where XLA does not tell.
         fp8: products in FP8, as far as a GPU has any.
+        overlaps: asynchronous collectives outside of loops, and how many XLA put something behind.
         notes: what the report could not say, and why.
     """
 
@@ -99,6 +127,7 @@ class Explanation:
     donations: tuple[Donation, ...]
     memory: Memory | None
     fp8: FP8Products = FP8Products(0, 0)
+    overlaps: tuple[Overlap, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,6 +158,8 @@ class Explanation:
             lines.append(f"memory: {self.memory}")
         if self.fp8.products:
             lines.append(str(self.fp8))
+        if self.overlaps:
+            lines += ["asynchronous collectives:", *map(str, self.overlaps)]
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
             lines.append(f"note: {_HOW}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -189,6 +220,7 @@ def explain(
         donations=donations(lowered, compiled, _argument_names(traced, lowered)),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
+        overlaps=Overlap.of(compiled),
         notes=tuple(_notes(capture, target)),
     )
 

@@ -175,6 +175,29 @@ class HloModule:
                 found[kind, groups[1] if groups else ""] += 1
         return found
 
+    def overlaps(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
+        """Yields what starts an asynchronous collective of the entry, and what the schedule has between that and its end."""
+        if self.entry not in self.computations:
+            return
+        found = list(self.computations[self.entry].instructions.values())
+        places = {instruction.name: place for place, instruction in enumerate(found)}
+        for end, done in enumerate(found):
+            start = places.get(done.operands[0], end) if done.opcode.endswith("-done") else end
+            if self.collective(found[start]) and start < end:
+                yield found[start], found[start + 1 : end]
+
+    def collective(self, instruction: Instruction) -> str:
+        """Returns the kind of collective that an instruction starts, or is: `all-gather`, say; empty for any other."""
+        called = [self.computations[name].root.opcode for name in instruction.called if name in self.computations]
+        opcode = called[0] if instruction.opcode == "async-start" and called else instruction.opcode
+        return kind if (kind := opcode.removesuffix("-start")) in _COLLECTIVES else ""
+
+    def works(self, instruction: Instruction) -> bool:
+        """Returns whether an instruction is or has in it a matrix product, attention, or another kernel that was not XLA's."""
+        called = (self.computations[name] for name in instruction.called if name in self.computations)
+        parts = [instruction, *(part for computation in called for part in computation.instructions.values())]
+        return any(part.is_product or part.opcode == "custom-call" for part in parts)
+
     @property
     def aliases(self) -> dict[int, int]:
         """Flat index of an output leaf to that of the argument leaf whose buffer it takes; tokens are not counted."""

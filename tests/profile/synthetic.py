@@ -61,6 +61,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
             "ranks": [_rank(rank, ranks, step, rng) for rank in range(ranks)],
         },
         "groups": _groups(rng),
+        "collectives": _collectives() if ranks > 1 else [],
         "roofline": {
             "name": "NVIDIA H200",
             "copy_bytes_per_second": 4.0e12,
@@ -127,6 +128,23 @@ def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
         group |= {"flops": 1e11 * ms, "bytes": 1e9 * ms, "roofline_ms": least, "bound": bound if least else ""}
         groups.append(group | {"over_ms": ms - least if least else None})
     return sorted(groups, key=lambda group: group["over_ms"] or 0, reverse=True)
+
+
+def _collectives() -> list[dict[str, Any]]:
+    rows = [
+        (
+            "all-to-all bf16[2,8192,768], forward",
+            "all-to-all",
+            "models/gpt.py:198",
+            48,
+            7.1,
+            1.9,
+            {"experts": 4.1, "router": 1.1},
+        ),
+        ("all-reduce f32[4]", "all-reduce", "", 1, 0.08, 0.08, {}),
+    ]
+    keys = ("label", "category", "source", "count", "ms", "exposed_ms", "behind")
+    return [dict(zip(keys, row, strict=True)) | {"planned": {"experts": 91} if row[-1] else None} for row in rows]
 
 
 def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:

@@ -39,6 +39,16 @@ def test_every_cause_of_a_step_is_found_and_no_other(name, collectives, reports)
         assert set(rank["categories"]) - {"other", "control"} == COMPUTE | collectives | recompute
 
 
+def test_collectives_have_what_xla_started_them_for_and_put_behind_them(reports):
+    found = {one["category"]: one for one in reports["sharded"]["collectives"]}
+    # The last gradients have nothing behind them; the parameters are gathered by one that is not asynchronous.
+    assert found["reduce-scatter"]["label"] == "reduce-scatter f32[320] f32[393216] f32[2048,256]"
+    assert found["reduce-scatter"]["planned"] == {"loss": 1}
+    assert found["all-gather"]["planned"] is None
+    assert all(one["source"] for one in found.values())
+    assert reports["one"]["collectives"] == []
+
+
 def test_a_captured_step_is_one_launch(reports):
     found = reports["one"]["captured"]
     assert (found["launches"], found["records"]) == (1, 0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jgraph.errors import ProfileError
 from jgraph.profile.attribution import choose_step
-from jgraph.profile.trace import Events, Trace, busy, guess_steps, read, shares, steps
+from jgraph.profile.trace import Events, Trace, busy, guess_steps, owners, read, steps
 
 
 def events(rows):
@@ -16,6 +16,12 @@ def events(rows):
     start, end, op = zip(*rows, strict=True)
     texts = tuple(op), tuple(op), ("",) * len(rows), ("jit_step",) * len(rows), ("stream",) * len(rows)
     return Events(np.array(start, float), np.array(end, float), *texts)
+
+
+def shares(found, yields):
+    start, end, owner = owners(found, yields)
+    assert (start[1:] >= end[:-1]).all()
+    return np.bincount(owner, end - start, len(found))
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), min_size=1, max_size=25)
