@@ -17,7 +17,20 @@ def check(profile):
     for rank in named["ranks"]:
         assert set(rank["categories"]) <= set(CATEGORIES)
         exposed = sum(category["ms"] for category in rank["categories"].values())
-        communication = {name: one["ms"] * (name in COMMUNICATION) for name, one in first["categories"].items()}
+        assert exposed == pytest.approx(rank["busy_ms"], rel=1e-6)
+        assert exposed + rank["idle_ms"] == pytest.approx(named["step_ms"], rel=1e-6)
+        assert rank["attributed"] >= LEAST_ATTRIBUTED
+    first = named["ranks"][0]
+    assert sum(group["ms"] for group in profile["groups"]) == pytest.approx(first["busy_ms"], rel=1e-6)
+    by_category = dict.fromkeys(first["categories"], 0.0)
+    for group in profile["groups"]:
+        by_category[group["category"]] += group["ms"]
+    assert by_category == pytest.approx({category: found["ms"] for category, found in first["categories"].items()}, rel=1e-6)
+    exposed = dict.fromkeys(first["categories"], 0.0)
+    for one in profile["collectives"]:
+        exposed[one["category"]] += one["exposed_ms"]
+        assert one["exposed_ms"] + sum(one["behind"].values()) == pytest.approx(one["ms"], rel=1e-6)
+    communication = {name: one["ms"] * (name in COMMUNICATION) for name, one in first["categories"].items()}
     assert exposed == pytest.approx(communication, rel=1e-6)
     kernels = sum(len(track["ms"]) for track in profile["timeline"]["tracks"])
     assert kernels == sum(found["kernels"] for rank in named["ranks"] for found in rank["categories"].values())
