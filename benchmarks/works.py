@@ -57,7 +57,7 @@ def size_from(fields: dict[str, Any]) -> Size:
     return GPTSize(gpt_of(fields["model"]), **rest)
 
 
-TINY = GPTConfig(num_layers=4, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
+TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
 def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:

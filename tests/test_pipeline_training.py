@@ -87,7 +87,7 @@ def trained(config: TrainConfig) -> Trained:
 
 
 @functools.cache
-def of_one_device(num_layers: int = 5, head: str = "tied") -> Trained:
+def of_one_device(num_layers: int = 3, head: str = "tied") -> Trained:
     return trained(config_of(num_layers=num_layers, head=head))
 
 
@@ -127,14 +127,14 @@ def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
 
 @pytest.mark.once
 def test_a_pipeline_trains_and_is_evaluated_as_one_device_does():
-    ours = trained(config_of(pp=2, dp=2, chunks=1, schedule="zb-h1", num_layers=5, head="untied"))
+    ours = trained(config_of(pp=2, dp=2, chunks=1, schedule="zb-h1", num_layers=3, head="untied"))
     assert isinstance(ours.setup.step.bound, BoundPipeline)
     pipeline = ours.setup.step.bound.pipeline
     assert (pipeline.schedule.name, pipeline.runtime) == ("zb-h1", "general")
     assert ours.setup.num_devices == 4
     assert all(leaf.sharding.device_set == set(jax.devices()[:4]) for leaf in jax.tree.leaves(ours.state))
-    assert_same(ours, of_one_device(5, "untied"))
-    assert_evaluated_as(ours, of_one_device(5, "untied"))
+    assert_same(ours, of_one_device(3, "untied"))
+    assert_evaluated_as(ours, of_one_device(3, "untied"))
     # What pads the vocabulary and the layers is not in the model's tree: packing makes it anew, of zeros.
     form = ours.setup.step.bound
     again = jax.jit(lambda params: form.pack(form.unpack(params)))(ours.state.params)
@@ -177,11 +177,11 @@ def hasty(monkeypatch):
 
 @pytest.mark.once
 def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
-    ours = trained(config_of(pp=2, schedule="auto", head="untied"))
+    ours = trained(config_of(pp=2, schedule="auto", num_layers=3, head="untied"))
     assert isinstance(ours.setup.step.bound, BoundPipeline)
     assert ours.setup.step.bound.pipeline.schedule.name in NAMES
     assert ours.losses[-1] < ours.losses[0] - 0.2
-    assert_same(ours, of_one_device(5, "untied"))
+    assert_same(ours, of_one_device(3, "untied"))
 
 
 def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:

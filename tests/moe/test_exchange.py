@@ -16,6 +16,8 @@ from jgraph.moe import exchange, router
 from jgraph.parallel import FullySharded, train_step
 from jgraph.parallel.fsdp import ShardSpec
 
+pytestmark = pytest.mark.long
+
 # N tokens of a device
 DEVICES, N, D, F, E = 4, 12, 4, 6, 8
 ARGS = ["x", "logits", "up", "down"]
@@ -84,7 +86,8 @@ def assert_same_with_gradients(ours, wanted, given):
     ("kind", "group"),
     [
         ("skewed", 2),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("all to one device", 2), ("empty experts", 4))),
+        ("all to one device", 2),
+        ("empty experts", 4),
     ],
 )
 def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind, group):
@@ -94,7 +97,7 @@ def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind,
     assert not any(np.any(count) for count in run(*given.values())[1])
 
 
-@pytest.mark.parametrize("group", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("group", [2, 4])
 def test_rows_without_a_place_are_counted_and_left_out(group):
     config = jgraph.MoEConfig(num_experts=E, capacity=1.0)
     given, run = arrays("skewed"), over_devices(group, config)

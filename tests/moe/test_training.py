@@ -57,12 +57,11 @@ def test_a_router_that_is_not_a_number_is_told_in_a_line(tmp_path, capsys):
 # --- Over several devices ---
 
 ROWS, MICROBATCHES, STEPS, VOCAB = 8, 2, 3, 61
-ONE, SHARDED, PIPES, HOST = "one device", "fsdp 2 and dp 2, layers again", "pp 2 and dp 2", "pp 2 by the host"
+ONE, SHARDED, PIPES = "one device", "fsdp 2 and dp 2, layers again", "pp 2 and dp 2"
 LAYOUTS = {
     ONE: {},
     SHARDED: {"fsdp": 2, "dp": 2, "remat": "layer"},
     PIPES: {"pp": 2, "dp": 2, "schedule": "aligned"},  # in which idle ranks compute too
-    HOST: {"pp": 2, "schedule": "1f1b", "pp_engine": "dispatch"},
 }
 SPREAD = {
     "fsdp 4, ep 2": {"fsdp": 4, "ep": 2},
@@ -129,15 +128,6 @@ def assert_as_one_device(layout, state, told):
         jax.tree.leaves_with_path((ours.params, ours.carried)), jax.tree.leaves((wanted.params, wanted.carried)), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
-
-
-@pytest.mark.long
-@pytest.mark.once
-@pytest.mark.parametrize("layout", [SHARDED, PIPES, HOST])
-def test_a_mixture_trains_over_several_devices_as_on_one(layout):
-    setup, step = compiled(layout)
-    assert ("2 ranks" in setup.about_pipeline(step)) == ("pp" in LAYOUTS[layout])  # which traces a layer without the mesh
-    assert_as_one_device(layout, *trained(layout, setup.init(), range(STEPS)))
 
 
 @pytest.mark.long

@@ -17,6 +17,8 @@ from tests.parallel import test_pipelined_step as pipelined
 from tests.parallel.test_train_step import errors, new_params, strategy
 from tests.precision import test_step as precision
 
+pytestmark = pytest.mark.long
+
 STEPS, PLANTED, NEEDED, ROOM, LARGE = 6, 3, 7, 4, 10
 ROWS = 16
 CARRIED = {"overflow": jnp.int32(0), "seen": jnp.float32(0)}

@@ -14,6 +14,8 @@ from jgraph.precision import transform
 from jgraph.precision.fuse import fused
 from tests.kernels.test_quantize import assert_within_one_step
 
+pytestmark = pytest.mark.long
+
 fuse = functools.partial(fused, implementation="xla")
 WRITTEN = {"tanh", "exp", "logistic", "erf", "erfc", "max", "integer_pow", "square"}
 

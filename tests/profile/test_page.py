@@ -12,6 +12,8 @@ from jgraph.schedule.draw import COLOURS, tint
 from tests import browser
 from tests.profile.synthetic import profile
 
+pytestmark = pytest.mark.long
+
 PANELS = ["Summary", "Where the time went", "What is hidden", "What to fix first", "Pipeline", "Memory", "Timeline"]
 NOTHING = "\N{EN DASH}"
 EMPTY = {"captured": None, "uncaptured": None, "groups": [], "collectives": [], "roofline": None, "pipeline": None}

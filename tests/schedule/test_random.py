@@ -15,6 +15,8 @@ from jgraph.schedule import Order, Schedule
 from tests.schedule.referee import can_be_played, referee, said, ticks_can_be_kept
 from tests.schedule.strategies import MUTATIONS, delayed_ticks, mutate, mutate_kinds, random_schedule, schedules
 
+pytestmark = pytest.mark.long
+
 LEGAL, CHANGED, FUSED, TICKS = 7_000, 15_000, 4_000, 2_000
 PARTS = 5  # so that they can run beside each other
 
@@ -78,7 +80,6 @@ def test_changed_orders_are_refused_exactly_if_they_cannot_be_played_and_are_saf
     assert sum(seen[name, True] for name in MUTATIONS) > 150
 
 
-@pytest.mark.long
 def test_fusing_and_splitting_backwards_is_refused_exactly_if_wgrads_would_not_go_first_in_first_out():
     rng = np.random.default_rng(4)
     seen: Counter[bool] = Counter()
