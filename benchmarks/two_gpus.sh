@@ -47,7 +47,7 @@ gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
-experts="layout=ep capacity=1.75" # an untrained router is not even: one of the twelve needs 1.64
+experts="layout=ep capacity=2" # room for everything: an untrained router is not even
 captured="fp8=delayed graph=full grads=float32"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
@@ -112,8 +112,10 @@ moe) # at once where there are two GPUs
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
-  piece 300 fsdp --work gpt-moe --name fsdp_experts --together 6 --rounds 3 --timeout 170 --first "$experts microbatches=2" --variant "$experts" \
-    --variant "$experts microbatches=2 $in_turn" --peers compile:experts
+  piece 330 fsdp --work gpt-moe --name fsdp_experts --together 7 --rounds 3 --seconds 0.4 --timeout 230 --first "$experts microbatches=2" \
+    --variant "$experts" --variant "$experts microbatches=2 graph=full" --variant "$experts microbatches=2 $in_turn" --peers compile:experts
+  piece 170 fsdp --work qwen3-30b-a3b --name fsdp_experts --together 3 --rounds 2 --seconds 0.4 --timeout 150 --one-gpu no \
+    --first "$experts microbatches=2" --peers compile:experts
   ;;
 experts_soak) piece 250 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
 curves)

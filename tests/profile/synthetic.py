@@ -131,20 +131,11 @@ def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
 
 
 def _collectives() -> list[dict[str, Any]]:
-    rows = [
-        (
-            "all-to-all bf16[2,8192,768], forward",
-            "all-to-all",
-            "models/gpt.py:198",
-            48,
-            7.1,
-            1.9,
-            {"experts": 4.1, "router": 1.1},
-        ),
-        ("all-reduce f32[4]", "all-reduce", "", 1, 0.08, 0.08, {}),
-    ]
-    keys = ("label", "category", "source", "count", "ms", "exposed_ms", "behind")
-    return [dict(zip(keys, row, strict=True)) | {"planned": {"experts": 91} if row[-1] else None} for row in rows]
+    behind = {category: 0.7 - 0.03 * i for i, category in enumerate(CATEGORIES[:10])}
+    hidden = {"label": "all-to-all bf16[2,8192,768], forward", "category": "all-to-all", "source": "models/gpt.py:198"}
+    hidden |= {"count": 48, "ms": 7.1, "exposed_ms": 7.1 - sum(behind.values()), "behind": behind}
+    shown = {"label": "all-reduce f32[4]", "category": "all-reduce", "source": "", "count": 1, "ms": 0.08, "exposed_ms": 0.08}
+    return [hidden | {"planned": dict.fromkeys(behind, 91)}, shown | {"behind": {}, "planned": None}]
 
 
 def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
