@@ -277,6 +277,16 @@ def test_two_processes_have_the_amax_histories_of_one_with_two_devices(tmp_path)
     assert (one.window[:3] > 0).all()
 
 
+@pytest.mark.once
+def test_two_processes_share_experts_as_two_devices_of_one_do(tmp_path):
+    mixture = ("--model.mlp", "swiglu", "--model.moe.num-experts", "4", "--model.moe.d-ff", "16", "--model.moe.capacity", "2")
+    flags = (*FLAGS, *mixture, "--steps", "3", "--sample-tokens", "0", "--dp", "2", "--ep", "2", "--run-dir")
+    (code, _, err), quiet = finish(start_two(*flags, str(tmp_path / "two")))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    assert main([*flags, str(tmp_path / "one")]) == 0
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+
+
 def amax_history(run_dir):
     """Returns the state of delayed scaling in a run's last checkpoint."""
     fields = json.loads((run_dir / "config.json").read_text())

@@ -105,9 +105,10 @@ def mesh(**axes):
 
 
 SPREAD = ("fsdp and data, experts over 2 of 4, gathered again", "data, experts over 2")
-ONCE = (*SPREAD, "pipe, aligned", "pipe and data", "pipe and fsdp, layers again", "pipe by the host")
+ONCE = ("data", *SPREAD, "pipe, aligned", "pipe and data", "pipe and fsdp, layers again", "pipe by the host")
 CASES = {
     "microbatches": ({}, 4, "", {}),
+    "data": ({"data": 4}, 2, "", {}),
     "data and fsdp": ({"data": 2, "fsdp": 2}, 2, "", {}),
     "fsdp, experts over 4": ({"fsdp": 4}, 2, "", {"experts": 4}),
     "fsdp and data, experts over 2 of 4, gathered again": (
