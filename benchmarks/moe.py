@@ -36,7 +36,7 @@ class Options(Soaked, Traced):
     peers: tuple[str, ...] = ("compile", "compile + CUDA graph", "CUDA graph", "eager")
     """Of PyTorch's: eager or compile, `max-autotune`, and `+ CUDA graph` of the whole step."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=TEXT for one row more: graph=off|full, what the model calls so, or XLA's; may be repeated."""
+    """NAME=TEXT for one row more: graph=off|full, fp8=RECIPE:FORMAT, what the model calls so, or XLA's; may be repeated."""
 
 
 def works(options: Options) -> Iterator[Work]:

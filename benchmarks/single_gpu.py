@@ -7,12 +7,14 @@ python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jg
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import training, training_step
+from jgraph.precision.config import FP8Config
 from jgraph.training.config import TrainConfig
 
 # The first is in every comparison. The last takes torch minutes to compile: what --timeout ends is a row that says so.
@@ -27,7 +29,8 @@ class Options(Traced):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Of each; the first one is what all others are compared with. `jgraph NAME=TEXT` sets what the model or XLA calls so."""
+    """Of each; the first one is what all others are compared with. `jgraph NAME=TEXT` sets what the model or XLA calls so, or
+    `fp8=RECIPE:FORMAT`."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -48,6 +51,10 @@ def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
         setting, _, value = text.partition("=")
         if setting == "graph":
             config = replace(config, graph=value)
+        elif setting == "fp8":
+            recipe, _, format = value.partition(":")
+            recipes: Any = {"recipe": recipe, "format": format or "hybrid"}
+            config = replace(config, precision="fp8", fp8=FP8Config(**recipes))
         elif setting.startswith("xla_"):
             config = replace(config, xla_options=(*config.xla_options, text))
         else:

@@ -17,8 +17,9 @@ from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.grouped_mosaic import ALIGNED, LINE, SWIZZLED, Order, product, wgrad
 from jgraph.kernels.target import target
 
-CALLS = DOT, DGRAD, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_dgrad", "_jgraph_grouped_wgrad"
-"""Names of the jitted functions, by which a product and its two gradients are found in a trace."""
+DOT = "_jgraph_grouped_dot"
+CALLS = DOT, "_jgraph_grouped_dgrad", "_jgraph_grouped_wgrad", "_jgraph_grouped_dot_fp8"
+"""Names of the jitted functions, by which a product, its two gradients, and those in FP8 are found in a trace."""
 
 ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 """Of a grouped product as a `ragged_dot_general`; then that of its dgrad and its wgrad."""
@@ -82,7 +83,8 @@ def grouped_dot_fp8(
         sizes_G: as of `grouped_dot`.
         scale: float32 scalar; of a power of two the result is rounded once.
         order: where in `weights` the groups, the columns of the result, and the axis that is summed over are.
-        implementation: as of `grouped_dot`; for `mosaic` K is a multiple of 128, and two dtypes need jax 0.12 or newer.
+        implementation: as of `grouped_dot`; for `mosaic` K is a multiple of 128, and two dtypes need jax 0.12 or newer. What it
+            cannot take, `auto` multiplies as bfloat16, which has the same numbers.
         interpret: as of `grouped_dot`.
 
     Raises:
@@ -99,17 +101,24 @@ def grouped_dot_fp8(
         raise ShapeError("`weights` is float8_e5m2: must be float8_e4m3fn, as `x_MK` is not", field="weights")
     if scale.shape or scale.dtype != jnp.float32:
         raise ShapeError(f"`scale` is {scale.dtype}{list(scale.shape)}: must be a float32 scalar", field="scale")
-    if implementation == "auto" and x_MK.dtype != weights.dtype and jax.__version_info__ < (0, 12):
-        implementation = "xla" if target() is None else "tiles"
-    implementation = _chosen(implementation, (M, K, N), x_MK.dtype)
-    return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, implementation, interpret)
+    of_one = x_MK.dtype == weights.dtype or jax.__version_info__ >= (0, 12)
+    read_as = "fp8" if implementation == "mosaic" or (of_one and _fits((M, K, N), x_MK.dtype)) else "bfloat16"
+    implementation = _chosen(implementation, (M, K, N), x_MK.dtype if read_as == "fp8" else jnp.dtype(jnp.bfloat16))
+    return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, implementation, read_as, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("order", "implementation", "interpret"))
+@functools.partial(jax.jit, static_argnames=("order", "implementation", "read_as", "interpret"))
 def _jgraph_grouped_dot_fp8(
-    x_MK: Array, weights: Array, sizes_G: Array, scale: Array, order: Order, implementation: str, interpret: bool
+    x_MK: Array,
+    weights: Array,
+    sizes_G: Array,
+    scale: Array,
+    order: Order,
+    implementation: str,
+    read_as: Literal["fp8", "bfloat16"],
+    interpret: bool,
 ) -> Array:
-    if implementation == "mosaic":
+    if implementation == "mosaic" and read_as == "fp8":
         return product(x_MK, weights, sizes_G, order, interpret, scale)
     weights_GNK = jnp.moveaxis(weights, order.index("G"), 0).astype(jnp.bfloat16)
     y_MN = _product(x_MK.astype(jnp.bfloat16), weights_GNK, sizes_G, implementation, interpret, transposed=True)

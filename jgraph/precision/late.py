@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.backward.linear import DelayedProduct
+from jgraph.backward.linear import GROUPED, DelayedProduct
 from jgraph.precision.config import FP8Config
+from jgraph.precision.grouped import grouped_product
 from jgraph.precision.product import Shape, Tap, formats, product, weight_gradient
 from jgraph.trace import replay
 
@@ -29,10 +30,6 @@ class LateProduct(DelayedProduct):
 
     config: FP8Config
     again: bool = True
-
-    @classmethod
-    def of(cls, site: DelayedProduct, config: FP8Config) -> "LateProduct":
-        return cls(site.eqn, site.weight, site.lead, site.params, site.moved, config)
 
     def computed_as(self) -> Any:
         m, k, n = Shape.of(self).sizes
@@ -63,3 +60,30 @@ class LateProduct(DelayedProduct):
         for _ in self.lead:
             one = partial(lax.map, one)  # batched, it would be no FP8 product to XLA
         return one(tap)
+
+
+@dataclass(frozen=True, eq=False)
+class LateGroupedProduct(DelayedProduct):
+    """A grouped product in FP8 with delayed weights, whose x and dy wait as they are.
+
+    Attributes:
+        config: the recipe.
+    """
+
+    config: FP8Config
+
+    def multiply(self, x: Any, w: Any, extra: Sequence[Any], tap: Any, given: Tap) -> Array:
+        return grouped_product(self.config, self, x, w, extra[0], given._replace(late=tap))
+
+
+def late_product(site: DelayedProduct, config: FP8Config) -> DelayedProduct:
+    """Returns a product in FP8, for one with a delayed weight."""
+    kind = LateGroupedProduct if site.name == GROUPED else LateProduct
+    return kind(site.eqn, site.weight, site.lead, site.params, site.moved, config)
+
+
+def multiplied(config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap) -> Array:
+    """Computes a product in FP8, with the gradient of its weight."""
+    if site.name == GROUPED:
+        return grouped_product(config, site, x, w, extra[0], tap)
+    return product(config, site, x, w, tap)

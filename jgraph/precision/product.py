@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jgraph.backward.linear import DelayedProduct
+from jgraph.backward.linear import GROUPED, DelayedProduct
 from jgraph.kernels import amax, cast_transpose
 from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config
@@ -131,18 +131,33 @@ class Shape:
         return jnp.transpose(dw_KN.reshape(self.w), _inverse(self.w_axes))
 
 
+class GroupedShape(NamedTuple):
+    """The sizes of a `grouped_dot`, M, K and N; its matrices are quantized as one of [G * K, N]."""
+
+    sizes: tuple[int, int, int]
+
+    def w_matrix(self, w_GKN: Array) -> Array:
+        """Returns the matrices of all groups below each other."""
+        return w_GKN.reshape(-1, w_GKN.shape[-1])
+
+
+def shape_of(site: DelayedProduct) -> Shape | GroupedShape:
+    """Returns a product as one of matrices."""
+    return GroupedShape((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else Shape.of(site)
+
+
 def why_not(site: DelayedProduct) -> str:
     """Returns why a product cannot be in FP8; empty where it can."""
-    if site.name != "dot_general":
+    if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
-    if any(site.eqn.params["dimension_numbers"][1]):
+    if site.name != GROUPED and any(site.eqn.params["dimension_numbers"][1]):
         return "it has batch dimensions"
     if not site.moved or len(site.params) != 1:
         return "its weight is computed, not a parameter"
     for aval in (site.x_aval, site.w_aval):
         if aval.dtype not in (jnp.bfloat16, jnp.float32):
             return f"an operand is {aval.dtype}"
-    sizes = Shape.of(site).sizes
+    sizes = shape_of(site).sizes
     if any(size % _MULTIPLE for size in sizes):
         return f"its sizes {' x '.join(map(str, sizes))} are not all multiples of {_MULTIPLE}"
     return ""
@@ -159,7 +174,7 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
 
     def forward(x: Array, w: Array, tap: Tap) -> tuple[Array, Any]:
         want = "both" if keeps else "rows"
-        rows, columns, scale, largest = _quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, want)
+        rows, columns, scale, largest = quantized(shape.x_matrix(x), tap.scales, 0, x_dtype, want)
         y = _matmul(rows, scale, tap.weight.columns, tap.weight.scale, out, "fast")
         # The name keeps it from being made again from x, of which there may be more bytes, by the split backward.
         kept = checkpoint_name(columns, _KEPT) if keeps else x
@@ -168,7 +183,7 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
     def backward(residuals: Any, dy: Array) -> tuple[Array, Array, Any]:
         kept, x_scale, largest, tap = residuals
         dy_MN, weight = shape.dy_matrix(dy), tap.weight
-        rows, columns, scale, dy_largest = _quantized(dy_MN, tap.scales, 2, dy_dtype, "both" if in_fp8 else "rows")
+        rows, columns, scale, dy_largest = quantized(dy_MN, tap.scales, 2, dy_dtype, "both" if in_fp8 else "rows")
         dx = _matmul(rows, scale, weight.rows, weight.scale, site.x_aval.dtype, "full")
         if in_fp8 and not keeps:
             with scope("quantize"):
@@ -177,14 +192,18 @@ def product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, tap: Ta
         read = ((kept, x_scale), (columns, scale)) if in_fp8 else (kept, dy)
         observed = None if tap.amax is None else jnp.stack([largest, weight.amax, dy_largest])
         dw = weight_gradient(config, shape, read, w_dtype) if not late else None
-        # Behind a barrier each is an array of its own, also where one program holds both parts: XLA on a CPU fails without.
-        waiting = jax.tree.map(lax.optimization_barrier, read) if late else None
-        return shape.dx(dx), dw, Tap(None, None, observed, waiting)  # pyright: ignore[reportArgumentType, reportReturnType]
+        return shape.dx(dx), dw, Tap(None, None, observed, waiting(read) if late else None)  # pyright: ignore[reportArgumentType, reportReturnType]
 
     late, in_fp8 = tap.late is not None, config.wgrad == "fp8"
     keeps = in_fp8 and not again
     run.defvjp(forward, backward)
     return run(x, w, tap)
+
+
+def waiting(read: Any) -> Any:
+    """Returns what wgrad is to read as the cotangent of a tap's `late`."""
+    # Behind a barrier each is an array of its own, also where one program holds both parts: XLA on a CPU fails without.
+    return jax.tree.map(lax.optimization_barrier, read)
 
 
 def weight_gradient(config: FP8Config, shape: Shape, read: Any, dtype: Any, *, apart: bool = True) -> Array:
@@ -199,8 +218,16 @@ def weight_gradient(config: FP8Config, shape: Shape, read: Any, dtype: Any, *, a
     return shape.dw(lax.dot_general(x_MK, dy_MN, (((0,), (0,)), ((), ())), preferred_element_type=dtype))
 
 
-def _quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, want: Want) -> tuple[Any, Any, Array, Array]:
-    """Returns an array in FP8, its transpose where it is wanted, the scale to read them by, and the array's amax."""
+def quantized(x_MK: Array, scales: Array | None, which: int, dtype: Any, want: Want) -> tuple[Any, Any, Array, Array]:
+    """Returns an array in FP8, its transpose where it is wanted, the scale to read them by, and the array's amax.
+
+    Args:
+        x_MK: the array.
+        scales: of a `Tap`.
+        which: of its three scales.
+        dtype: of the result.
+        want: as of `cast_transpose`.
+    """
     with scope("quantize"):
         if scales is None:
             known = checkpoint_name(amax(x_MK), _KEPT)

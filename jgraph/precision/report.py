@@ -25,5 +25,5 @@ def about(products: Sequence[Product], config: FP8Config, compiled: FP8Products 
         return f"{line}; emulated in bfloat16"
     if in_loops:
         return f"{line}; compiled: {compiled.products} for all microbatches, and {compiled.transposes} transposes by XLA"
-    wanted = (3 if config.wgrad == "fp8" else 2) * len(inside)
+    wanted = sum(3 if product.wgrad == "fp8" else 2 for product in inside)
     return f"{line}, {wanted} with their gradients; compiled: {compiled.products}, and {compiled.transposes} transposes by XLA"

@@ -10,20 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jgraph.backward import find
-from jgraph.backward.linear import Bound, DelayedProduct, OwnProducts
+from jgraph.backward.linear import GROUPED, Bound, DelayedProduct, OwnProducts
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
 from jgraph.precision.fuse import fused
-from jgraph.precision.late import LateProduct
-from jgraph.precision.product import Shape, Tap, Weight, formats, product, why_not
+from jgraph.precision.late import late_product, multiplied
+from jgraph.precision.product import Tap, Weight, formats, shape_of, why_not
 from jgraph.precision.scaling import History, observe, scale_for, seen
 from jgraph.scopes import scope
 from jgraph.tree import is_router, leaf_names, matching
@@ -39,12 +39,14 @@ class Product(NamedTuple):
         sizes: M, K and N.
         repeats: how often it runs in a call, in loops over layers.
         kept: why it is not in FP8; empty where it is.
+        wgrad: of one in FP8, in what the gradient of its parameter is multiplied.
     """
 
     name: str
     sizes: tuple[int, int, int] | None
     repeats: int
     kept: str
+    wgrad: Literal["fp8", "bf16"]
 
 
 class Scale(NamedTuple):
@@ -156,7 +158,7 @@ class FP8Function(OwnProducts):
             return [() if product.kept else next(inside) for product in said]
 
         products = [
-            site if product.kept else LateProduct.of(site, self.config) for site, product in zip(sites, said, strict=True)
+            site if product.kept else late_product(site, self.config) for site, product in zip(sites, said, strict=True)
         ]
         params, state, weights = map(jax.tree.leaves, given)
         return Bound(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
@@ -220,8 +222,7 @@ class Plan:
         for i, start, _ in self._in_fp8():
             if (name := self.weight_of(i)) in found:
                 continue
-            _, k, n = Shape.of(self.sites[i]).sizes
-            all_of_it = math.prod(self.sites[i].lead) * k * n == parts[name].size
+            all_of_it = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
             if earlier is not None and over_devices is None and all_of_it:
                 largest = None
             else:
@@ -249,7 +250,7 @@ class Plan:
         views: list[Weight | None] = [None] * len(found)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._in_fp8():
-            name, lead, matrix = self.weight_of(i), self.sites[i].lead, Shape.of(self.sites[i]).w_matrix
+            name, lead, matrix = self.weight_of(i), self.sites[i].lead, shape_of(self.sites[i]).w_matrix
 
             def both(w: Array, scale=scales[name].scale, matrix=matrix, lead=lead) -> tuple[Any, Any, Array | None]:
                 rows_KN = matrix(w)
@@ -303,7 +304,7 @@ class Plan:
             if given is None:
                 return site.run(x, w, extra)
             tap, own = given
-            return product(self.config, site, x, w if own is None else own, tap)
+            return multiplied(self.config, site, x, w if own is None else own, extra, tap)
 
         leaves[: len(avals)] = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=False)]
         out, _ = find.run_forward(self.block, self.closed.consts, leaves, taps, multiply)
@@ -349,8 +350,8 @@ def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Con
         elif any(_block_number(names[p]) in ends for p in site.params):
             reason = "kept by `fp8.blocks`"
         label = name if times[name] == 1 else f"{name}#{times[name]}"
-        sizes = Shape.of(site).sizes if site.eqn.primitive.name == "dot_general" else None
-        found.append(Product(label, sizes, math.prod(site.lead), reason))
+        sizes = shape_of(site).sizes if site.name in (GROUPED, "dot_general") else None
+        found.append(Product(label, sizes, math.prod(site.lead), reason, config.wgrad if site.name != GROUPED else "bf16"))
     return tuple(found)
 
 

@@ -7,11 +7,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jgraph.kernels.grouped import DGRAD, DOT, WGRAD
+from jgraph.kernels.grouped import CALLS
 from jgraph.trace.replay import JITS, SCAN
-
-# By name of a call of a grouped product: which axis of its second operand is neither a group's nor in the first one.
-_OTHER_SIDE = {DOT: -1, DGRAD: -2, WGRAD: -1}
 
 
 def product_flops(fn: Callable[..., Any], *args: Any) -> float:
@@ -30,9 +27,9 @@ def _flops(jaxpr: core.Jaxpr) -> float:
 
 
 def _of(eqn: core.JaxprEqn) -> float:
-    if eqn.primitive.name in JITS and eqn.params["name"] in _OTHER_SIDE:
+    if eqn.primitive.name in JITS and eqn.params["name"] in CALLS:
         # Rows times two sides of a matrix, which a kernel's own program does not say.
-        return 2.0 * math.prod(_shape(eqn.invars[0])) * _shape(eqn.invars[1])[_OTHER_SIDE[eqn.params["name"]]]
+        return 2.0 * math.prod(_shape(eqn.invars[0])) * _shape(eqn.outvars[0])[-1]
     match eqn.primitive.name:
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -72,9 +72,15 @@ class FP8Products:
         text = compiled.as_text() or ""
         if "f8e" not in text:  # to read all of a program takes seconds
             return cls(0, 0)
-        instructions = HloModule(text).instructions.values()
-        transposes = [i for i in instructions if i.opcode == "transpose" and i.shapes[0].dtype.startswith("f8")]
-        return cls(sum("matmul$f8" in i.target for i in instructions), len(transposes))
+        instructions = HloModule(text).instructions
+
+        def in_fp8(names: Sequence[str]) -> list[bool]:
+            return [shape.dtype.startswith("f8") for name in names for shape in instructions[name].shapes[:1]]
+
+        transposes = [i for i in instructions.values() if i.opcode == "transpose" and any(in_fp8([i.name]))]
+        # Of a library's kernels and ours; what quantizes into a pool takes the pool, and gives it.
+        calls = [i for i in instructions.values() if i.opcode == "custom-call" and not any(in_fp8([i.name]))]
+        return cls(sum(sum(in_fp8(i.operands)) == 2 for i in calls), len(transposes))
 
     def __str__(self) -> str:
         return f"fp8: {self.products} products, {self.transposes} transposes by XLA"

@@ -9,7 +9,9 @@ from flax import nnx
 import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
+from jgraph.kernels.grouped import grouped_dot
 from jgraph.precision.report import about
+from jgraph.xla.explain import FP8Products
 from tests.backward.stages import grouped_mlp, grouped_params
 
 # B batch, D model, F hidden
@@ -109,26 +111,37 @@ def test_the_head_is_kept_by_default_and_other_layers_by_pattern():
     assert in_fp8(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
 
 
-def test_grouped_products_stay_as_they_are_and_the_report_says_so():
+def test_a_grouped_product_and_its_dgrad_are_those_of_rounded_operands_and_its_wgrad_reads_them_as_they_are():
+    sizes = (20, 0, 9)  # and three rows beyond
+    w_GDF, x_BD, dy_BF = normal(0, 3, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+
+    def run(w, x):
+        return grouped_dot(x, w.astype(x.dtype), jnp.array(sizes, jnp.int32))
+
+    y, pull_back = jax.vjp(lambda w, x: jgraph.fp8(run).apply(w, {}, x), w_GDF, x_BD)
+    dw, dx = pull_back(dy_BF)
+    np.testing.assert_array_equal(dw, jax.vjp(run, w_GDF, x_BD)[1](dy_BF)[0])
+    x, w, dy = rounded(x_BD, jnp.float8_e4m3fn), rounded(w_GDF, jnp.float8_e4m3fn), rounded(dy_BF, jnp.float8_e5m2)
+    groups = np.repeat(range(3), sizes)
+    pairs = [(x[:29, None], w[groups]), (dy[:29, None], w[groups].swapaxes(1, 2))]
+    check((y[:29], dx[:29]), [((a @ b)[:, 0], (np.abs(a) @ np.abs(b))[:, 0]) for a, b in pairs])
+    assert not np.any(y[29:])
+    assert not np.any(dx[29:])
+
+
+def test_the_report_counts_a_grouped_product_without_its_wgrad():
     params, x = {"in": normal(0, 32, 32), "experts": grouped_params()}, normal(1, B, 32)
-
-    def routed(params, x):
-        return grouped_mlp(params["experts"], x @ params["in"])
-
-    stage, alone = jgraph.fp8(routed), jgraph.fp8(lambda w, x: x @ w)
+    stage = jgraph.fp8(lambda params, x: grouped_mlp(params["experts"], x @ params["in"]))
     products = stage.plan(params, x).products
-    kept = {product.name: product.kept for product in products if product.name != "experts/router"}
-    assert kept == {"in": "", "experts/up": "a grouped product", "experts/down": "a grouped product"}
-    assert "1 of 4 products with parameters; " in (line := about(products, FP8Config(), None))
-    assert "2 not: a grouped product" in line
-
-    def gradients(fn):
-        return jax.jit(jax.grad(lambda params: jnp.sum(fn(params) ** 2)))(params)["experts"]
-
-    found = gradients(lambda params: stage.apply(params, {}, x))
-    wanted = gradients(lambda params: grouped_mlp(params["experts"], alone.apply(params["in"], {}, x)))
-    for name in wanted:
-        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-6 * float(jnp.abs(wanted[name]).max()))
+    assert {product.name: product.kept for product in products} == {
+        "in": "",
+        "experts/router": "a router",
+        "experts/up": "",
+        "experts/down": "",
+    }
+    assert [product.sizes for product in products[2:]] == [(2 * B, 32, 128), (2 * B, 64, 32)]
+    line = about(products, FP8Config(), FP8Products(7, 0))
+    assert "3 of 4 products with parameters; 1 not: a router, 7 with their gradients; compiled: 7," in line
 
 
 def test_a_router_stays_as_it_is():
