@@ -18,12 +18,14 @@ def pytest_configure(config):
         # Before jax is imported, and for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+        old = metadata.version("jaxlib").startswith("0.10.")
+        # A fifth less time to compile where cores are few; later ones gain nothing by it.
+        fast = ["--xla_cpu_parallel_codegen_split_count=1"] * old
         if "parity" not in config.option.markexpr.replace("not parity", ""):
-            # A third less time to compile. What compares numbers with PyTorch's rounding has the default.
-            fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-            if metadata.version("jaxlib").startswith("0.10."):  # later ones have nothing else
-                fast += " --xla_cpu_use_fusion_emitters=false"  # half of what is left
-            os.environ.setdefault("XLA_FLAGS", fast)
+            # A third less. What compares numbers with PyTorch's rounding has the default.
+            fast += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+            fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of what is left; later ones have nothing else
+        os.environ.setdefault("XLA_FLAGS", " ".join(fast))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # One for all tests of this run, their processes and workers: never the user's.
         directory = tempfile.mkdtemp(prefix="jgraph-tests-")

@@ -241,40 +241,43 @@ def delete_last(run_dir, step: int):
     (run_dir / "checkpoints" / str(step)).rename(run_dir / "aside")
 
 
+def amax_history(run_dir):
+    """Returns the state of delayed scaling in a run's last checkpoint."""
+    fields = json.loads((run_dir / "config.json").read_text())
+    config = TrainConfig.from_dict({name: value for name, value in fields.items() if name not in ("corpus", "versions")})
+    checkpoints = Checkpoints(run_dir / "checkpoints", 1)
+    _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
+    checkpoints.close()
+    return jax.device_get(state.carried.fp8)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of one process on one device."""
+    """A run of one process on two devices."""
     run_dir = tmp_path_factory.mktemp("whole")
-    flags = ("--steps", "8", "--eval-every", "5", "--checkpoint-every", "4")
-    assert tiny.train(run_dir, *FLAGS, *flags) == 0
+    recipe = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
+    flags = (*recipe, "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4")
+    assert tiny.train(run_dir, *FLAGS, *flags, "--dp", "2") == 0
     return run_dir, flags
 
 
 @pytest.mark.once
-def test_two_processes_train_and_go_on_as_one_does(whole, tmp_path):
+def test_two_processes_train_in_fp8_and_go_on_as_one_with_two_devices_does(whole, tmp_path):
     (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
     assert (code, err) == (0, "")
     assert quiet == (0, "", "")
     assert "on 2 cpu devices of 2 processes" in out
     assert "sample, from the held-out prompt" in out
     assert_same_losses(tmp_path / "run", whole[0])
+    two, one = (amax_history(path) for path in (tmp_path / "run", whole[0]))
+    jax.tree.map(np.testing.assert_array_equal, two, one)
+    assert (one.window > 0).all()
     delete_last(tmp_path / "run", 8)
     (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
     assert (code, err) == (0, "")
     assert quiet == (0, "", "")
     assert "resumed from step 4" in out
     assert_same_losses(tmp_path / "run", whole[0])
-
-
-@pytest.mark.once
-def test_two_processes_have_the_amax_histories_of_one_with_two_devices(tmp_path):
-    flags = ("--steps", "3", "--sample-tokens", "0", "--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
-    (code, _, err), quiet = finish(start(tmp_path / "two", *flags))
-    assert (code, err, quiet) == (0, "", (0, "", ""))
-    assert tiny.train(tmp_path / "one", *FLAGS, *flags, "--dp", "2") == 0
-    two, one = (amax_history(tmp_path / name) for name in ("two", "one"))
-    jax.tree.map(np.testing.assert_array_equal, two, one)
-    assert (one.window[:3] > 0).all()
 
 
 @pytest.mark.once
@@ -285,16 +288,6 @@ def test_two_processes_share_experts_as_two_devices_of_one_do(tmp_path):
     assert (code, err, quiet) == (0, "", (0, "", ""))
     assert main([*flags, str(tmp_path / "one")]) == 0
     assert_same_losses(tmp_path / "two", tmp_path / "one")
-
-
-def amax_history(run_dir):
-    """Returns the state of delayed scaling in a run's last checkpoint."""
-    fields = json.loads((run_dir / "config.json").read_text())
-    config = TrainConfig.from_dict({name: value for name, value in fields.items() if name not in ("corpus", "versions")})
-    checkpoints = Checkpoints(run_dir / "checkpoints", 1)
-    _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
-    checkpoints.close()
-    return jax.device_get(state.carried.fp8)
 
 
 @pytest.mark.once

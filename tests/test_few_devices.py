@@ -19,9 +19,8 @@ FLAGS = (
     ("num_devices", "flags"),
     [
         pytest.param(2, "--fsdp 2 --profile 6:8", marks=pytest.mark.once),
-        pytest.param(4, "--pp 2 --dp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
         # Not on jax 0.12, whose partitioner warns on stderr of the text that is drawn at the end: to be mended.
-        pytest.param(4, "--pp 2 --fsdp 2", marks=pytest.mark.once),
+        pytest.param(4, "--pp 2 --fsdp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
     ],
 )
 def test_a_run_trains_evaluates_and_saves_with_a_device_for_each_rank_and_no_more(tmp_path, num_devices, flags):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from jgraph.errors import CheckpointError
 from jgraph.parallel.step import TrainState
 from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
-from tests import tiny
-from tests.test_distributed import assert_same_losses
-from tests.test_pipeline_training import FAST_COMPILE, batches_of, config_of
+from tests.test_pipeline_training import batches_of, config_of
 
 pytestmark = pytest.mark.long
 
@@ -143,20 +140,3 @@ def test_another_model_is_refused_with_the_leaves_that_differ(saved):
     )
     with pytest.raises(CheckpointError, match=message):
         restored(saved(ONE)[0], wider)
-
-
-FLAGS = (
-    *("--model.num-layers", "2", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--optimizer.eps", "1e-3"),
-    *("--xla-options", FAST_COMPILE, "--num-microbatches", "2", "--steps", "6", "--eval-every", "5", "--checkpoint-every", "3"),
-)
-
-
-@pytest.mark.once
-def test_a_run_goes_on_with_a_pipeline_and_without(tmp_path, capsys):
-    assert tiny.train(tmp_path / "whole", *FLAGS) == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    for flags in (("--pp", "2", "--schedule", "zb-h1"), ("--dp", "2")):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
-        assert tiny.train(tmp_path / "run", *FLAGS, *flags) == 0
-        assert "resumed from step 3" in capsys.readouterr().out
-        assert_same_losses(tmp_path / "run", tmp_path / "whole")

@@ -17,8 +17,8 @@ from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.grouped_mosaic import ALIGNED, LINE, SWIZZLED, Order, product, wgrad
 from jgraph.kernels.target import target
 
-DOT = "_jgraph_grouped_dot"
-CALLS = DOT, "_jgraph_grouped_dgrad", "_jgraph_grouped_wgrad", "_jgraph_grouped_dot_fp8"
+DOT, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_wgrad"
+CALLS = DOT, "_jgraph_grouped_dgrad", WGRAD, "_jgraph_grouped_dot_fp8"
 """Names of the jitted functions, by which a product, its two gradients, and those in FP8 are found in a trace."""
 
 ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))

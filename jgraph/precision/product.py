@@ -146,10 +146,13 @@ def shape_of(site: DelayedProduct) -> Shape | GroupedShape:
     return GroupedShape((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else Shape.of(site)
 
 
-def why_not(site: DelayedProduct) -> str:
+def why_not(site: DelayedProduct, config: FP8Config) -> str:
     """Returns why a product cannot be in FP8; empty where it can."""
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
+    if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
+        # On every device: histories of a run have the same entries wherever it goes on.
+        return f"a {GROUPED}, which needs `fp8.format` e4m3 before jax 0.12"
     if site.name != GROUPED and any(site.eqn.params["dimension_numbers"][1]):
         return "it has batch dimensions"
     if not site.moved or len(site.params) != 1:

@@ -342,7 +342,7 @@ def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Con
     for site in sites:
         name = "+".join(names[p] for p in sorted(site.params))
         times[name] += 1
-        reason = why_not(site)
+        reason = why_not(site, config)
         if any(names[p] in kept for p in site.params):
             reason = "kept by `fp8.keep`"
         elif is_router(name):

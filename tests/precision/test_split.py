@@ -63,6 +63,7 @@ RECIPES = {
     "delayed": FP8Config(recipe="delayed", history=3),
     "bf16 wgrad": FP8Config(wgrad="bf16"),
     "delayed, bf16 wgrad": FP8Config(recipe="delayed", wgrad="bf16"),
+    "delayed, e4m3": FP8Config(recipe="delayed", format="e4m3"),
 }
 
 
@@ -88,7 +89,7 @@ def same(a, b):
         pytest.param("scan", "delayed", marks=pytest.mark.long),
         pytest.param("head kept", "current", marks=pytest.mark.once),
         pytest.param("checkpoint", "delayed", marks=pytest.mark.once),
-        ("experts", "delayed"),
+        ("experts", "delayed, e4m3"),
     ],
 )
 def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_order_of_sums(stage, recipe):

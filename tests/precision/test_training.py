@@ -1,8 +1,5 @@
 """`python -m jgraph.train --precision fp8`: what it prints, refuses, and how it goes on over other devices."""
 
-import shutil
-
-import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError
@@ -14,7 +11,6 @@ from jgraph.training.setup import TrainSetup
 from tests import tiny
 from tests.test_pipeline_training import config_of
 
-DELAYED = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
 RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "--sample-tokens", "0")
 
 
@@ -74,26 +70,3 @@ def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(t
     assert tiny.train(tmp_path, *RUN, *pipeline, "--precision", "fp8", flag, value) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert flag in line
-
-
-@pytest.mark.long
-@pytest.mark.once
-def test_a_pipeline_says_what_is_in_fp8_and_goes_on_over_other_devices_with_its_histories(tmp_path, capsys):
-    steps = ("--steps", "6", *RUN, *DELAYED, "--num-microbatches", "2", "--model.num-layers", "3")
-    assert tiny.train(tmp_path / "whole", *steps, "--pp", "2") == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "fp8 (delayed scaling): 12 of 12 products with parameters; emulated in bfloat16" in out
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    for late in ("3", "6"):
-        assert (tmp_path / "parts" / "checkpoints" / late).is_dir()
-    _forget(tmp_path / "parts", step=3)
-    assert tiny.train(tmp_path / "parts", *steps, "--fsdp", "2") == 0
-    whole, parts = (np.array([loss for _, loss, _ in tiny.losses(tmp_path / name)]) for name in ("whole", "parts"))
-    np.testing.assert_allclose(parts, whole, rtol=2e-3)
-
-
-def _forget(run_dir, step):
-    """Makes a run one that ended after a step."""
-    for checkpoint in (run_dir / "checkpoints").iterdir():
-        if checkpoint.name.isdecimal() and int(checkpoint.name) > step:
-            shutil.rmtree(checkpoint)
