@@ -15,7 +15,7 @@ from benchmarks.tables import HEADS, alike, how, markdown, short, told_ratio, tr
 
 README = Path(__file__).parents[1] / "README.md"
 SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks of several GPUs, in README's order
-IN_FP8 = ("fp8", "fsdp", "pipeline")  # benchmarks that have FP8 in results named so
+IN_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks that have FP8 in results named so
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -57,7 +57,7 @@ def speed() -> str:
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
     fp8 = [name for name in data if "fp8" in name and benchmark_of(name, IN_FP8) in IN_FP8]
-    moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe"]
+    moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe" and name not in fp8]
     spread = [name for name in ("fsdp_experts",) if name in data]
     tables = [
         (

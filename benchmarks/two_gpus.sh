@@ -9,7 +9,7 @@
 #
 # what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there (1,000 STEPS of
 # `llama`'s soak take longer than ten minutes); and of Hugging Face folders, on one: `decode`, `folders`; transformers must be there;
-# and of mixtures of experts, on one, each in five minutes: `moe`, `moe_soak`, `grouped`.
+# and of mixtures of experts, on one, each in five minutes: `moe`, `moe_fp8`, `moe_soak`, `grouped`.
 #
 # Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
 # running; what it had measured is stored. What one GPU is enough for runs on both at once, another work on each.
@@ -109,6 +109,8 @@ moe) # at once where there are two GPUs
   on "$other" 120 moe --work qwen3-30b-a3b-layers --rounds 3 --seconds 0.5 --name moe_layers --peers compile "compile + CUDA graph" &
   wait
   ;;
+moe_fp8) on 0 250 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 200 --name moe_fp8 --together 6 --peers "compile + CUDA graph" \
+    --variant fp8=current:e4m3 --variant fp8=delayed:e4m3 ;;
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
