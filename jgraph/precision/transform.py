@@ -64,8 +64,9 @@ class Scale(NamedTuple):
 def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
     """Computes the matrix products of a function with its parameters in FP8, forward and backward.
 
-    Products are found in the trace: any Flax layer, `jnp.einsum`, `grouped_dot`, a scan over layers, `jax.checkpoint`. Those inside functions
-    with a gradient of their own stay as they are. So do those that an FP8 product cannot do; `plan(...).products` says why.
+    Products are found in the trace: any Flax layer, `jnp.einsum`, `grouped_dot`, a scan over layers, `jax.checkpoint`. Those
+    inside functions with a gradient of their own stay as they are. So do those that an FP8 product cannot do;
+    `plan(...).products` says why.
 
     Args:
         fn: `fn(params, *args)`, pure.
