@@ -13,7 +13,7 @@ from jgraph.data import Batches
 from jgraph.errors import ConfigError, OrderError
 from jgraph.parallel.pipeline import autotune, choose
 from jgraph.parallel.pipelined import BoundPipeline
-from jgraph.parallel.step import TrainState
+from jgraph.parallel.state import TrainState
 from jgraph.schedule import NAMES, generate, write
 from jgraph.training.config import OptimizerConfig, TrainConfig
 from jgraph.training.setup import TrainSetup

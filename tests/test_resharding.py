@@ -12,7 +12,7 @@ import pytest
 
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.errors import CheckpointError
-from jgraph.parallel.step import TrainState
+from jgraph.parallel.state import TrainState
 from jgraph.training.config import TrainConfig
 from jgraph.training.setup import TrainSetup
 from tests.test_pipeline_training import batches_of, config_of

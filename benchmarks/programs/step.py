@@ -14,7 +14,7 @@ from benchmarks.harness import soak
 from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
-from jgraph.parallel.step import CompiledStep
+from jgraph.parallel.compiled import CompiledStep
 from jgraph.profile.attribution import by_category, choose_step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import read

@@ -1,13 +1,13 @@
 """A training step over devices: replicated, fully sharded, or as a pipeline."""
 
+from jgraph.parallel.compiled import CompiledStep as CompiledStep
 from jgraph.parallel.measure import measure_graph as measure_graph
 from jgraph.parallel.objective import Loss as Loss
 from jgraph.parallel.pipeline import PipelineModel as PipelineModel
 from jgraph.parallel.pipeline import split_embedding as split_embedding
 from jgraph.parallel.pipelined import Pipelined as Pipelined
-from jgraph.parallel.step import CompiledStep as CompiledStep
-from jgraph.parallel.step import StepMetrics as StepMetrics
-from jgraph.parallel.step import TrainState as TrainState
+from jgraph.parallel.state import StepMetrics as StepMetrics
+from jgraph.parallel.state import TrainState as TrainState
 from jgraph.parallel.step import TrainStep as TrainStep
 from jgraph.parallel.step import elementwise as elementwise
 from jgraph.parallel.step import train_step as train_step

@@ -14,7 +14,9 @@ from typing import Any, get_args
 import jax
 
 from jgraph.errors import JgraphError
-from jgraph.parallel.step import CompiledStep, TrainState, TrainStep
+from jgraph.parallel.compiled import CompiledStep
+from jgraph.parallel.state import TrainState
+from jgraph.parallel.step import TrainStep
 from jgraph.processes import all_gather_scalar
 from jgraph.xla.options import Graph
 

@@ -7,7 +7,7 @@ looks at the metrics.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,66 +23,21 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
+from jgraph.parallel.compiled import CompiledStep, DispatchedStep
 from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, raised
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.parallel.pipelined import Pipelined
+from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.parallel.strategy import Binding, Bound, Strategy
 from jgraph.precision import product
 from jgraph.precision.config import FP8Config
 from jgraph.precision.transform import FP8Function
 from jgraph.scopes import scope
 from jgraph.tree import leaf_names, matching
-from jgraph.xla import CaptureReport, check_identity, compile_and_report, compiler_options, option_errors
-from jgraph.xla.explain import Memory
+from jgraph.xla import check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.xla.options import known
 
 Tree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything that a step updates. It is donated, and given back leaf for leaf in the same buffers.
-
-    Attributes:
-        step: int32 scalar, steps done, skipped ones included.
-        skipped: int32 scalar, steps whose update was not applied.
-        params: arrays, as the strategy lays them out.
-        opt_state: optax's.
-        carried: the model's other state, such as running statistics.
-    """
-
-    step: Array
-    skipped: Array
-    params: Tree
-    opt_state: Tree
-    carried: Tree = field(default_factory=dict)
-
-    @property
-    def model_state(self) -> Tree:
-        """The model's own carried state, without histories of FP8."""
-        return self.carried.model if isinstance(self.carried, WithHistory) else self.carried
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepMetrics:
-    """Small results of a step.
-
-    Attributes:
-        loss: float32 scalar, the mean over the batch.
-        grad_norm: float32 scalar, global norm before clipping.
-        grad_square_sums: float32, one per array of the parameters in tree order; not finite where its gradient is not.
-        aux: the loss function's own metrics, means over the batch.
-        halted: int32 scalar, the largest number in carried arrays that halt; if it is positive, the step changed nothing. None
-            where no array halts.
-    """
-
-    loss: Array
-    grad_norm: Array
-    grad_square_sums: Array
-    aux: Tree = field(default_factory=dict)
-    halted: Array | None = None
 
 
 class Elementwise(NamedTuple):
@@ -384,7 +339,7 @@ class TrainStep:
 
     def compile(
         self, batch: Tree, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
-    ) -> "CompiledStep":
+    ) -> CompiledStep:
         """Compiles the step, and proves that it updates the state in place.
 
         Args:
@@ -423,7 +378,7 @@ class TrainStep:
         where = self.batch_sharding
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), batch)
 
-    def _dispatched(self, gradients: Dispatched, options: Mapping[str, Any]) -> "CompiledStep":
+    def _dispatched(self, gradients: Dispatched, options: Mapping[str, Any]) -> CompiledStep:
         """Compiles the update after gradients that the host's executables make."""
 
         def update(state: TrainState, results: Tree) -> tuple[TrainState, StepMetrics]:
@@ -494,74 +449,6 @@ class TrainStep:
         skipped = state.skipped + jnp.where(finite, 0, counts)
         aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
         return TrainState(state.step + counts, skipped, *new), StepMetrics(loss, norm, square_sums, aux, flag)
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledStep:
-    """A compiled training step, proven to update its state in place; `print` it for the report. Made by `TrainStep.compile`.
-
-    Attributes:
-        executable: jax's.
-        capture: what became command buffers; None where the platform has none.
-    """
-
-    executable: jax.stages.Compiled
-    capture: CaptureReport | None
-
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        """Runs a step.
-
-        Args:
-            state: donated: do not use it again, its buffers hold the new state.
-            batch: of the shapes it was compiled for, from `TrainStep.place`.
-        """
-        return in_turn(self.executable(state, batch))
-
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]:
-        """Returns what a step runs, in this order."""
-        return [self.executable]
-
-    @property
-    def memory(self) -> Memory | None:
-        """Bytes of device memory by XLA's own account; None where it does not tell."""
-        return Memory.of(self.executable)
-
-    def as_text(self) -> str:
-        """Returns the compiled program's text."""
-        return self.executable.as_text() or ""
-
-    def __str__(self) -> str:
-        lines = [str(self.capture)] if self.capture else []
-        lines.append("state: every leaf is updated in place")
-        if self.memory:
-            lines.append(str(self.memory))
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, eq=False)
-class DispatchedStep(CompiledStep):
-    """A training step of many executables, which the host hands over; `executable` is the update. Made by `TrainStep.compile`.
-
-    Attributes:
-        gradients: what comes before the update.
-    """
-
-    gradients: Dispatched
-
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        return in_turn(self.executable(state, self.gradients(state.params, state.carried, state.step, batch)))
-
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]:
-        return [*self.gradients.executables, self.executable]
-
-    @property
-    def memory(self) -> Memory | None:
-        return None
-
-    def __str__(self) -> str:
-        return f"{self.gradients}\nupdate: {super().__str__()}"
 
 
 def _placed(shapes: Tree, shardings: Tree) -> Tree:

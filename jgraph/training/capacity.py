@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jgraph.errors import ConfigError
 from jgraph.moe.config import capacity_of, places
-from jgraph.parallel.step import StepMetrics
+from jgraph.parallel.state import StepMetrics
 from jgraph.processes import all_gather_scalar
 from jgraph.training.config import TrainConfig
 from jgraph.training.rundir import RunDir, replace_json

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.parallel.objective import WithHistory
-from jgraph.parallel.step import TrainState
+from jgraph.parallel.state import TrainState
 from jgraph.training.config import TrainConfig
 from jgraph.training.optimizer import begun_again
 from jgraph.training.origin import check_like_run, goes_on, run_of

@@ -15,13 +15,14 @@ from jgraph.data import Batches, Source
 from jgraph.dispatch import in_turn
 from jgraph.errors import JgraphError
 from jgraph.parallel.pipeline.autotune import filled, seconds_of
-from jgraph.parallel.step import StepMetrics, TrainState
+from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.schedule import Candidate
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter
 from jgraph.training.graph import kept, place
 from jgraph.training.rundir import RunDir
-from jgraph.training.setup import TrainSetup, predictor
+from jgraph.training.setup import TrainSetup
+from jgraph.training.strategy import predictor
 
 _T = TypeVar("_T")
 _LONGEST = 50.0  # seconds after which what is not compiled is not waited for: with the timing it is a minute at most

@@ -14,7 +14,7 @@ from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
-from jgraph.parallel.step import TrainState
+from jgraph.parallel.state import TrainState
 from jgraph.training.config import TrainConfig
 from jgraph.training.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
 from jgraph.training.saved import SavedRun

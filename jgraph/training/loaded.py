@@ -21,9 +21,9 @@ from jgraph.interop.folder import Folder
 from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.training.config import TrainConfig
+from jgraph.training.functional import functional_model
 from jgraph.training.origin import kept_config, names_of
 from jgraph.training.saved import SavedRun
-from jgraph.training.setup import functional_model
 from jgraph.tree import leaf_names, path_name
 
 Tree = Any

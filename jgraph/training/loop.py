@@ -15,7 +15,8 @@ from jgraph.data import Ahead
 from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError, ProfileError
 from jgraph.moe import statistics
-from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
+from jgraph.parallel.compiled import CompiledStep
+from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.processes import all_gather_scalar, is_process_zero
 from jgraph.profile import report
 from jgraph.training import capacity

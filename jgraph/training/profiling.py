@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from jgraph.parallel.step import CompiledStep, StepMetrics, TrainState
+from jgraph.parallel.compiled import CompiledStep
+from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.schedule import files
 from jgraph.training.config import TrainConfig
 from jgraph.training.metrics import peak_memory_bytes

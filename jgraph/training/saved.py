@@ -11,8 +11,8 @@ from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
 from jgraph.modules import FunctionalModel
 from jgraph.parallel.objective import WithHistory
+from jgraph.training.functional import functional_model
 from jgraph.training.rundir import RunDir
-from jgraph.training.setup import functional_model
 from jgraph.tree import path_name
 
 Tree = Any

@@ -1,9 +1,7 @@
 """From a configuration to the functions of a run: the model found by name, its optimizer, its strategy and its step."""
 
-import contextlib
-import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,44 +10,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
 
-from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.inference.generate import windowed
 from jgraph.interop.folder import Folder
 from jgraph.interop.load import load
-from jgraph.mesh import Axis
-from jgraph.modules import Decoder, FunctionalModel, functional
+from jgraph.modules import Decoder, FunctionalModel
 from jgraph.parallel import (
-    FullySharded,
-    Loss,
-    Pipelined,
-    PipelineModel,
-    Replicated,
-    Strategy,
     TrainStep,
     elementwise,
     fsdp,
     train_step,
 )
-from jgraph.parallel.pipeline import Pipeline, choose, find_schedule, measure
+from jgraph.parallel.compiled import CompiledStep, DispatchedStep
+from jgraph.parallel.pipeline import Pipeline
 from jgraph.parallel.pipelined import BoundPipeline
-from jgraph.parallel.step import CompiledStep, DispatchedStep, TrainState, in_fp8
-from jgraph.parallel.strategy import Binding
-from jgraph.precision.config import FP8Config
+from jgraph.parallel.state import TrainState
 from jgraph.precision.report import about
-from jgraph.processes import all_gather_scalar, devices_of_ranks
-from jgraph.schedule import Choice, Costs, generate, simulate
+from jgraph.schedule import Costs, simulate
 from jgraph.trace.flops import product_flops
 from jgraph.training.config import TrainConfig
-from jgraph.training.model import find_model, model_errors
+from jgraph.training.functional import batch_shapes, functional_model, microbatch_shapes
+from jgraph.training.model import model_errors
 from jgraph.training.optimizer import adamw
 from jgraph.training.origin import names_of
+from jgraph.training.strategy import loss_and_strategy, named_by_fields, recipe_of
 from jgraph.tree import leaf_names
 from jgraph.xla import compiler_options
 from jgraph.xla.explain import FP8Products
@@ -84,35 +71,9 @@ class TrainSetup:
                 is for another one.
             OrderError: there is no such schedule.
         """
-        model, mesh = functional_model(config), _mesh(config)
-
-        def mean_loss(params: Tree, batch: Tree, key: Array, carried: Tree = None) -> Array | Loss:
-            found, after = model.loss(params, batch, key, carried)
-            return Loss(found, carried=after) if after else found
-
-        loss: Any
-        strategy: Strategy
-        if config.is_pipeline:
-            assert mesh is not None
-            loss = _pipeline_model(config)
-            if layers is not None:
-                loss = _shortened(loss, layers, len(jax.eval_shape(loss.split, model.shapes)[1]))
-            strategy = _pipelined(config, mesh, model, loss)
-        elif config.is_sharded:
-            assert mesh is not None
-            loss = mean_loss
-            strategy = FullySharded(
-                mesh,
-                model.shapes,
-                shard_rules=config.shard_rules,
-                annotations=model.annotations,
-                compute_dtype=_compute_dtype(config),
-                reshard_after_forward=config.reshard_after_forward,
-                **_spread(config),
-            )
-        else:
-            loss, strategy = mean_loss, Replicated(mesh, model.shapes)
-        with _precision_at_fault(config), _experts_at_fault(config):
+        model = functional_model(config)
+        loss, strategy = loss_and_strategy(config, model, layers=layers)
+        with named_by_fields(config):
             step = train_step(
                 loss,
                 elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
@@ -126,8 +87,8 @@ class TrainSetup:
                 freeze=config.freeze,
                 carried=model.carried,
                 reductions=model.reductions,
-                fp8=_fp8(config),
-                batch=_batch(config, config.batch_size),
+                fp8=recipe_of(config),
+                batch=batch_shapes(config, config.batch_size),
             )
         return cls(config, model, step)
 
@@ -179,13 +140,13 @@ class TrainSetup:
         rows, length = self.config.batch_size, self.config.seq_len
         if (count := getattr(self.config.model, "flops", None)) is not None:
             return count(rows, length)
-        return 3 * product_flops(self.loss, self.step.state, _batch(self.config, rows))
+        return 3 * product_flops(self.loss, self.step.state, batch_shapes(self.config, rows))
 
     def check_loss(self) -> None:
         """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
         rows = self.config.batch_size // self.config.num_microbatches
         taken = "tokens_BS" if self.config.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
-        self._traced(self.loss, f"have loss({taken}), a scalar of floats", _batch(self.config, rows), ())
+        self._traced(self.loss, f"have loss({taken}), a scalar of floats", batch_shapes(self.config, rows), ())
 
     def sampling_problem(self) -> str:
         """Traces the model's logits. Returns why a sample cannot be drawn from them; empty if it can."""
@@ -262,7 +223,7 @@ class TrainSetup:
 
     def batch(self) -> Tree:
         """Returns a batch over all processes, as shapes: int32 [B, S], or a dict as `jgraph.data.apart` gives it."""
-        return _batch(self.config, self.config.batch_size, sharding=self.step.batch_sharding)
+        return batch_shapes(self.config, self.config.batch_size, sharding=self.step.batch_sharding)
 
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
@@ -345,202 +306,4 @@ class TrainSetup:
     def _pipeline_bytes(self) -> dict[str, int]:
         bound = self.step.bound
         assert isinstance(bound, BoundPipeline)
-        return bound.pipeline.bytes_per_rank(bound.shapes, _batch_by_microbatch(self.config))
-
-
-def functional_model(config: TrainConfig) -> FunctionalModel:
-    """Returns the model that the configuration names, as pure functions."""
-    found = find_model(config.module)
-    call: Callable[..., Any] = found
-    settings: list[Any] = [] if config.model is None else [config.model]
-    if config.precision == "fp8" and (in_fp8 := getattr(config.model, "in_fp8", None)):
-        settings = [in_fp8()]
-    is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
-    remats = config.remat != "nothing" and not config.is_pipeline  # whose stages see to it
-
-    def make() -> Any:
-        made = call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
-        if remats and (is_linen or not hasattr(made, "remat")):
-            message = f"must be nothing for {config.module}, which has no attribute `remat`, except in a pipeline"
-            raise ConfigError(f"`remat` is {config.remat}: {message}", field="remat")
-        if remats:
-            made.remat = config.remat
-        return made
-
-    with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
-        return functional(make, _batch(config, 1), key=config.seed)
-
-
-@contextlib.contextmanager
-def _precision_at_fault(config: TrainConfig) -> Iterator[None]:
-    """Names `precision` in the error of a model that has no product in FP8: nobody gave a loss here."""
-    try:
-        yield
-    except ConfigError as e:
-        if e.field != "loss" or config.precision == "bf16":
-            raise
-        raise ConfigError(
-            f"`precision` is fp8: must be bf16; {str(e).replace('`loss`', 'the loss')}", field="precision"
-        ) from None
-
-
-@contextlib.contextmanager
-def _experts_at_fault(config: TrainConfig) -> Iterator[None]:
-    """Names `ep` in the error of a model whose experts cannot be spread, where its settings do not say so."""
-    try:
-        yield
-    except ConfigError as e:
-        if e.field != "experts":
-            raise
-        raise ConfigError(str(e).replace("`experts`", "`ep`"), field="ep") from None
-
-
-def _spread(config: TrainConfig) -> dict[str, Any]:
-    """Returns what a strategy takes for experts over devices."""
-    return {"experts": config.ep, "shards": "experts" if config.ep > config.fsdp else "everything"}
-
-
-def _fp8(config: TrainConfig) -> FP8Config | None:
-    """Returns the recipe, if products are in FP8. Raises ConfigError for a GPU that has none."""
-    if config.precision == "bf16":
-        return None
-    name = jax.devices()[0].device_kind
-    device = device_info(name)
-    if jax.default_backend() == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
-        raise ConfigError(
-            f"`precision` is fp8: must be bf16 on {name}, which is not known to have FP8; `fp8.emulate` gives the same numbers",
-            field="precision",
-        )
-    return config.fp8
-
-
-def _compute_dtype(config: TrainConfig) -> Any:
-    """Returns the dtype of the matrices' copies that a step computes with; None where the model does not say."""
-    dtype = getattr(config.model, "compute_dtype", None)
-    return None if dtype is None else jnp.dtype(dtype)
-
-
-def _mesh(config: TrainConfig) -> Mesh | None:
-    counts = {"dp": config.dp, "pp": config.pp, "fsdp": config.fsdp}
-    ranks, needs_mesh = math.prod(counts.values()), config.is_pipeline or config.is_sharded
-    # Asked in this order: alone and on one device, nothing here starts a backend, which may be for a target that is not here.
-    if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
-        return None
-    fields = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
-    devices = devices_of_ranks(ranks, flags=fields or "a pipeline")
-    if len(devices) == 1 and not needs_mesh:
-        return None
-    # Neighbours share parameters: that is the most traffic.
-    axes = {Axis.DATA.value: config.replicas}
-    if config.is_pipeline:
-        axes[Axis.PIPE.value] = config.pp
-    if config.is_sharded or config.shards > 1:
-        axes[Axis.FSDP.value] = config.shards
-    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
-
-
-def _pipeline_model(config: TrainConfig) -> PipelineModel:
-    """Returns the model in the pieces of a pipeline. Raises ConfigError where its module has none."""
-    make = getattr(find_model(config.module), "pipeline_model", None)
-    if make is None:
-        raise ConfigError(
-            f"`pp` is {config.pp}: must be 1 for {config.module}, which has no pipeline_model(config, ranks)", field="pp"
-        )
-    model = make(config.model, config.pp)
-    if config.data_documents == "separate" and model.context is None:
-        message = f"must be joined for {config.module}, whose pipeline_model has no context for its layers"
-        raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
-    return model
-
-
-def _shortened(model: PipelineModel, layers: int, of: int) -> PipelineModel:
-    """Returns the model with the first of its layers; the others are as the last of these where they are asked for."""
-
-    def split(tree: Tree) -> tuple[Tree, list[Tree]]:
-        outer, own = model.split(tree)
-        return outer, own[:layers]
-
-    def whole(own: list[Tree]) -> list[Tree]:
-        return [*own, *own[-1:] * (of - layers)]
-
-    return replace(
-        model,
-        split=split,
-        join=lambda outer, own: model.join(outer, whole(own)),
-        split_carried=lambda carried: model.split_carried(carried)[:layers],
-        join_carried=lambda own: model.join_carried(whole(own)),
-    )
-
-
-def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
-    """Returns the strategy with the schedule that is asked for; `auto` measures."""
-    pipelined, sizes = (
-        _with_any_schedule(config, mesh, found, model),
-        {"pp": config.pp, "microbatches": config.num_microbatches},
-    )
-    if config.schedule != "auto":
-        # Engines that are to be timed are given one by one.
-        schedule = find_schedule(config.schedule, chunks=config.chunks, **sizes)
-        return replace(pipelined, schedule=schedule, engine=config.pp_engines[0])
-    choice = _predictor(config, pipelined, found, model)(None)
-    return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
-
-
-def predictor(config: TrainConfig) -> Callable[[int | None], Choice]:
-    """Measures. Returns the choice that `schedule` auto has, of the model with so many layers. Raises as `TrainSetup.of`."""
-    mesh, found, model = _mesh(config), functional_model(config), _pipeline_model(config)
-    assert mesh is not None, "a pipeline has a mesh"
-    return _predictor(config, _with_any_schedule(config, mesh, found, model), found, model)
-
-
-def _with_any_schedule(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
-    """Returns the strategy with a schedule that is always possible. Raises ConfigError where there are too few layers."""
-    shapes, choices = found.shapes, {"compute_dtype": _compute_dtype(config), "remat": config.remat}
-    if config.shards > 1:
-        choices |= {"shard_rules": config.shard_rules, "annotations": found.annotations, **_spread(config)}
-    num_layers = len(jax.eval_shape(model.split, shapes)[1])
-    if num_layers < config.pp * config.chunks:
-        raise ConfigError(
-            f"`pp` is {config.pp}: must be such that `pp` x `chunks` {config.chunks} is at most the {num_layers} layers",
-            field="pp",
-        )
-    return Pipelined(mesh, shapes, generate("gpipe", pp=config.pp, microbatches=config.num_microbatches), **choices)
-
-
-def _predictor(
-    config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel
-) -> Callable[[int | None], Choice]:
-    """Measures. Returns a function to the fastest schedule that fits, and all others, of the model with so many layers.
-
-    `pipelined` is with any schedule. None are all layers; fewer fit in any case.
-    """
-    binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=found.reductions)
-    if (fp8 := _fp8(config)) is not None:
-        with _precision_at_fault(config):
-            binding = in_fp8(binding, fp8, model, pipelined, _batch(config, config.batch_size))
-    pipeline = pipelined.pipeline(model, binding)
-    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
-    given = (pipeline, params, _batch_by_microbatch(config))
-    parts = measure(
-        *given,
-        engines=config.pp_engines,
-        share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # an int32 is 214 s of these
-    )
-
-    def predict(layers: int | None) -> Choice:
-        limit = None if layers else config.memory_limit * 2**30 or None
-        return choose(*given, parts=parts, memory_limit=limit, layers=layers, engines=config.pp_engines)
-
-    return predict
-
-
-def _batch(config: TrainConfig, *lead: int, sharding: Any = None) -> Tree:
-    """Returns the shapes of rows of data, which are the last of the `lead` dimensions."""
-    T = config.seq_len
-    kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
-    shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype, sharding=sharding) for name, (n, dtype) in kinds.items()}
-    return shapes if config.data_documents == "separate" else shapes["tokens"]
-
-
-def _batch_by_microbatch(config: TrainConfig) -> Tree:
-    return _batch(config, config.num_microbatches, config.batch_size // config.num_microbatches)
+        return bound.pipeline.bytes_per_rank(bound.shapes, microbatch_shapes(self.config))

@@ -23,7 +23,8 @@ from jgraph.dispatch import check_devices, in_turn
 from jgraph.errors import ConfigError
 from jgraph.inference.generate import generate
 from jgraph.interop.folder import Folder
-from jgraph.parallel.step import CompiledStep, TrainState
+from jgraph.parallel.compiled import CompiledStep
+from jgraph.parallel.state import TrainState
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
 from jgraph.training import capacity, continued, origin, profiling, trackers
 from jgraph.training.config import TrainConfig

@@ -11,7 +11,8 @@ import pytest
 
 from jgraph.errors import ConfigError
 from jgraph.parallel import Loss, Pipelined, PipelineModel, elementwise, train_step
-from jgraph.parallel.step import TrainState, TrainStep
+from jgraph.parallel.state import TrainState
+from jgraph.parallel.step import TrainStep
 from jgraph.schedule import generate
 from tests.parallel import test_pipelined_step as pipelined
 from tests.parallel.test_train_step import errors, new_params, strategy

@@ -35,13 +35,13 @@ def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(
 
 
 def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
-    from jgraph.training import setup
+    from jgraph.training import strategy
 
-    monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(strategy.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ConfigError) as error:
-        setup._fp8(TrainConfig(precision="fp8"))
+        strategy.recipe_of(TrainConfig(precision="fp8"))
     assert error.value.field == "precision"
-    assert setup._fp8(TrainConfig(precision="fp8", fp8=FP8Config(emulate=True))) is not None
+    assert strategy.recipe_of(TrainConfig(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
 def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys):
