@@ -1,10 +1,11 @@
 """A matrix by one vector, with what comes before and after it: a token's linear layers, which only read their weights.
 
-XLA makes a norm two kernels more, and an activation or a sum one more; each takes as long as reading some megabytes. Here a
-block of threads takes a few rows of the matrix, and norms the vector once for all of them.
+XLA makes a norm two kernels more, and an activation or a sum one more; each takes as long as reading some megabytes. Here
+blocks of threads share the rows of the matrix. A block norms the vector once for all of its tiles of rows, and has the next
+tile on its way while it sums one.
 """
 
-# D summed over, F rows, P parts of the rows that an activation joins
+# D summed over, F rows, in tiles of R; W columns of a piece; P parts of the rows that an activation joins
 
 import functools
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from jax.experimental.pallas import triton
 
 from jgraph.errors import ShapeError
 
-# Of 2048 columns and 4 rows a thread of 128 holds 64 numbers, and four such blocks on a multiprocessor have 64 KiB under way.
-_ROWS, _COLUMNS, _WARPS = 4, 2048, 4
+_ROWS, _COLUMNS, _WARPS, _BLOCKS = 4, 2048, 4, 8 * 132
+"""Most rows of a tile, columns of a piece, warps of a block, and most blocks: as many as an H200 holds at once."""
+_LOOPED, _ALONE = 4096, 6 * 4096
+"""Most numbers of a tile where a block has several, of which two are in registers, and where it has one."""
 _LEAST = 16
 
 Activation = Callable[..., Array]
@@ -79,57 +82,80 @@ def _jgraph_matvec(
     interpret: bool,
 ) -> Array:
     F, D = weights_FD.shape[0] // parts, weights_FD.shape[1]
+    W = min(_COLUMNS, pl.next_power_of_2(D))
+    pieces = range(0, D, W)
+    R = _tile_rows(F, parts * W * len(pieces))
+    blocks = min(F // R, _BLOCKS)
+    turns = pl.cdiv(F // R, blocks)
     inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
-    whole = pl.BlockSpec((D,), lambda i: (0,))
-    specs: dict[str, Any] = {"x": whole, "weights": pl.BlockSpec((parts, _ROWS, D), lambda i: (0, i, 0))}
-    if scale_D is not None:
-        inputs["scale"], specs["scale"] = scale_D, whole
-    if add_F is not None:
-        inputs["add"], specs["add"] = add_F, pl.BlockSpec((_ROWS,), lambda i: (i,))
+    inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
+
+    def load(ref: Any, *conditions: Any) -> Array:
+        """Reads where all conditions hold; zeros elsewhere."""
+        mask = functools.reduce(lambda a, b: a & b, conditions) if conditions else None
+        return triton.load(ref, mask=mask, other=None if mask is None else 0)
 
     def kernel(*refs: Any) -> None:
         named, out = dict(zip(inputs, refs[:-1], strict=True)), refs[-1]
+        columns_W, rows_R = jnp.arange(W), jnp.arange(R)
 
-        def vector(place: Any) -> Array:
-            return named["x"][place].astype(jnp.float32)
+        def vector(name: str) -> list[Array]:
+            places = [start + columns_W for start in pieces]
+            return [
+                load(named[name].at[place], *[place < D] * (start + W > D)).astype(jnp.float32)
+                for start, place in zip(pieces, places, strict=True)
+            ]
 
-        def rows(part: int, place: Any) -> Array:
-            return named["weights"][part, :, place]
+        def rows_of(turn: int) -> tuple[Array, list[Any]]:
+            found = (turn * blocks + pl.program_id(0)) * R + rows_R
+            return found, [found < F] * ((turn + 1) * blocks * R > F)
+
+        def tile(turn: int) -> list[list[Array]]:
+            rows, inside = rows_of(turn)
+            return [
+                [
+                    load(
+                        named["weights"].at[part, rows[:, None], start + columns_W[None]],
+                        *[jnp.broadcast_to(here[:, None], (R, W)) for here in inside],
+                        *[jnp.broadcast_to(start + columns_W[None] < D, (R, W))] * (start + W > D),
+                    )
+                    for start in pieces
+                ]
+                for part in range(parts)
+            ]
 
         # Under way while the norm is computed.
-        first, *later = _pieces(D)
-        loaded = [rows(part, first) for part in range(parts)]
-        root: Any = 1.0
+        ahead = tile(0)
+        xs = vector("x")
         if "scale" in named:
-            root = jax.lax.rsqrt(sum(jnp.sum(jnp.square(vector(place))) for place in _pieces(D)) / D + epsilon)
-        sums: list[Any] = [0.0] * parts
-        for place in (first, *later):
-            x = vector(place)
-            if "scale" in named:
-                x = (x * (root * named["scale"][place].astype(jnp.float32))).astype(x_D.dtype).astype(jnp.float32)
-            for part in range(parts):
-                tile = loaded[part] if place is first else rows(part, place)
-                sums[part] += jnp.sum(tile.astype(jnp.float32) * x[None], axis=1)
-        y = activation(*sums) if activation else sums[0]
-        y = y.astype(dtype)
-        out[...] = y + named["add"][...] if "add" in named else y
+            root = jax.lax.rsqrt(sum(jnp.sum(jnp.square(x)) for x in xs) / D + epsilon)
+            normed = [x * (root * scale) for x, scale in zip(xs, vector("scale"), strict=True)]
+            xs = [x.astype(x_D.dtype).astype(jnp.float32) for x in normed]
+        for turn in range(turns):
+            here, ahead = ahead, tile(turn + 1) if turn + 1 < turns else []
+            # One sum over columns, at which warps wait for each other, for all pieces.
+            products = [sum(w.astype(jnp.float32) * x[None] for w, x in zip(part, xs, strict=True)) for part in here]
+            sums = [jnp.sum(product, axis=1) for product in products]
+            y = (activation(*sums) if activation else sums[0]).astype(dtype)
+            rows, inside = rows_of(turn)
+            if "add" in named:
+                y += load(named["add"].at[rows], *inside)
+            triton.store(out.at[rows], y, mask=inside[0] if inside else None)
 
     return pl.pallas_call(
         kernel,
-        grid=(F // _ROWS,),
-        in_specs=list(specs.values()),
-        out_specs=pl.BlockSpec((_ROWS,), lambda i: (i,)),
+        grid=(blocks,),
+        in_specs=[pl.BlockSpec(array.shape, lambda i, rank=array.ndim: (0,) * rank) for array in inputs.values()],
+        out_specs=pl.BlockSpec((F,), lambda i: (0,)),
         out_shape=jax.ShapeDtypeStruct((F,), dtype),
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
     )(*inputs.values())
 
 
-def _pieces(D: int) -> list[Any]:
-    """Returns slices that cover a vector: a kernel's arrays have powers of two as sizes."""
-    found, start = [], 0
-    while start < D:
-        size = min(_COLUMNS, 1 << ((D - start).bit_length() - 1))
-        found.append(pl.ds(start, size))
-        start += size
-    return found
+def _tile_rows(F: int, numbers: int) -> int:
+    """Returns the rows of a tile, of F rows with so many numbers each, in all parts."""
+    for rows in (_ROWS, _ROWS // 2):
+        if rows * numbers <= (_ALONE if F // rows <= _BLOCKS else _LOOPED):
+            return rows
+    return 1

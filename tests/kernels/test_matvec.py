@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ShapeError
+from jgraph.kernels import matvec as module
 from jgraph.kernels.matvec import matvec
 from jgraph.xla import aot
 
@@ -36,6 +37,14 @@ def test_norm_product_and_sum_are_those_of_numpy(D, given):
     choices = {"epsilon": 0.5} if "scale_D" in given else {}
     found = matvec(**own, **choices, interpret=True)
     np.testing.assert_allclose(found, reference(**own, **choices), atol=2e-5 * D**0.5)
+
+
+@pytest.mark.parametrize("D", [64, 4112])
+def test_blocks_that_have_several_tiles_sum_every_row_once(monkeypatch, D):
+    monkeypatch.setattr(module, "_BLOCKS", 3)
+    jax.clear_caches()
+    own = arrays(D, 40)
+    np.testing.assert_allclose(matvec(**own, interpret=True), reference(**own), atol=2e-5 * D**0.5)
 
 
 def test_an_activation_joins_the_parts_of_the_rows():
