@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 
 from jgraph.errors import ShapeError
 
-_ROWS, _COLUMNS, _WARPS, _BLOCKS = 4, 2048, 4, 8 * 132
+_ROWS, _COLUMNS, _WARPS, _BLOCKS = 4, 2048, 4, 6 * 132
 """Most rows of a tile, columns of a piece, warps of a block, and most blocks: as many as an H200 holds at once."""
 _LOOPED, _ALONE = 4096, 6 * 4096
 """Most numbers of a tile where a block has several, of which two are in registers, and where it has one."""
