@@ -256,7 +256,7 @@ def whole(tmp_path_factory):
     """A run of one process on two devices."""
     run_dir = tmp_path_factory.mktemp("whole")
     recipe = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
-    flags = (*recipe, "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4")
+    flags = (*recipe, "--sample-tokens", "8", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4")
     assert tiny.train(run_dir, *FLAGS, *flags, "--dp", "2") == 0
     return run_dir, flags
 

@@ -73,12 +73,13 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = ()) -> Trained:
         {"fsdp": 2},
         pytest.param({"fsdp": 2, "dp": 2, "head": "untied", "reshard_after_forward": True}, marks=pytest.mark.once),
         pytest.param({"fsdp": 2, "pp": 2, "dp": 2, "freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
-        pytest.param({"fsdp": 2, "pp": 2, "shard_rules": ("*/kernel=1", "embedding_VD=1")}, marks=pytest.mark.once),
+        pytest.param(
+            {"fsdp": 4, "pp": 2, "schedule": "1f1b", "shard_rules": ("*/kernel=1", "embedding_VD=1")}, marks=pytest.mark.once
+        ),
         pytest.param(
             {"fsdp": 4, "num_microbatches": 1, "shard_rules": ("*/kernel=1",), "remat": "layer"}, marks=pytest.mark.once
         ),
         pytest.param({"fsdp": 8, "num_microbatches": 1, "reshard_after_forward": True}, marks=pytest.mark.once),
-        pytest.param({"fsdp": 4, "pp": 2, "head": "untied", "chunks": 1, "schedule": "1f1b"}, marks=pytest.mark.once),
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )

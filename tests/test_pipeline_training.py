@@ -307,6 +307,7 @@ def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, mess
 FLAGS = (
     *("--model.num-layers", "2", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--pp", "2"),
     *("--xla-options", FAST_COMPILE, "--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
+    *("--sample-tokens", "8"),
 )
 
 

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import math
 
@@ -9,7 +11,7 @@ from jgraph.training.config import TrainConfig
 from jgraph.training.rundir import RunDir
 from tests import tiny
 
-FLAGS = ("--steps", "60", "--eval-every", "25", "--checkpoint-every", "20", "--log-every", "10")
+FLAGS = ("--steps", "60", "--eval-every", "25", "--checkpoint-every", "20", "--log-every", "10", "--sample-tokens", "8")
 KEYS = [
     "step",
     "loss",
@@ -24,11 +26,13 @@ KEYS = [
 KEYS += ["seconds", "zero_gradients"]
 
 
-@pytest.fixture
-def run(tmp_path, capsys):
-    """A finished run and what it printed."""
-    assert tiny.train(tmp_path / "run", *FLAGS) == 0
-    return tmp_path / "run", capsys.readouterr().out
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run and what it printed. What a test does with it must leave it one."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert tiny.train(run_dir, *FLAGS) == 0
+    return run_dir, out.getvalue()
 
 
 def test_a_run_learns_and_writes_what_it_promises(run):
@@ -159,7 +163,7 @@ def test_the_held_out_loss_is_the_mean_over_all_batches_of_an_evaluation(tmp_pat
 
 @pytest.mark.parametrize(("name", "why"), [("Mute", "no attribute 'logits'"), ("BadLogits", "float32[1, 32]")])
 def test_a_model_that_cannot_be_sampled_from_is_told_of_before_the_run_and_trained(tmp_path, capsys, name, why):
-    assert tiny.train(tmp_path / "run", "--steps", "2", "--model.module", f"tests.odd:{name}") == 0
+    assert tiny.train(tmp_path / "run", "--steps", "2", "--sample-tokens", "8", "--model.module", f"tests.odd:{name}") == 0
     before, _, after = capsys.readouterr().out.partition("step 1/2")
     assert "warning: no sample at the end: " in before
     assert why in before

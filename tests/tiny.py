@@ -14,7 +14,7 @@ from jgraph.train import main
 ROOT = Path(__file__).parents[1]
 _FLAGS = """
     --model.num-layers 1 --model.d-model 32 --model.d-ff 64 --model.num-heads 2 --model.num-kv-heads 2
-    --batch-size 4 --seq-len 32 --log-every 1 --eval-batches 2 --sample-tokens 8
+    --batch-size 4 --seq-len 32 --log-every 1 --eval-batches 2 --sample-tokens 0
     --optimizer.learning-rate 0.01
 """
 FLAGS = shlex.split(_FLAGS)

@@ -104,24 +104,21 @@ def mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
-SPREAD = ("fsdp and data, experts over 2 of 4, gathered again", "data, experts over 2")
-ONCE = ("data", *SPREAD, "pipe, aligned", "pipe and data", "pipe and fsdp, layers again", "pipe by the host")
+SPREAD = "fsdp and data, experts over 2 of 4, gathered again"
+ONCE = ("data", SPREAD, "pipe, aligned", "pipe and fsdp, layers again", "pipe by the host")
 CASES = {
     "microbatches": ({}, 4, "", {}),
     "data": ({"data": 4}, 2, "", {}),
-    "data and fsdp": ({"data": 2, "fsdp": 2}, 2, "", {}),
     "fsdp, experts over 4": ({"fsdp": 4}, 2, "", {"experts": 4}),
-    "fsdp and data, experts over 2 of 4, gathered again": (
+    SPREAD: (
         {"data": 2, "fsdp": 4},
         1,
         "",
         {"experts": 2, "reshard_after_forward": True},
     ),
-    "data, experts over 2": ({"data": 2, "fsdp": 2}, 2, "", {"experts": 2, "shards": "experts"}),
     # Three layers: the last stage is padded.
     "pipe, aligned": ({"pipe": 2}, 4, "aligned", {}),
-    "pipe and data": ({"data": 2, "pipe": 2}, 4, "zb-h1", {}),
-    "pipe and fsdp, layers again": ({"pipe": 2, "fsdp": 2}, 2, "1f1b", {"remat": "layer"}),
+    "pipe and fsdp, layers again": ({"pipe": 2, "fsdp": 2}, 2, "zb-h1", {"remat": "layer"}),
     "pipe by the host": ({"pipe": 2}, 4, "1f1b", {"engine": "dispatch"}),
 }
 

@@ -164,7 +164,7 @@ def assert_same(found, wanted):
         pytest.param("interleaved-1f1b", [PIPE], replace(DELAYED, wgrad="bf16", amax="most_recent"), {"chunks": 2}, marks=LONG),
         pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed", "remat": "wide"}, marks=LONG),
         pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked", "remat": "layer"}, marks=LONG),
-        pytest.param("gpipe", [PIPE], CURRENT, {"chunks": 2, "kind": "keyed", "remat": "wide", **DISPATCH}, marks=LONG),
+        pytest.param("gpipe", [PIPE], CURRENT, {"kind": "keyed", **DISPATCH}, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
 )
@@ -191,7 +191,7 @@ def test_products_that_widen_by_four_are_made_again_if_asked_for():
 @pytest.mark.once
 def test_what_idle_ranks_compute_reaches_no_history(monkeypatch):
     monkeypatch.setattr(jax.lax, "empty", garbage)
-    assert_same(trained(piped("aligned", chunks=2)), expected(DELAYED, "plain", M, M * B))
+    assert_same(trained(piped("aligned")), expected(DELAYED, "plain", M, M * B))
 
 
 def test_a_skipped_step_leaves_the_histories_as_they_were():

@@ -20,22 +20,22 @@ pytestmark = pytest.mark.long
 
 # (ranks, chunks, microbatches). Each schedule with ranks in the middle and a steady state; one rank, and no steady state, of
 # every kind: one chunk and several, whole backwards and split ones. Slots of every size are for tests of the tables.
-ALIGNED = [(1, 1, 4), (1, 2, 1), (2, 1, 2), (2, 2, 7), (4, 1, 13), (4, 2, 4)]
+ALIGNED = [(1, 1, 4), (2, 1, 2), (2, 2, 7), (4, 1, 13)]
 GENERAL = {
-    "aligned": [(1, 1, 1), (2, 2, 7), (4, 1, 13)],
-    "1f1b": [(1, 1, 4), (2, 1, 2), (4, 1, 13)],
-    "interleaved-1f1b": [(1, 2, 1), (2, 2, 2), (4, 2, 13)],
+    "aligned": [(1, 1, 1), (2, 2, 7)],
+    "1f1b": [(1, 1, 4), (4, 1, 13)],
+    "interleaved-1f1b": [(1, 2, 1), (4, 2, 13)],
     "zb-h1": [(2, 1, 2), (4, 1, 13)],
-    "zb-h2": [(2, 1, 7), (4, 1, 13)],
+    "zb-h2": [(4, 1, 13)],
     "zb-v": [(2, 2, 2), (4, 2, 13)],
-    "dualpipe-v": [(1, 2, 4), (4, 2, 13)],
-    "gpipe": [(2, 1, 7), (4, 2, 4)],
+    "dualpipe-v": [(4, 2, 13)],
+    "gpipe": [(4, 2, 4)],
 }
 GRID = [("aligned", *sizes, "aligned") for sizes in ALIGNED]
 GRID += [(name, *sizes, "general") for name, rows in GENERAL.items() for sizes in rows]
 DISPATCHED = [
-    *(("aligned", 2, 1, 7), ("aligned", 3, 2, 4), ("1f1b", 3, 1, 5), ("interleaved-1f1b", 2, 2, 4)),
-    *(("zb-h1", 3, 1, 5), ("zb-h2", 2, 1, 7), ("zb-v", 2, 2, 5), ("dualpipe-v", 2, 2, 7)),
+    *(("aligned", 3, 2, 4), ("1f1b", 3, 1, 5), ("zb-h1", 3, 1, 5)),
+    *(("zb-v", 2, 2, 5), ("dualpipe-v", 2, 2, 7)),
 ]
 
 
@@ -108,7 +108,7 @@ def test_a_layer_made_again_in_its_backward_gives_the_same_gradients(name, C, ru
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 4, 2), ("1f1b", 2, 1)])
+@pytest.mark.parametrize(("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 2, 1)])
 def test_data_ranks_share_a_microbatch_and_drop_out_each_on_its_own(name, dp, P):
     pipe = model.pipeline(generate(name, pp=P, microbatches=4), P, dp=dp)
     model.assert_same(model.piped(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
@@ -124,7 +124,7 @@ def users_schedule(seed: int) -> Schedule:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1])
 def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
     write(users_schedule(seed), tmp_path / "own.csv")
     schedule = read(tmp_path / "own.csv")
@@ -134,7 +134,7 @@ def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("seed", [5])
 def test_a_schedule_from_a_users_json_is_played(seed, tmp_path):
     # Signed numbers cannot say that a chunk has both whole and split backwards.
     write(users_schedule(seed).split(), tmp_path / "own.json")
