@@ -19,8 +19,10 @@ from jax.experimental.pallas import triton
 
 from jgraph.errors import ShapeError
 
-_ROWS, _COLUMNS, _WARPS, _BLOCKS = 4, 2048, 4, 6 * 132
-"""Most rows of a tile, columns of a piece, warps of a block, and most blocks: as many as an H200 holds at once."""
+_ROWS, _COLUMNS, _WARPS = 4, 2048, 4
+"""Most rows of a tile, most columns of a piece, and warps of a block."""
+_BLOCKS, _TURNS = 6 * 132, 32
+"""Blocks that an H200 holds at once, and most tiles of a block, for which there are more blocks if need be."""
 _LOOPED, _ALONE = 4096, 6 * 4096
 """Most numbers of a tile where a block has several, of which two are in registers, and where it has one."""
 _LEAST = 16
@@ -85,44 +87,36 @@ def _jgraph_matvec(
     W = min(_COLUMNS, pl.next_power_of_2(D))
     pieces = range(0, D, W)
     R = _tile_rows(F, parts * W * len(pieces))
-    blocks = min(F // R, _BLOCKS)
-    turns = pl.cdiv(F // R, blocks)
+    turns = min(pl.cdiv(F // R, _BLOCKS), _TURNS)
+    blocks = pl.cdiv(F // R, turns)
     inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
     inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
-    def load(ref: Any, *conditions: Any) -> Array:
-        """Reads where all conditions hold; zeros elsewhere."""
-        mask = functools.reduce(lambda a, b: a & b, conditions) if conditions else None
-        return triton.load(ref, mask=mask, other=None if mask is None else 0)
+    def load(ref: Any, shape: tuple[int, ...], *conditions: Array | None) -> Array:
+        """Reads where all conditions that there are hold, zeros elsewhere."""
+        given = [jnp.broadcast_to(condition, shape) for condition in conditions if condition is not None]
+        return triton.load(ref, mask=functools.reduce(jnp.logical_and, given), other=0) if given else triton.load(ref)
 
     def kernel(*refs: Any) -> None:
         named, out = dict(zip(inputs, refs[:-1], strict=True)), refs[-1]
-        columns_W, rows_R = jnp.arange(W), jnp.arange(R)
+        # Conditions only where a piece or a tile goes beyond the end: a load without any is faster.
+        columns = [(start + jnp.arange(W), start + jnp.arange(W) < D if start + W > D else None) for start in pieces]
 
         def vector(name: str) -> list[Array]:
-            places = [start + columns_W for start in pieces]
-            return [
-                load(named[name].at[place], *[place < D] * (start + W > D)).astype(jnp.float32)
-                for start, place in zip(pieces, places, strict=True)
-            ]
+            return [load(named[name].at[place], (W,), inside).astype(jnp.float32) for place, inside in columns]
 
-        def rows_of(turn: int) -> tuple[Array, list[Any]]:
-            found = (turn * blocks + pl.program_id(0)) * R + rows_R
-            return found, [found < F] * ((turn + 1) * blocks * R > F)
+        def rows_of(turn: int) -> tuple[Array, Array | None]:
+            rows = (turn * blocks + pl.program_id(0)) * R + jnp.arange(R)
+            return rows, rows < F if (turn + 1) * blocks * R > F else None
 
         def tile(turn: int) -> list[list[Array]]:
-            rows, inside = rows_of(turn)
-            return [
-                [
-                    load(
-                        named["weights"].at[part, rows[:, None], start + columns_W[None]],
-                        *[jnp.broadcast_to(here[:, None], (R, W)) for here in inside],
-                        *[jnp.broadcast_to(start + columns_W[None] < D, (R, W))] * (start + W > D),
-                    )
-                    for start in pieces
-                ]
-                for part in range(parts)
-            ]
+            rows, row_inside = rows_of(turn)
+            below = None if row_inside is None else row_inside[:, None]
+
+            def piece(part: int, place: Array, inside: Array | None) -> Array:
+                return load(named["weights"].at[part, rows[:, None], place[None]], (R, W), below, inside)
+
+            return [[piece(part, *of) for of in columns] for part in range(parts)]
 
         # Under way while the norm is computed.
         ahead = tile(0)
@@ -139,8 +133,8 @@ def _jgraph_matvec(
             y = (activation(*sums) if activation else sums[0]).astype(dtype)
             rows, inside = rows_of(turn)
             if "add" in named:
-                y += load(named["add"].at[rows], *inside)
-            triton.store(out.at[rows], y, mask=inside[0] if inside else None)
+                y += load(named["add"].at[rows], (R,), inside)
+            triton.store(out.at[rows], y, mask=inside)
 
     return pl.pallas_call(
         kernel,

@@ -39,9 +39,10 @@ def test_norm_product_and_sum_are_those_of_numpy(D, given):
     np.testing.assert_allclose(found, reference(**own, **choices), atol=2e-5 * D**0.5)
 
 
-@pytest.mark.parametrize("D", [64, 4112])
-def test_blocks_that_have_several_tiles_sum_every_row_once(monkeypatch, D):
+@pytest.mark.parametrize(("D", "turns"), [(64, 32), (64, 2), (4112, 32)])
+def test_blocks_that_have_several_tiles_sum_every_row_once(monkeypatch, D, turns):
     monkeypatch.setattr(module, "_BLOCKS", 3)
+    monkeypatch.setattr(module, "_TURNS", turns)
     jax.clear_caches()
     own = arrays(D, 40)
     np.testing.assert_allclose(matvec(**own, interpret=True), reference(**own), atol=2e-5 * D**0.5)
