@@ -14,7 +14,7 @@ from jgraph.training.setup import TrainSetup
 from jgraph.xla import aot
 from jgraph_models.gpt import GPTConfig
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.once]
 
 FLOAT, LOW = "f32", "bf16"
 # 61 divides no number of parameters, so a collective of activations is known by its size.
@@ -43,29 +43,22 @@ def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
     return found
 
 
-once = pytest.mark.once
-
-
 @pytest.mark.target
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        pytest.param({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}, marks=once),  # a loop
-        pytest.param({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}, marks=once),
-        pytest.param(
-            {"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}, marks=once
-        ),
+        ({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}),  # a loop
+        ({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}),
+        ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
         ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
-        pytest.param(
+        (
             {"fsdp": 2, "dp": 2} | LOW_SUMS,
             {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1},
-            marks=once,
         ),
         # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.
-        pytest.param(
+        (
             {"pp": 2, "fsdp": 2, "dp": 2, "num_microbatches": 2},
             {("all-gather", LOW): 1, ("all-gather", FLOAT): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1},
-            marks=once,
         ),
     ],
     ids=lambda value: " ".join(f"{name}={field}" for name, field in value.items() if isinstance(name, str)),
