@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from jgraph.errors import ConfigError
 from jgraph.training.config import TrainConfig
@@ -49,6 +48,8 @@ def run_dir(tmp_path):
 
 def shown(directory: Path) -> list[tuple[int, str, float]]:
     """Step, name and value of what TensorBoard shows: a file that starts at a step hides what older ones have from there on."""
+    from tensorboardX.proto.event_pb2 import Event  # here, since it imports torch where that is installed
+
     found = []
     for path in sorted(directory.iterdir()):
         data = path.read_bytes()
