@@ -214,20 +214,21 @@ def test_losses_are_apart_by_the_largest_difference_from_the_first_step_that_has
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_like(run_fsdp, tmp_path):
-    peers = ["eager:float8", "eager:reshard"]
+    peers = ["eager:float8", "eager:whole:graph", "eager:reshard"]
     flags = ["--first", "fp8=delayed", "--variant", "reshard=yes", "--one-gpu", "no"]
     assert run_fsdp("--peers", *peers, *flags, work="llama3-8b") == 0
     timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["llama3-8b"]["rows"]
     assert not any("failed" in row for row in timed)
-    names = ["fp8=delayed", "", peers[0], "reshard=yes", peers[1]]
+    names = ["fp8=delayed", "", *peers[:2], "reshard=yes", peers[2]]
     by_name = dict(zip(names, timed, strict=True))
     assert [row["variant"] for row in timed] == names
-    assert len(rows.ratios(by_name["eager:float8"], by_name["fp8=delayed"])) == 2
+    assert len(rows.ratios(by_name["eager:whole:graph"], by_name["fp8=delayed"])) == 2
     assert len(rows.ratios(by_name["eager:reshard"], by_name["reshard=yes"])) == 2
     assert not set(by_name["eager:reshard"]["rounds"]) & set(by_name[""]["rounds"])  # gathered again there, kept here
     losses = {name: row["loss"] for name, row in by_name.items()}
-    assert list(losses.values()) == pytest.approx([np.log(96)] * 5, rel=0.05)
+    assert list(losses.values()) == pytest.approx([np.log(96)] * 6, rel=0.05)
     assert losses["fp8=delayed"] != losses[""]
+    assert losses["eager:whole:graph"] == pytest.approx(losses["eager:reshard"], rel=1e-5)
 
 
 @pytest.mark.long

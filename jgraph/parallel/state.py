@@ -1,4 +1,4 @@
-"""What goes into a training step and comes out: the state, and what is small of it."""
+"""Holds what a training step updates, and the small results that it gives besides."""
 
 from dataclasses import dataclass, field
 from typing import Any

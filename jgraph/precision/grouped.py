@@ -6,16 +6,26 @@ groups begin and end anywhere.
 
 # M rows of x, K contracted, N columns; G groups
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.backward.linear import DelayedProduct
+from jgraph.backward.linear import GROUPED, DelayedProduct
 from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
 from jgraph.precision.config import FP8Config
-from jgraph.precision.product import Tap, formats, quantized, waiting
+from jgraph.precision.product import Tap, formats, product, quantized, waiting
+
+
+def multiplied(
+    config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], tap: Tap, *, again: bool = False
+) -> Array:
+    """Computes a product in FP8, grouped or not; `extra` are its other operands, the rest is as of `product`."""
+    if site.name == GROUPED:
+        return grouped_product(config, site, x, w, extra[0], tap)
+    return product(config, site, x, w, tap, again=again)
 
 
 def grouped_product(config: FP8Config, site: DelayedProduct, x: Array, w: Array, sizes_G: Array, tap: Tap) -> Array:

@@ -146,6 +146,11 @@ def shape_of(site: DelayedProduct) -> Shape | GroupedShape:
     return GroupedShape((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else Shape.of(site)
 
 
+def wgrad_of(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "bf16"]:
+    """Returns in what the gradient of a product's weight is multiplied."""
+    return "bf16" if site.name == GROUPED else config.wgrad
+
+
 def why_not(site: DelayedProduct, config: FP8Config) -> str:
     """Returns why a product cannot be in FP8; empty where it can."""
     if site.name not in ("dot_general", GROUPED):

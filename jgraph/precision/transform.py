@@ -22,8 +22,9 @@ from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
 from jgraph.precision.fuse import fused
-from jgraph.precision.late import late_product, multiplied
-from jgraph.precision.product import Tap, Weight, formats, shape_of, why_not
+from jgraph.precision.grouped import multiplied
+from jgraph.precision.late import LateProduct
+from jgraph.precision.product import Tap, Weight, formats, shape_of, wgrad_of, why_not
 from jgraph.precision.scaling import History, observe, scale_for, seen
 from jgraph.scopes import scope
 from jgraph.tree import is_router, leaf_names, matching
@@ -159,7 +160,7 @@ class FP8Function(OwnProducts):
             return [() if product.kept else next(inside) for product in said]
 
         products = [
-            site if product.kept else late_product(site, self.config) for site, product in zip(sites, said, strict=True)
+            site if product.kept else LateProduct.of(site, self.config) for site, product in zip(sites, said, strict=True)
         ]
         params, state, weights = map(jax.tree.leaves, given)
         return Bound(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
@@ -352,7 +353,7 @@ def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Con
             reason = "kept by `fp8.blocks`"
         label = name if times[name] == 1 else f"{name}#{times[name]}"
         sizes = shape_of(site).sizes if site.name in (GROUPED, "dot_general") else None
-        found.append(Product(label, sizes, math.prod(site.lead), reason, config.wgrad if site.name != GROUPED else "bf16"))
+        found.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_of(site, config)))
     return tuple(found)
 
 

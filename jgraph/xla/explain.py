@@ -75,7 +75,8 @@ class FP8Products:
         instructions = HloModule(text).instructions
 
         def in_fp8(names: Sequence[str]) -> list[bool]:
-            return [shape.dtype.startswith("f8") for name in names for shape in instructions[name].shapes[:1]]
+            found = [instructions[name].shapes for name in names if name in instructions]
+            return [shape.dtype.startswith("f8") for shapes in found for shape in shapes[:1]]
 
         transposes = [i for i in instructions.values() if i.opcode == "transpose" and any(in_fp8([i.name]))]
         # Of a library's kernels and ours; what quantizes into a pool takes the pool, and gives it.
