@@ -13,8 +13,7 @@ from benchmarks.rows import Row
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
 from benchmarks.turns import Entrant, ask
-from benchmarks.works import training
-from jgraph import FP8Config
+from benchmarks.works import in_fp8, training
 from jgraph.training.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-1b3-fp8"]
@@ -44,7 +43,7 @@ def works(options: Flags) -> Iterator[Work]:
 def config_of(work: WorkName, options: Flags) -> TrainConfig:
     config = training(work.removesuffix("-fp8"), options)
     if work.endswith("-fp8"):
-        config = replace(config, precision="fp8", fp8=FP8Config(recipe="delayed"))
+        config = in_fp8(config, "delayed")
     rows = MICROBATCHES * SEQUENCES[work]
     return replace(config, pp=options.ranks, num_microbatches=MICROBATCHES, batch_size=rows, pp_engine="auto", schedule="auto")
 

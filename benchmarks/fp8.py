@@ -4,18 +4,14 @@ python -m benchmarks run fp8 --presets gpt-124m
 python -m benchmarks run fp8 --presets gpt-1b3 --together 2     # no more of it fit in an H200 at a time
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks import single_gpu
-from benchmarks.runner import Benchmark, Work
-from benchmarks.works import training
-from jgraph import FP8Config
+from benchmarks.runner import Benchmark
 
-RECIPES = {"jgraph fp8 delayed": FP8Config(recipe="delayed"), "jgraph fp8 current": FP8Config()}
-# The first is in every comparison.
 TORCH = ("torch compile", "torch float8 tensorwise compile", "torch float8 rowwise compile")
-VARIANTS = (*RECIPES, "jgraph bf16", *TORCH, *(f"{variant} + CUDA graph" for variant in TORCH[:2]))
+# The first is in every comparison.
+VARIANTS = ("jgraph fp8=delayed", "jgraph fp8=current", "jgraph", *TORCH, *(f"{variant} + CUDA graph" for variant in TORCH[:2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +21,7 @@ class Options(single_gpu.Options):
     presets: tuple[str, ...] = ("gpt-124m", "gpt-1b3")
     """Configurations to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Of each; the first one is what all others are compared with."""
+    """Rows of each; all are compared with the first."""
 
 
-def works(options: Options) -> Iterator[Work]:
-    for name in options.presets:
-        config, entrants = training(name, options), []
-        for variant in options.variants:
-            recipe = RECIPES.get(variant)
-            chosen = replace(config, precision="fp8", fp8=recipe) if recipe else config
-            entrants.append(single_gpu.entrant(variant, chosen, options))
-        yield Work(name, {"ranks": 1, "config": asdict(config)}, [entrants])
-
-
-BENCHMARK = Benchmark("A training step in FP8", __doc__, Options, works, single_gpu.section)
+BENCHMARK = Benchmark("A training step in FP8", __doc__, Options, single_gpu.works, single_gpu.section)

@@ -22,8 +22,7 @@ from benchmarks.rows import PARAMETERS, Row, fastest, is_peer, named, parameters
 from benchmarks.runner import Benchmark, Several, Soaked, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
-from benchmarks.works import training, training_step
-from jgraph import FP8Config
+from benchmarks.works import in_fp8, training, training_step
 from jgraph.training.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
@@ -128,7 +127,7 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
             case ["reshard", "yes" | "no" as choice]:
                 config = replace(config, reshard_after_forward=choice == "yes")
             case ["fp8", "current" | "delayed" as recipe]:
-                config = replace(config, precision="fp8", fp8=FP8Config(recipe=recipe))
+                config = in_fp8(config, recipe)
             case ["grads", "float32" | "bfloat16" as dtype]:
                 config = replace(config, main_grads_dtype=dtype, decoupled_grad=True)
             case ["layout", "dp"]:

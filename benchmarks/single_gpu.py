@@ -7,14 +7,12 @@ python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jg
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
-from benchmarks.works import training, training_step
-from jgraph.precision.config import FP8Config
+from benchmarks.works import in_fp8, training, training_step
 from jgraph.training.config import TrainConfig
 
 # The first is in every comparison. The last takes torch minutes to compile: what --timeout ends is a row that says so.
@@ -29,8 +27,8 @@ class Options(Traced):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Configurations to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Of each; the first one is what all others are compared with. `jgraph NAME=TEXT` sets what the model or XLA calls so, or
-    `fp8=RECIPE:FORMAT`."""
+    """Rows of each; all are compared with the first. `jgraph NAME=TEXT` sets what the model or XLA calls so, or the recipe:
+    `fp8=delayed`, `fp8=current:e4m3`."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -52,9 +50,7 @@ def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
         if setting == "graph":
             config = replace(config, graph=value)
         elif setting == "fp8":
-            recipe, _, format = value.partition(":")
-            recipes: Any = {"recipe": recipe, "format": format or "hybrid"}
-            config = replace(config, precision="fp8", fp8=FP8Config(**recipes))
+            config = in_fp8(config, value)
         elif setting.startswith("xla_"):
             config = replace(config, xla_options=(*config.xla_options, text))
         else:

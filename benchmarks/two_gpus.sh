@@ -99,8 +99,8 @@ folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default tests
 fp8)
   piece 130 kernels --rounds 2 $short
   piece 200 fp8 --presets gpt-124m --rounds 3
-  piece 250 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8 delayed" "jgraph fp8 current" \
-    "jgraph bf16" "torch float8 tensorwise compile" "torch float8 rowwise compile"
+  piece 250 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8=delayed" "jgraph fp8=current" \
+    jgraph "torch float8 tensorwise compile" "torch float8 rowwise compile"
   ;;
 moe) # at once where there are two GPUs
   other=$(($(nvidia-smi --list-gpus | wc -l) > 1))

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 from benchmarks.rows import Row, gpt_of
 from benchmarks.runner import Options, Traced
 from benchmarks.turns import Entrant
+from jgraph.precision.config import FP8Config
 from jgraph.schedule import Schedule, generate
 from jgraph.training.config import TrainConfig
 from jgraph.training.presets import preset
@@ -88,6 +89,13 @@ def training(name: str, options: Options) -> TrainConfig:
     moe = replace(config.model.moe, num_experts=min(config.model.moe.num_experts, 16), d_ff=0)
     model = replace(config.model, **{name: getattr(TINY, name) for name in sizes}, num_kv_heads=groups, moe=moe)
     return replace(config, model=model, seq_len=32, xla_options=())
+
+
+def in_fp8(config: TrainConfig, choice: str) -> TrainConfig:
+    """Returns a run in FP8 by its recipe, with a format after a colon: `delayed:e4m3`."""
+    recipe, _, format = choice.partition(":")
+    choices: dict[str, Any] = {"recipe": recipe} | ({"format": format} if format else {})
+    return replace(config, precision="fp8", fp8=FP8Config(**choices))
 
 
 def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:

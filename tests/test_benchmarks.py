@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jgraph
-from benchmarks import cli, engines, fsdp, grouped, moe, readme, rows, runner
+from benchmarks import cli, engines, fp8, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
@@ -243,6 +243,14 @@ def test_an_engine_is_chosen_from_times_of_both_which_are_told_with_the_choice()
     assert not rows.unknown(told)
     drawn = engines.section("gpt-1b3-fp8", {"config": asdict(config), "ranks": 2, "rows": [told]}).notes
     assert "measured" in drawn
+
+
+def test_rows_in_fp8_are_of_the_recipes_that_their_names_say():
+    (work,) = fp8.BENCHMARK.works(fp8.Options(presets=("gpt-moe",), variants=(*fp8.VARIANTS[:3], "jgraph fp8=current:e4m3")))
+    configs = [entrant.request["config"] for entrant in work.groups[0]]
+    assert [config["precision"] for config in configs] == ["fp8", "fp8", "bf16", "fp8"]
+    named = [(config["fp8"]["recipe"], config["fp8"]["format"]) for config in configs if config["precision"] == "fp8"]
+    assert named == [("delayed", "hybrid"), ("current", "hybrid"), ("current", "e4m3")]
 
 
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
