@@ -130,7 +130,7 @@ def test_a_step_exchanges_rows_without_a_word_to_the_host():
 @pytest.mark.long
 @pytest.mark.once
 def test_a_checkpoint_goes_over_other_devices_bit_for_bit_and_on_as_on_one(tmp_path):
-    _, wanted = trained(ONE, compiled(ONE)[0].init(), range(3))
+    one, wanted = trained(ONE, compiled(ONE)[0].init(), range(3))
     state, told, saved = compiled(REPLICATED)[0].init(), [], None
     for i, layout in enumerate((REPLICATED, ONE, PIPES)):
         if i:
@@ -142,6 +142,11 @@ def test_a_checkpoint_goes_over_other_devices_bit_for_bit_and_on_as_on_one(tmp_p
         checkpoints.save(i + 1, compiled(layout)[0].step.canonical.of(state))
         checkpoints.close()
     np.testing.assert_allclose(told, wanted, rtol=1e-5)
+    one = canonical(ONE, one)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path((saved.params, saved.carried)), jax.tree.leaves((one.params, one.carried)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.long
@@ -164,9 +169,9 @@ def test_a_mixture_in_fp8_goes_on_from_a_pipeline_on_one_device_with_its_histori
     recipe = "--precision fp8 --fp8.format e4m3 --fp8.recipe delayed --fp8.history 4"
     flags = f"{TINY} {steps} {recipe} --model.num-layers 2".split()
     assert tiny.train(tmp_path / "pipe", *flags, "--pp", "2", "--schedule", "1f1b") == 0
+    assert "fp8 (delayed scaling): 8 of 8 products with parameters; emulated" in " ".join(capsys.readouterr().out.split())
     shutil.copytree(tmp_path / "pipe", tmp_path / "one")
     shutil.rmtree(tmp_path / "one" / "checkpoints" / "4")
-    capsys.readouterr()
     assert tiny.train(tmp_path / "one", *flags) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "8 of 8 products with parameters; emulated" in out
