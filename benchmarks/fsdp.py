@@ -64,7 +64,7 @@ class Options(Several, Soaked, Traced):
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
     grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters), layout=dp (every GPU has
     all parameters), pp (every GPU has some layers) or ep (every GPU has some experts), capacity=NUMBER (of these; what halts
-    says what it needed) and microbatches=NUMBER beside XLA's; may be repeated."""
+    says what it needed), microbatches=NUMBER and length=NUMBER (tokens of a sequence, for a soak) beside XLA's; may be repeated."""
     sequences: int = 0
     """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -141,12 +141,14 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
             case ["capacity", number] if number.replace(".", "", 1).isdigit():
                 moe = replace(config.model.moe, capacity=float(number))
                 config = replace(config, model=replace(config.model, moe=moe))
-            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches", "capacity"):
+            case ["length", number] if number.isdigit():
+                config = replace(config, seq_len=int(number))
+            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches", "capacity", "length"):
                 config = replace(config, xla_options=(*config.xla_options, word))
             case _:
                 allowed = (
                     "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep, "
-                    "microbatches=NUMBER, capacity=NUMBER or XLA's"
+                    "microbatches=NUMBER, capacity=NUMBER, length=NUMBER or XLA's"
                 )
                 raise SystemExit(f"--variant has {word}: must be {allowed}")
     return config

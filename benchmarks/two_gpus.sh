@@ -5,6 +5,7 @@
 #     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3|engines OUT [REVISION]
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
 #     bash benchmarks/two_gpus.sh experts|experts_soak OUT [REVISION]
+#     bash benchmarks/two_gpus.sh llama_soak OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
 # what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there (1,000 STEPS of
@@ -135,6 +136,9 @@ fp8_sharded)
 llama) # each alone on both GPUs; the soak's programs are in the cache by then
   piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --peers compile:float8 compile:float8:cudnn
   piece $((120 + steps)) $llama --variant "$captured" --soak "$steps" --soak-against nothing
+  ;;
+llama_soak) # half as long sequences, of which a thousand steps fit into ten minutes
+  piece 470 $llama --variant "$captured length=4096" --soak 1000 --soak-against nothing
   ;;
 esac
 python3 -m benchmarks show "$out"

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jgraph.backward.joined import is_joined
 from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct, name_of
 from jgraph.trace import replay
 
@@ -119,8 +118,6 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
         made = frozenset().union(*(v.params for v in values if not v.data and any(flags)))
         if not made:
             out = [_Value(any(v.data for v in values))] * len(eqn.outvars)
-        elif is_joined(eqn):
-            out = values
         elif name in replay.JITS + replay.CHECKPOINTS:
             inner = block.calls[i] = Block(replay.body(eqn))
             taking, found.taking = found.taking, found.taking or eqn.params.get("name") == HOOK
@@ -184,7 +181,7 @@ def run_forward(
             out, more = _RUN_CALL[_kind(eqn)](inner, eqn, values, inside, product)
             kept += more
         else:
-            out = values if is_joined(eqn) else replay.apply(eqn, values)
+            out = replay.apply(eqn, values)
         replay.write(env, eqn.outvars, out)
     return [read(v) for v in block.jaxpr.outvars], kept
 
@@ -246,8 +243,6 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, kee
             else:
                 out, more = run_weights(inner, replay.body_consts(eqn), values, keep_dtype=keep_dtype)
                 weights += more
-        elif is_joined(eqn):
-            out = values
         elif not any(v is MISSING for v in values):
             out = values if keep_dtype and _is_float_cast(eqn) else replay.apply(eqn, values)
         replay.write(env, eqn.outvars, out)

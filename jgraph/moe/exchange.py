@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.backward.joined import joined
 from jgraph.mesh import Axis
 from jgraph.moe import dispatch
 from jgraph.moe.config import MoEConfig, places
@@ -60,8 +59,6 @@ def through(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array, config
         weights_S: Any = dispatch.dispatched(found.weights.reshape(-1), out, 1, "zeros")
         # Counts are exact in float32 up to 2**24, and one exchange is enough.
         told = jnp.concatenate([weights_S.reshape(G, C), sent_GL.astype(jnp.float32)], 1)
-    # Before the exchange whose gradient is the last one of the layer: the experts' wgrads are to hide it.
-    x_SD, up_LDF2, down_LFD = joined(x_SD, up_LDF2, down_LFD)
     x_SD = _exchanged(x_SD, G)
     told = _exchanged(told, G)
     with scope("dispatch"):
