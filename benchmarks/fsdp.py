@@ -64,7 +64,8 @@ class Options(Several, Soaked, Traced):
     """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
     grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters), layout=dp (every GPU has
     all parameters), pp (every GPU has some layers) or ep (every GPU has some experts), capacity=NUMBER (of these; what halts
-    says what it needed), microbatches=NUMBER and length=NUMBER (tokens of a sequence, for a soak) beside XLA's; may be repeated."""
+    says what it needed), microbatches=NUMBER and length=NUMBER (tokens of a sequence, for a soak) beside XLA's; may be
+    repeated."""
     sequences: int = 0
     """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
     one_gpu: Literal["yes", "no"] = "yes"

@@ -120,7 +120,7 @@ experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers
   piece 170 fsdp --work qwen3-30b-a3b --name fsdp_experts --together 3 --rounds 2 --seconds 0.4 --timeout 150 --one-gpu no \
     --first "$experts microbatches=2" --peers compile:experts
   ;;
-experts_soak) piece 250 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
+experts_soak) piece 400 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
 curves)
   runs=$(mktemp -d)
   train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &
