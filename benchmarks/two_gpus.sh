@@ -4,7 +4,7 @@
 #
 #     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3|engines OUT [REVISION]
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
-#     bash benchmarks/two_gpus.sh experts|experts_soak OUT [REVISION]
+#     bash benchmarks/two_gpus.sh experts|experts_soak|experts_profile OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama_soak OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
@@ -121,6 +121,13 @@ experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers
     --first "$experts microbatches=2" --peers compile:experts
   ;;
 experts_soak) piece 400 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
+experts_profile) # of two microbatches interleaved: what XLA planned behind each exchange, and what ran there
+  run=$(mktemp -d)
+  timeout 280 python3 -m jgraph.train --preset gpt-moe --data python-source --batch-size 32 --fsdp 2 --ep 2 --num-microbatches 2 \
+    --model.moe.capacity 2 --steps 14 --log-every 4 --eval-every 1000 --checkpoint-every 1000 --sample-tokens 0 --profile 8:10 \
+    --run-dir "$run" >"$out/log.txt" 2>&1 || echo "the run: exit $?" >>"$failed"
+  cp "$run"/profile/profile.* "$out"
+  ;;
 curves)
   runs=$(mktemp -d)
   train bf16 & train again & train current --precision fp8 & train delayed --precision fp8 --fp8.recipe delayed &
