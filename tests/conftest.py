@@ -35,6 +35,12 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
+def pytest_ignore_collect(collection_path, config):
+    # Every process would import PyTorch for tests that are not asked for.
+    left_out = [mark for mark in ("gpu", "parity") if f"not {mark}" in config.option.markexpr]
+    return True if collection_path.is_dir() and collection_path.name in left_out else None
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_compiled_outlives_its_module():
     """A worker would grow to several GB with the programs of all its tests; what a later one needs again is in the cache."""

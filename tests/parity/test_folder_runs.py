@@ -20,6 +20,8 @@ from tests.parity import folders  # noqa: E402
 from tests.parity.test_hugging_face import TOKENS, opened  # noqa: E402
 from tests.test_distributed import finish, start_two  # noqa: E402
 
+pytestmark = pytest.mark.parity
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -67,8 +69,6 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.long
-@pytest.mark.once
 def test_two_processes_bring_a_folder_in_and_out_bit_for_bit(text, tmp_path):
     theirs = folders.save("qwen2", tmp_path / "theirs", torch.bfloat16)
     flags = ("--init-from", str(theirs), "--data", str(text), "--run-dir", str(tmp_path / "run"))
@@ -79,8 +79,6 @@ def test_two_processes_bring_a_folder_in_and_out_bit_for_bit(text, tmp_path):
     assert_same_config(tmp_path / "ours", theirs)
 
 
-@pytest.mark.long
-@pytest.mark.once
 def test_a_folder_is_trained_over_four_devices_then_on_one_sampled_and_exported_with_the_same_logits(text, tmp_path, capsys):
     theirs, ours, run = folders.save("llama", tmp_path / "theirs"), tmp_path / "ours", tmp_path / "run"
     flags = (*FLAGS, "--init-from", str(theirs), "--data", str(text), "--run-dir", str(run), "--steps", "60")

@@ -16,14 +16,13 @@ from tests.backward.stages import grouped_mlp, grouped_params
 
 # B rows, D model, F hidden
 B, D, F, LAYERS = 32, 48, 64, 3
-KEY = jax.random.key(0)
 
 # Without them, as tests have it otherwise, XLA may sum up rows in another order where the rest of the program is another.
 EMITTERS = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in (installed_options() or ())}
 
 
-def normal(i, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.fold_in(KEY, i), shape, dtype)
+def normal(i, *shape, scale=1.0, dtype=jnp.float32):
+    return jnp.asarray(scale * np.random.default_rng(i).standard_normal(shape), dtype)
 
 
 def mlp(params, x):
@@ -41,9 +40,9 @@ def with_head(params, x):
 
 def weights(i, *lead):
     return {
-        "up": 0.1 * normal(i, *lead, D, F),
-        "down": 0.1 * normal(i + 1, *lead, F, D),
-        "bias": 0.1 * normal(i + 2, *lead, F),
+        "up": normal(i, *lead, D, F, scale=0.1),
+        "down": normal(i + 1, *lead, F, D, scale=0.1),
+        "bias": normal(i + 2, *lead, F, scale=0.1),
     }
 
 
@@ -56,7 +55,7 @@ STAGES = {
     "scan": (scanned, weights(3, LAYERS)),
     "head kept": (with_head, {"mlp": weights(6), "head": normal(9, D, 16)}),
     "checkpoint": (jax.checkpoint(mlp), weights(10)),
-    "experts": (with_experts, {"in": 0.1 * normal(14, D, D), "moe": grouped_params(width=D)}),
+    "experts": (with_experts, {"in": normal(14, D, D, scale=0.1), "moe": grouped_params(width=D)}),
 }
 RECIPES = {
     "current": FP8Config(),
