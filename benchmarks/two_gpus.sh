@@ -12,8 +12,9 @@
 # `llama`'s soak take longer than ten minutes); and of Hugging Face folders, on one: `decode`, `folders`; transformers must be there;
 # and of mixtures of experts, on one, each in five minutes: `moe`, `moe_fp8`, `moe_soak`, `grouped`.
 #
-# Results and a log go to the folder OUT. A piece that fails or takes too long is named at the end and keeps no other from
-# running; what it had measured is stored. What one GPU is enough for runs on both at once, another work on each.
+# Results and a log go to the folder OUT, a profile to its folder `profile`. A piece that fails or takes too long is named at the
+# end and keeps no other from running; what it had measured is stored. What one GPU is enough for runs on both at once, another
+# work on each.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/models${PYTHONPATH:+:$PYTHONPATH} # where nothing is installed
@@ -126,7 +127,8 @@ experts_profile) # of two microbatches interleaved: what XLA planned behind each
   timeout 280 python3 -m jgraph.train --preset gpt-moe --data python-source --batch-size 32 --fsdp 2 --ep 2 --num-microbatches 2 \
     --model.moe.capacity 2 --steps 14 --log-every 4 --eval-every 1000 --checkpoint-every 1000 --sample-tokens 0 --profile 8:10 \
     --run-dir "$run" >"$out/log.txt" 2>&1 || echo "the run: exit $?" >>"$failed"
-  cp "$run"/profile/profile.* "$out"
+  mkdir -p "$out/profile"
+  cp "$run"/profile/profile.* "$out/profile"
   ;;
 curves)
   runs=$(mktemp -d)
