@@ -43,6 +43,7 @@ train() { # NAME FLAGS...
 }
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 in_turn=xla_gpu_enable_latency_hiding_scheduler=false # one operation after another, collectives too
+copies=xla_gpu_use_memcpy_local_p2p=true # exchanges by copy engines
 short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the card to reach its power limit
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and PyTorch's no more fit: each builds for a minute
@@ -116,8 +117,9 @@ moe_fp8) on 0 250 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 200 --na
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
-  piece 330 fsdp --work gpt-moe --name fsdp_experts --together 7 --rounds 3 --seconds 0.4 --timeout 230 --first "$experts microbatches=2" \
-    --variant "$experts" --variant "$experts microbatches=2 graph=full" --variant "$experts microbatches=2 $in_turn" --peers compile:experts
+  piece 330 fsdp --work gpt-moe --name fsdp_experts --together 7 --rounds 3 --seconds 0.4 --timeout 230 \
+    --first "$experts microbatches=2 $copies" --variant "$experts" --variant "$experts $copies" \
+    --variant "$experts microbatches=2 $in_turn" --peers compile:experts
   piece 170 fsdp --work qwen3-30b-a3b --name fsdp_experts --together 3 --rounds 2 --seconds 0.4 --timeout 150 --one-gpu no \
     --first "$experts microbatches=2" --peers compile:experts
   ;;

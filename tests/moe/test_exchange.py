@@ -47,7 +47,8 @@ def over_devices(group, config):
         y, overflow = exchange.through(x, router.route(logits, config), spec.gather(up), spec.gather(down), config)
         return y, jax.tree.map(lambda leaf: leaf[None], overflow)
 
-    return jax.shard_map(device, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+    # Jitted: else every operation is a program of its own.
+    return jax.jit(jax.shard_map(device, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
 
 
 def plain(x, logits, up, down, config, kept=1.0):
