@@ -21,10 +21,8 @@ def pytest_configure(config):
         old = metadata.version("jaxlib").startswith("0.10.")
         # A fifth less time to compile where cores are few; later ones gain nothing by it.
         fast = ["--xla_cpu_parallel_codegen_split_count=1"] * old
-        if "parity" not in config.option.markexpr.replace("not parity", ""):
-            # A third less. What compares numbers with PyTorch's rounding has the default.
-            fast += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-            fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of what is left; later ones have nothing else
+        fast += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]  # a third less
+        fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of what is left; later ones have nothing else
         os.environ.setdefault("XLA_FLAGS", " ".join(fast))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # One for all tests of this run, their processes and workers: never the user's.

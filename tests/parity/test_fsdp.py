@@ -31,6 +31,7 @@ from tests.parity.test_gpt import (  # noqa: E402
     Arrays,
     assert_agrees,
     learning_rate,
+    played,
     references,
     tokens,
     torch_training,
@@ -108,13 +109,8 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
     )
     assert setup.num_devices == RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
-    step, losses, norms = setup.step.jitted(), [], []
-    for tokens_BS in tokens(STEPS):
-        state, metrics = step(state, setup.step.place(tokens_BS))
-        losses.append(metrics.loss)
-        norms.append(metrics.grad_norm)
-    arrays = weights.named(setup.step.bound.unpack(state.params))
-    return {"losses": np.stack(losses), "gradient norms": np.stack(norms)} | arrays
+    metrics, state = played(setup.step, state, STEPS)
+    return metrics | weights.named(setup.step.bound.unpack(state.params))
 
 
 # --- They agree ---
