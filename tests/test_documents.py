@@ -87,7 +87,6 @@ def config_of(**fields: Any) -> TrainConfig:
     return TrainConfig(
         **{"batch_size": ROWS, "seq_len": S - 1, "data_documents": "separate", "model": CONFIG} | fields,
         optimizer=OptimizerConfig(clip_norm=1e9),
-        xla_options=("xla_backend_optimization_level=0",),
     )
 
 

@@ -3,13 +3,12 @@
 import pytest
 
 from tests import tiny
-from tests.test_pipeline_training import FAST_COMPILE
 
 pytestmark = pytest.mark.long
 
 # Few lines, so that nothing but the loop itself waits for a step.
 FLAGS = (
-    *("--data", "synthetic", "--model.num-layers", "2", "--model.vocab-size", "257", "--xla-options", FAST_COMPILE),
+    *("--data", "synthetic", "--model.num-layers", "2", "--model.vocab-size", "257"),
     *("--batch-size", "16", "--num-microbatches", "4", "--steps", "12", "--log-every", "100"),
     *("--eval-every", "5", "--eval-batches", "4", "--checkpoint-every", "4"),
 )

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.long
 
 VOCAB = 61  # of no number of ranks a multiple
 MICROBATCHES = 4
-FAST_COMPILE = "xla_backend_optimization_level=0"
 
 
 class Unsplit(GPT):
@@ -36,7 +35,6 @@ class Unsplit(GPT):
 def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
     return TrainConfig(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
-        xla_options=(FAST_COMPILE,),
         module=module,
         model=GPTConfig(
             num_layers=num_layers,
@@ -306,7 +304,7 @@ def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, mess
 
 FLAGS = (
     *("--model.num-layers", "2", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--pp", "2"),
-    *("--xla-options", FAST_COMPILE, "--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
+    *("--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
     *("--sample-tokens", "8"),
 )
 
