@@ -200,7 +200,8 @@ def several_gpus(data: dict[str, dict[str, Row]]) -> list[str]:
 
 def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
     """Draws works by what becomes of parameters: steps in bf16 and by each recipe, and the fastest of both sides."""
-    heads = ["work", "devices", "jgraph bf16", "jgraph FP8, current", "jgraph FP8, delayed", "torch bf16", "torch float8"]
+    heads = ["work", "devices", "jgraph bf16", "jgraph FP8, current", "jgraph FP8, delayed"]
+    heads += ["torch bf16", "torchao float8", "Transformer Engine FP8"]
     lines = []
     for work, result in works:
         groups = alike(result["rows"])
@@ -208,7 +209,12 @@ def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
             kinds: dict[tuple[str, str], list[Row]] = {}
             for row in rows:
                 kinds.setdefault((row["system"], precision(row)), []).append(row)
-            shown = [("jgraph", "bf16"), ("jgraph", "current"), ("jgraph", "delayed"), ("torch", "bf16"), ("torch", "float8")]
+            shown = [
+                ("jgraph", "bf16"),
+                ("jgraph", "current"),
+                ("jgraph", "delayed"),
+                *(("torch", kind) for kind in ("bf16", "float8", "te")),
+            ]
             best = {own: fastest(kinds.get(own, []), own[0]) for own in shown}
             ours = fastest([row for own in shown[1:3] for row in kinds.get(own, [])], "jgraph")
             peer, plain = fastest(rows, "torch"), best["jgraph", "bf16"]
@@ -222,7 +228,7 @@ def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
 
 def precision(row: Row) -> str:
     words = set(row["variant"].replace("=", " ").replace(":", " ").split())
-    return next((word for word in ("current", "delayed", "float8") if word in words), "bf16")
+    return next((word for word in ("te", "current", "delayed", "float8") if word in words), "bf16")
 
 
 def shape(result: Row) -> str:

@@ -223,7 +223,8 @@ class Results:
 
 def environment(*, revision: str = "") -> Row:
     """Returns versions, date and git revision; `revision` where the tree travelled without its .git."""
-    installed = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch") if find_spec(name)}
+    names = ("jax", "jaxlib", "flax", "optax", "torch", "torchao", "transformer_engine")
+    installed = {name: metadata.version(name) for name in names if find_spec(name)}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": date, "revision": revision or _git_revision(), "python": platform.python_version(), **installed}
 

@@ -81,7 +81,8 @@ def line(cells: Sequence[str]) -> str:
 
 def about(result: Row) -> str:
     env = result["environment"]
-    told = [env["date"], f"revision {env['revision']}", *(f"{name} {env[name]}" for name in ("jax", "torch") if name in env)]
+    versions = [f"{name} {env[name]}" for name in ("jax", "torch", "torchao", "transformer_engine") if name in env]
+    told = [env["date"], f"revision {env['revision']}", *versions]
     told += [result["device"]] if result.get("device") else []
     return ", ".join([*told, *([f"sizes {result['options']['sizes']}"] if "sizes" in result.get("options", {}) else [])])
 

@@ -401,3 +401,20 @@ def test_flops_of_layers_alone_are_those_without_the_head():
     # Qwen3 30B A3B has 3.35e9 active parameters, of which embedding and head have 0.31e9 each.
     assert whole - 48 * 32 * 128 == pytest.approx(3.35e9 - 2048 * 151_936, rel=0.01)
     assert whole - layers == 2048 * 151_936
+
+
+def test_rows_of_transformer_engine_have_their_own_column_and_count_as_pytorchs():
+    rows_of = [
+        ("jgraph", "fp8=delayed", 2.0),
+        ("torch", "float8 tensorwise compile", 4.0),
+        ("torch", "te delayed + CUDA graph", 3.0),
+    ]
+    result = {
+        "rows": [{"system": system, "variant": variant, "ms": ms, "repeats_ms": [ms]} for system, variant, ms in rows_of],
+        "config": {"batch_size": 1, "seq_len": 8},
+        "device": "a GPU",
+    }
+    heads, _, line = readme.in_fp8([("gpt", result)])
+    cells = dict(zip(heads.split(" | "), line.split(" | "), strict=True))
+    assert (cells["torchao float8"], cells["Transformer Engine FP8"], cells["torch bf16"]) == ("4.00", "3.00", "")
+    assert cells["fastest PyTorch / jgraph FP8"] == "1.50 (te delayed + CUDA graph; fastest of 2)"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.single_gpu '{"variant": "torch compile + CUDA graph", "config": {...}}'
 
-The model is the one that the parity tests hold against ours, or the same with mixtures of experts; with a CUDA graph it is of
-the whole step.
+The model is the reference of the parity tests, the same with mixtures of experts, or the same from Transformer Engine's layers
+("torch te delayed + CUDA graph"). "+ CUDA graph" captures the whole step.
 """
 
 from typing import Any
@@ -16,15 +16,28 @@ from benchmarks.peers.torch_gpt import adamw, to_float8, warm_up
 from jgraph.training.config import TrainConfig
 
 
+def built(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Optimizer]:
+    """Returns the model and the optimizer of a variant, on the default device."""
+    words = variant.split()
+    if "te" not in words:
+        model = (torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT)(config.model)
+        return model, adamw(model, config.optimizer, capturable=True)
+    from benchmarks.peers import te_gpt  # installed on few machines
+
+    dtype = torch.bfloat16 if "bf16-params" in words else torch.float32
+    model = te_gpt.GPT(config.model, words[2], dtype)
+    if dtype == torch.bfloat16:
+        return model, te_gpt.fused_adam(model, config.optimizer)
+    return model, adamw(model, config.optimizer, capturable=True)
+
+
 def main() -> None:
     asked = request()
     variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    gpt = torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT
     with torch.device("cuda"):
-        model = gpt(config.model)
-    optimizer = adamw(model, config.optimizer, capturable=True)
+        model, optimizer = built(variant, config)
     tokens_BS = torch.randint(0, config.model.vocab_size, (config.batch_size, config.seq_len + 1), device="cuda")
     with torch.no_grad():
         model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
