@@ -128,3 +128,15 @@ def test_every_test_that_the_table_of_upstreams_rules_names_is_there_and_every_r
         assert named, f"no test: {row}"
         for path, name in named:
             assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
+
+
+def test_functions_named_beside_a_file_in_upstream_are_in_that_file():
+    text = (ROOT / "notes/develop/upstream.md").read_text()
+    pairs = [
+        (file, name)
+        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", text)
+        for name in re.findall(r"\w+", names)
+    ]
+    assert pairs
+    missing = [(file, name) for file, name in pairs if not re.search(rf"\b{name}\b", (ROOT / "jgraph" / file).read_text())]
+    assert not missing
