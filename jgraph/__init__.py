@@ -1,7 +1,6 @@
 """Train JAX models on NVIDIA GPUs as one captured program per step.
 
-- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`,
-  `measure_graph`.
+- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`;
   with experts: `MoE`, `MoEConfig`, `grouped_dot`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from jgraph.parallel import PipelineModel as PipelineModel
     from jgraph.parallel import Replicated as Replicated
     from jgraph.parallel import elementwise as elementwise
-    from jgraph.parallel import measure_graph as measure_graph
     from jgraph.parallel import split_embedding as split_embedding
     from jgraph.parallel import train_step as train_step
     from jgraph.precision.config import FP8Config as FP8Config
@@ -77,7 +75,7 @@ _MODULES = {
     "modules": "Decoder functional",
     "moe.config": "MoEConfig",
     "moe.layer": "MoE",
-    "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise measure_graph split_embedding train_step",
+    "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
     "precision.transform": "fp8",
     "precision.config": "FP8Config",
     "schedule": "Order Schedule",

@@ -253,7 +253,7 @@ def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
     code = "import sys\nfrom jgraph.train import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full,measure}", "--resume, --no-resume"):
+    for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full}", "--resume, --no-resume"):
         assert text in result.stdout
 
 

@@ -117,7 +117,7 @@ TRAIN = [
     ({"xla_options": ("xla_dump_to",)}, "xla_options", "`xla_options` is xla_dump_to: must be name=value"),
 ]
 TRAIN += [
-    ({"graph": "on"}, "graph", "`graph` is 'on': must be one of auto, off, full, measure"),
+    ({"graph": "on"}, "graph", "`graph` is 'on': must be one of auto, off, full"),
     ({"steps": "5"}, "steps", "`steps` is '5': must be an integer"),
     ({"steps": True}, "steps", "`steps` is True: must be an integer"),
     ({"resume": "no"}, "resume", "`resume` is 'no': must be True or False"),

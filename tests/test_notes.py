@@ -29,7 +29,6 @@ WRITTEN = {
     "report.html",
     "tensorboard/",
     "wandb.json",
-    "graph.json",
     "engine.json",
     "capacity.json",
     "profile.json",

@@ -64,7 +64,7 @@ def time_layers(asked: Row) -> None:
     def passed(params: Tree, x_BTD: jax.Array, dy_BTD: jax.Array) -> Tree:
         return jax.vjp(call, params, x_BTD)[1](dy_BTD)
 
-    options = compiler_options(config.known_graph, config.xla_options, platform=device.platform)
+    options = compiler_options(config.graph, config.xla_options, platform=device.platform)
     compiled, capture = compile_and_report(passed.lower(params, x_BTD, dy_BTD), options)
     run, wait, _ = stepping(lambda: compiled(params, x_BTD, dy_BTD))
     run()

@@ -1,7 +1,6 @@
 """A training step over devices: replicated, fully sharded, or as a pipeline."""
 
 from jgraph.parallel.compiled import CompiledStep as CompiledStep
-from jgraph.parallel.measure import measure_graph as measure_graph
 from jgraph.parallel.objective import Loss as Loss
 from jgraph.parallel.pipeline import PipelineModel as PipelineModel
 from jgraph.parallel.pipeline import split_embedding as split_embedding

@@ -174,9 +174,8 @@ class TrainConfig:
     """Seeds the weights and the order of the data."""
     resume: bool = True
     """Go on from the last checkpoint of the run directory; off, it starts over and replaces what is there."""
-    graph: Literal["auto", "off", "full", "measure"] = "auto"
-    """Command buffers (CUDA graphs): XLA's default, none, or all that it can record, collectives between devices included; or
-    `measure`, which times the step with each before the run begins and takes the fastest."""
+    graph: Literal["auto", "off", "full"] = "auto"
+    """Command buffers (CUDA graphs): XLA's default, none, or everything that XLA can record, including collectives."""
     xla_options: tuple[str, ...] = ()
     """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
     compile_cache: str = ""
@@ -302,11 +301,6 @@ class TrainConfig:
     def replicas(self) -> int:
         """Devices that have the same parameters, each with its part of the batch."""
         return self.dp * self.fsdp // self.shards
-
-    @property
-    def known_graph(self) -> Literal["auto", "off", "full"]:
-        """`graph`, where nothing is left to measure; else `auto`."""
-        return "auto" if self.graph == "measure" else self.graph
 
     @property
     def tokens_per_step(self) -> int:

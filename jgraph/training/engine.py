@@ -1,12 +1,14 @@
 """`pp_engine` auto of a run: what plays its schedule, and which schedule, by measurement; kept with the run."""
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -19,8 +21,7 @@ from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.schedule import Candidate
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter
-from jgraph.training.graph import kept, place
-from jgraph.training.rundir import RunDir
+from jgraph.training.rundir import RunDir, versions
 from jgraph.training.setup import TrainSetup
 from jgraph.training.strategy import predictor
 
@@ -28,6 +29,12 @@ _T = TypeVar("_T")
 _LONGEST = 50.0  # seconds after which what is not compiled is not waited for: with the timing it is a minute at most
 _NEAR = 1.3  # predicted to take so many times as long, a schedule is not measured: predictions are better than that
 _MOST_ROWS = 8
+
+# Fields of the configuration that do not affect the compiled step.
+_BESIDE = (
+    "run_dir resume compile_cache on_nonfinite log_every eval_every eval_batches checkpoint_every checkpoint_keep hang_seconds "
+    "profile sample_tokens distributed data data_field data_shuffle data_documents seed log"
+)
 
 
 def settle_engine(
@@ -50,8 +57,8 @@ def settle_engine(
     if len(config.pp_engines) == 1 or jax.process_count() > 1:
         reporter.line("`pp_engine` auto: takes program, which alone can do what is asked for")
         return dataclasses.replace(config, pp_engine="program"), {}
-    here = place(config, config.pp * config.dp)
-    if config.resume and (before := kept(run_dir.engine, here)):
+    here = _place(config, config.pp * config.dp)
+    if config.resume and (before := _kept(run_dir.engine, here)):
         reporter.line(
             f"`pp_engine` auto: takes {before['engine']}, {before['schedule']}, as measured before ({run_dir.engine})"
         )
@@ -169,3 +176,24 @@ def _prepared(config: TrainConfig, sources: Sequence[Source], *, layers: int | N
         return seconds_of(run)
 
     return timed
+
+
+def _place(config: TrainConfig, num_devices: int) -> dict[str, Any]:
+    """Returns the settings, versions and devices that a measurement is valid for."""
+    device = jax.devices()[0]
+    found = {
+        "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE.split()},
+        "versions": versions() | {"runtime": device.client.platform_version},
+        "devices": f"{num_devices} x {device.device_kind}",
+        "processes": jax.process_count(),
+    }
+    return json.loads(json.dumps(found))  # as it is read
+
+
+def _kept(file: Path, place: dict[str, Any]) -> dict[str, Any]:
+    """Returns the measurement stored in `file` for `place`, or an empty dict."""
+    try:
+        fields = json.loads(file.read_text())
+        return fields if fields["measured_for"] == place else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}

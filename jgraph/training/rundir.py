@@ -21,7 +21,7 @@ from jgraph.training.resume import differences, resumed
 class RunDir:
     """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
 
-    Beside them lie what was measured, `graph.json` and `engine.json`; the capacity that the run grew to, `capacity.json`; and
+    Beside them lie the measured pipeline engine, `engine.json`; the capacity that the run grew to, `capacity.json`; and
     under `origin/` what came with the weights or the data that the run began with, such as a tokenizer. `samples.jsonl` has the
     texts generated at an end of the run; `tensorboard/` and `wandb.json` are of `log`.
     """
@@ -30,7 +30,7 @@ class RunDir:
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
-        self.measured, self.engine = path / "graph.json", path / "engine.json"
+        self.engine = path / "engine.json"
         self.capacity = path / "capacity.json"
         self.origin = path / "origin"
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
@@ -173,6 +173,8 @@ class RunDir:
         if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
             module = model.pop("module")
             fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
+        if fields.get("graph") == "measure":  # a choice that earlier versions had
+            fields["graph"] = "auto"
         if isinstance(fields.get("data"), str):  # as versions wrote it where there was one
             fields["data"] = [fields["data"]]
         return fields

@@ -228,12 +228,12 @@ class TrainSetup:
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
         options = self.xla_options(jax.default_backend())
-        return self.step.compile(self.batch(), graph=self.config.known_graph, xla_options=options)
+        return self.step.compile(self.batch(), graph=self.config.graph, xla_options=options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns all options with which the step is compiled on a platform."""
         options = self.xla_options(platform)
-        return compiler_options(self.config.known_graph, options, platform=platform, num_devices=self.num_devices)
+        return compiler_options(self.config.graph, options, platform=platform, num_devices=self.num_devices)
 
     def xla_options(self, platform: str) -> tuple[str, ...]:
         """Returns the step's XLA options on a platform: those that are chosen, then those asked for, which win."""

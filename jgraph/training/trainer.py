@@ -30,7 +30,6 @@ from jgraph.training import capacity, continued, origin, profiling, trackers
 from jgraph.training.config import TrainConfig
 from jgraph.training.console import Reporter, Summary
 from jgraph.training.engine import settle_engine
-from jgraph.training.graph import settle
 from jgraph.training.loop import Loop
 from jgraph.training.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.training.rundir import RunDir, replace_json, versions
@@ -60,7 +59,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         KeyboardInterrupt: a second SIGINT.
     """
     # Refused before anything slow, and before a backend starts. "gpu", because options are checked the same way everywhere.
-    compiler_options(config.known_graph, config.xla_options, platform="gpu")
+    compiler_options(config.graph, config.xla_options, platform="gpu")
     trackers.check_installed(config.log)
     connect(**dataclasses.asdict(config.distributed))
     check_devices()
@@ -177,12 +176,8 @@ def _train(
             check_space(run_dir.path.absolute(), shapes, config.checkpoint_keep + 1)
         # Both programs at once, and before the directory changes: what does not compile must not replace a run that did.
         init = _beginning(setup, source)
-    measured: dict[str, Any] = {}
-    if config.graph == "measure":
-        graph, step, measured = settle(config, setup, init, batches, run_dir, reporter, watchdog)
-        setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph=graph))
-    if begins or step:
-        step = _compile(setup, reporter, step)
+    if begins:
+        step = _compile(setup, reporter)
     with all_or_raise():
         if is_process_zero():
             if not config.resume:
@@ -193,9 +188,8 @@ def _train(
             run_dir.write(config, about, versions() | machine)
             if begins:
                 origin.keep(config, run_dir)
-            for file, found in ((run_dir.measured, measured), (run_dir.engine, engine)):
-                if found:
-                    replace_json(file, found)
+            if engine:
+                replace_json(run_dir.engine, engine)
     wait = partial(watchdog.wait, lambda: "checksums of the state, to save it")
     checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint_keep, warn=reporter.warn, wait=wait)
     try:
@@ -288,9 +282,9 @@ def _check_alike(config: TrainConfig, corpus: Corpus, source: Folder | SavedRun 
         )
 
 
-def _compile(setup: TrainSetup, reporter: Reporter, compiled: CompiledStep | None = None) -> CompiledStep:
-    """Compiles the step, unless it is compiled already, and tells of it."""
-    step = compiled or setup.compile_step()
+def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
+    """Compiles the step and reports its XLA options, capture and pipeline."""
+    step = setup.compile_step()
     if chosen := setup.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
     if step.capture is not None:
