@@ -5,7 +5,7 @@
   with experts: `MoE`, `MoEConfig`, `grouped_dot`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for that of a run or of a Hugging Face folder.
-- A backward in two parts: `split_backward`, `dot_general`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
+- A backward in two parts: `split_backward`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
 - What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
 """
 
@@ -14,7 +14,6 @@ from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jgraph.backward import dot_general as dot_general
     from jgraph.backward import split_backward as split_backward
     from jgraph.checkpoint import Checkpoints as Checkpoints
     from jgraph.errors import CallableError as CallableError
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 
 # The module of every public name. What needs jax is imported when it is first asked for: --help and a wrong flag do not wait.
 _MODULES = {
-    "backward": "dot_general split_backward",
+    "backward": "split_backward",
     "checkpoint": "Checkpoints",
     "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
     "NonFiniteError OrderError OwnershipError ShapeError SplitError TargetError",

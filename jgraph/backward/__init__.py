@@ -1,6 +1,5 @@
 """A stage's backward pass in two parts: dgrad now, wgrad when there is time."""
 
-from jgraph.backward.linear import dot_general as dot_general
 from jgraph.backward.split import Residuals as Residuals
 from jgraph.backward.split import Spec as Spec
 from jgraph.backward.split import Split as Split

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jgraph.backward.linear import HOOK, PRODUCTS, DelayedProduct, name_of
+from jgraph.backward.linear import PRODUCTS, DelayedProduct, name_of
 from jgraph.trace import replay
 
 # Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
@@ -62,11 +62,9 @@ class Found:
         block: with the products found.
         weights: the delayed parameters that products use.
         stray: places of the parameters that reach data other than as a product's weight, and the primitive they reach it by.
-        taking: whether products are taken where the walk is now.
     """
 
     block: Block
-    taking: bool
     weights: set[int] = field(default_factory=set)
     stray: dict[int, str] = field(default_factory=dict)
 
@@ -80,9 +78,7 @@ class _Value:
     moved: bool = True
 
 
-def find(
-    jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool], *, only_hooked: bool
-) -> Found:
+def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool]) -> Found:
     """Finds the products with a delayed weight.
 
     Args:
@@ -90,9 +86,8 @@ def find(
         wanted: for each output, whether it is differentiated; what only the others need is passed over.
         params: for each input, which delayed parameter it is, or None.
         data: for each input, whether it is data.
-        only_hooked: leave out the products that were not made with `jgraph.dot_general`.
     """
-    found = Found(Block(jaxpr), taking=not only_hooked)
+    found = Found(Block(jaxpr))
     given = [_Value(is_data, frozenset() if p is None else frozenset([p])) for p, is_data in zip(params, data, strict=True)]
     _mark(found, _walk(found, found.block, given, (), wanted), "the output itself", wanted)
     return found
@@ -120,13 +115,11 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             out = [_Value(any(v.data for v in values))] * len(eqn.outvars)
         elif name in replay.JITS + replay.CHECKPOINTS:
             inner = block.calls[i] = Block(replay.body(eqn))
-            taking, found.taking = found.taking, found.taking or eqn.params.get("name") == HOOK
             out = _walk(found, inner, values, lead, flags)
-            found.taking = taking
         elif not any(v.data for v in values):
             moved = name in _MOVES and all(v.moved for v in values)
             out = [_Value(False, made, moved)] * len(eqn.outvars)
-        elif name in PRODUCTS and found.taking and (weight := _weight(name, values)) is not None:
+        elif name in PRODUCTS and (weight := _weight(name, values)) is not None:
             used = values[weight]
             block.sites[i] = DelayedProduct(eqn, weight, lead, used.params, used.moved)
             found.weights |= used.params

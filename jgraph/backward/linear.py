@@ -35,30 +35,6 @@ def name_of(eqn: core.JaxprEqn) -> str:
     return name
 
 
-HOOK = "jgraph_dot_general"
-"""What the jitted function inside `dot_general` is called in a trace."""
-
-
-def dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    **options: Any,
-) -> jax.Array:
-    """Marks a product whose weight gradient may come late. Arguments and result are those of `jax.lax.dot_general`.
-
-    Pass it to Flax layers: `nnx.Linear(..., dot_general=jgraph.dot_general)`. It matters only to `split_backward(...,
-    products="hooked")`, which delays marked products alone; otherwise every product is found.
-    """
-
-    def jgraph_dot_general(lhs, rhs):
-        return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
-
-    return jax.jit(jgraph_dot_general)(lhs, rhs)
-
-
 @dataclass(frozen=True, eq=False)
 class DelayedProduct:
     """A product with a delayed weight.

@@ -29,7 +29,6 @@ from jgraph.trace import replay
 
 Tree = Any
 Recompute = Literal["elementwise", "wide", "nothing"]
-Products = Literal["all", "hooked"]
 
 
 @dataclass(eq=False)
@@ -108,7 +107,6 @@ def make_plan(
     bind: Callable[[Sequence[DelayedProduct]], Bound] | None,
     delay: Sequence[str] | None,
     recompute: Recompute,
-    products: Products,
 ) -> Plan:
     """Returns the plan of a traced stage. Raises SplitError.
 
@@ -116,7 +114,7 @@ def make_plan(
         owner, closed, trees: as in the plan.
         paths: of the leaves of params that may be delayed: the first ones.
         bind: of `OwnProducts`.
-        delay, recompute, products: of `split_backward`.
+        delay, recompute: of `split_backward`.
     """
     jaxpr = closed.jaxpr
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
@@ -137,7 +135,7 @@ def make_plan(
         params = [None] * num_consts + [i if late else None for i, late in enumerate(delayed)]
         data = [const is None for const in consts] + [not late for late in delayed]
         rest = len(jaxpr.invars) - num_params
-        found = find.find(whole, wanted, [*params, *[None] * rest], [*data, *[True] * rest], only_hooked=products == "hooked")
+        found = find.find(whole, wanted, [*params, *[None] * rest], [*data, *[True] * rest])
         if not found.stray:
             break
         if delay is not None:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jgraph.backward import find
 from jgraph.backward.linear import OwnProducts
-from jgraph.backward.residuals import Plan, Products, Recompute, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
+from jgraph.backward.residuals import Plan, Recompute, dgrad_leaves, is_float, make_plan, run_callbacks, vjp
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.trace import replay
@@ -88,7 +88,6 @@ def split_backward(
     *,
     delay: Sequence[str] | None = None,
     recompute: Recompute = "elementwise",
-    products: Products = "all",
     has_aux: bool = False,
 ) -> "Split":
     """Splits a function's backward pass into dgrad (gradients of inputs, now) and wgrad (of weights, any time later).
@@ -115,7 +114,6 @@ def split_backward(
             reductions. `wide` also does products again that give at least four times as many numbers as the data has, as
             an MLP's first. `nothing` keeps what `jax.vjp` keeps: five arrays for a GELU instead of one. In a stage that uses
             `jax.checkpoint`, that alone decides.
-        products: `all`, or `hooked` to delay only those made with `jgraph.dot_general`.
         has_aux: whether `stage_fn` returns `(y, aux)`, as with `jax.vjp`. `forward` then gives aux as its third result. It is
             not differentiated: dgrad and wgrad cost no more, and nothing is kept for it.
 
@@ -123,13 +121,12 @@ def split_backward(
         Split: `forward`, `dgrad`, `wgrad` and `accumulate`, pure and jittable.
 
     Raises:
-        ConfigError: `recompute` or `products` is not one of its choices.
+        ConfigError: `recompute` is not one of its choices.
         SplitError: an argument has another type; or, when it is used: a parameter in `delay` reaches the output by another way
             than as the weight of a product; an array is complex or spread over explicit axes; a callback's result is read;
             `has_aux`, and no pair.
     """
     check_choice("recompute", recompute, get_args(Recompute))
-    check_choice("products", products, get_args(Products))
     if not callable(stage_fn) and not isinstance(stage_fn, OwnProducts):
         raise SplitError(f"`stage_fn` is {stage_fn!r}: must be a function stage_fn(params, x, *extra) -> y", field="stage_fn")
     patterns = (delay,) if isinstance(delay, str) else delay
@@ -137,7 +134,7 @@ def split_backward(
         if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
             raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
         patterns = tuple(patterns)
-    return Split(stage_fn, has_aux, delay=patterns, recompute=recompute, products=products)
+    return Split(stage_fn, has_aux, delay=patterns, recompute=recompute)
 
 
 class Split:
@@ -157,8 +154,7 @@ class Split:
 
     def __repr__(self) -> str:
         options = self._options
-        which = ("every product", "hooked products")[options["products"] == "hooked"]
-        which += f" of {', '.join(options['delay'])}" if options["delay"] is not None else ""
+        which = "every product" + (f" of {', '.join(options['delay'])}" if options["delay"] is not None else "")
         return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options['recompute']!r})"
 
     def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ class FP8Function(OwnProducts):
         others = len(closed.jaxpr.invars) - len(names)
         places = [*range(len(names)), *[None] * others]
         wanted = [True] * len(closed.jaxpr.outvars)
-        found = find.find(closed.jaxpr, wanted, places, [p is None for p in places], only_hooked=False)
+        found = find.find(closed.jaxpr, wanted, places, [p is None for p in places])
         sites = tuple(found.block.all_sites())
         products = _named(sites, names, self.config)
         if all(product.kept for product in products):

@@ -74,5 +74,5 @@ def test_callables_say_in_a_line_what_they_are():
 
 def test_a_split_says_in_a_line_what_it_is():
     assert repr(jgraph.split_backward(chain.stage)) == "Split(stage: every product delayed, recompute='elementwise')"
-    split = jgraph.split_backward(jnp.sin, delay="up*", recompute="nothing", products="hooked")
-    assert repr(split) == "Split(sin: hooked products of up* delayed, recompute='nothing')"
+    split = jgraph.split_backward(jnp.sin, delay="up*", recompute="nothing")
+    assert repr(split) == "Split(sin: every product of up* delayed, recompute='nothing')"
