@@ -92,7 +92,6 @@ def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
 
 BLOCKS: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
     "one by one": lambda blocks: blocks.one_by_one(),
-    "one by one, reuse_buffers": lambda blocks: blocks.one_by_one(order=blocks.order, reuse_buffers=True),
     "run, join segments": lambda blocks: blocks.run("segments"),
     "run, join nothing": lambda blocks: blocks.run("nothing"),
     "jit a block": lambda blocks: blocks.jitted(),

@@ -10,16 +10,13 @@ from flax import linen, nnx
 
 from jgraph.errors import CallableError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each, homes, most_waiting, schedule_of
-from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.entry import compile_entries
 from jgraph.graphed.group import GraphedCallables
 from jgraph.graphed.match import check_concrete, differences, signature
-from jgraph.graphed.microbatches import Turn
 from jgraph.graphed.shaped import Shaped, shape_callable
 from jgraph.precision.transform import FP8Function
 from jgraph.schedule.action import Kind
-from jgraph.schedule.slots import POOLS
 
 Tree = Any
 ParamGrads = Literal["owned", "aliased"]
@@ -69,8 +66,8 @@ def make_graphed_callables(
         num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
         delay_wgrad: whether `wgrad` is a call of its own. One bool for all, or one per stage of the order (a chunk of a rank);
             without an order, one per callable. A callable that has nothing to delay has no wgrad, and none in the order.
-        reuse_buffers: whether buffers that only graphed callables see are used again after their last reader. Then y and dx of
-            single calls are `Borrowed`.
+        reuse_buffers: Whether `run` donates a buffer to its last reader, so that a later action writes into it. Saves memory.
+            Needs an order. Single calls are not affected.
         param_grads: `owned`: a gradient is your own array, in the parameter's dtype, unless it is delayed. `aliased`: it is a
             float32 sum in main_grad, always in the same buffer, as gradients of delayed parameters are in any case.
         devices: of each rank of the order; by default one, that of the params.
@@ -109,7 +106,7 @@ def make_graphed_callables(
     check_concrete("make_graphed_callables", samples)
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     if schedule is None and reuse_buffers:
-        wrong = "`reuse_buffers` needs an order, which says who consumes a buffer last: give order=[1, -1], say"
+        wrong = "`reuse_buffers` is True without an order: give an order, such as [1, -1]"
         raise CallableError(wrong, field="reuse_buffers")
     if not training and (schedule is not None or any(delayed)):
         wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
@@ -139,18 +136,9 @@ def make_graphed_callables(
     late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
     aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
     entries = compile_entries(shaped, kinds, aliased, options)
-    lent = LentBuffers(POOLS if reuse_buffers else ())
-    together, most = Turn("a callable of these, which share buffers,"), most_waiting(schedule, len(fns))
+    most = most_waiting(schedule, len(fns))
     graphed = tuple(
-        Graphed(
-            entry,
-            lent=lent,
-            turn=together if reuse_buffers else Turn(f"callable {i}"),
-            most_waiting=most[i],
-            delayed=delayed[i],
-            check_mode=checks[i],
-        )
-        for i, entry in enumerate(entries)
+        Graphed(entry, most_waiting=most[i], delayed=delayed[i], check_mode=checks[i]) for i, entry in enumerate(entries)
     )
     return GraphedCallables(
         graphed,
@@ -158,7 +146,7 @@ def make_graphed_callables(
         schedule,
         parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
         homes=partial(homes, devices=devices, params=every),
-        lent=lent,
+        reuse_buffers=reuse_buffers,
         options=options,
     )
 

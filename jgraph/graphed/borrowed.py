@@ -1,12 +1,10 @@
-"""Handles on buffers that jgraph keeps: readable until their owner takes them back, and then an error that says who and when.
+"""Handles on main_grad: readable until its next update, which ends them with an error that names it.
 
-A jax.Array whose buffer was donated raises a bare "Array has been deleted". Whoever is given a buffer that a later program will
-donate gets a handle instead, which knows its owner.
+A jax.Array whose buffer was donated raises a bare "Array has been deleted". Gradients that alias main_grad are therefore given
+out as handles, which know what updated the buffer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,54 +16,22 @@ from jgraph.errors import OwnershipError
 
 @dataclass(eq=False)
 class Lease:
-    """Says to all handles on some buffers at once whether they may still be read.
-
-    A place in a pool is free again after its last consumer; or, where no callable consumes it, when nobody holds a handle on
-    it any more.
+    """The validity of all handles on the arrays of one owner, shared by them.
 
     Attributes:
-        owner: whose buffers they are, e.g. `main_grad of callable 0`.
-        give_back: frees a pool's place; None of accumulators, which have none and are updated where they are.
-        arrays: in the place.
-        ended: what took the buffers back; empty while they may be read.
-        kept: whether the caller has taken them over, so that jgraph must not reuse them.
-        consumers: callables that have still to read them.
+        owner: The owner of the buffers, such as `main_grad of callable 0`.
+        ended: The call that updated the buffers. Empty while the handles are valid.
     """
 
     owner: str
-    give_back: Callable[[], None] | None = None
-    arrays: list[jax.Array] = field(default_factory=list)
     ended: str = ""
-    kept: bool = False
-    consumers: int = 0
-    _is_free: bool = False
-
-    def __del__(self):
-        self._free()
-
-    def release(self, by: str) -> None:
-        """Counts a consumer as done. After the last, ends the lease and frees the buffers that the caller does not keep."""
-        self.consumers -= 1
-        if self.consumers > 0 or self._is_free:
-            return
-        self._free()
-        if not self.kept:
-            self.ended = f"released after {by}, its last consumer"
-            for array in self.arrays:
-                array.delete()
-        self.arrays.clear()
-
-    def _free(self) -> None:
-        if self.give_back is not None and not self._is_free:
-            self._is_free = True
-            self.give_back()
 
 
 class Borrowed:
-    """Stands for an array in a buffer that jgraph will use again, and can be used as one until then.
+    """An array in a buffer of jgraph that the next update overwrites. Can be used like a `jax.Array` until then.
 
-    After that it raises, as a `jax.Array` that was donated, but says what took the buffer; `copy` or `keep` it before.
-    jax.numpy, numpy, operators and jitted functions take it as it is (a pytree node of one leaf), `jax.lax` takes its `value`.
+    A stale handle raises an error that names the update; take a `copy` before it. jax.numpy, numpy, operators and jitted
+    functions accept a handle as it is (a pytree node of one leaf); `jax.lax` takes its `value`.
     """
 
     __slots__ = ("_array", "_lease", "_path")
@@ -78,7 +44,7 @@ class Borrowed:
         """The array, in the owner's buffer.
 
         Raises:
-            OwnershipError: the buffer was taken back; the message says what took it.
+            OwnershipError: If the buffer was updated since. The message names the update.
         """
         lease = self._lease
         if lease.ended:
@@ -90,22 +56,10 @@ class Borrowed:
         return self._array
 
     def copy(self) -> jax.Array:
-        """Returns the numbers in a buffer of your own. Raises OwnershipError as `value` does."""
+        """Returns a copy that later updates do not change. Raises OwnershipError as `value` does."""
         return jnp.copy(self.value)
 
-    def keep(self) -> jax.Array:
-        """Returns the array itself, from now on yours: jgraph does not use its buffer again.
-
-        Raises:
-            OwnershipError: the buffer was taken back, or it is a sum in main_grad, which stays where it is: `copy` it.
-        """
-        array = self.value
-        if self._lease.give_back is None:
-            raise OwnershipError(f"{self._lease.owner} is updated in place and cannot be kept; take .copy()")
-        self._lease.kept = True
-        return array
-
-    # Known also when the lease has ended, and to jax while it traces.
+    # Available on stale handles too, and to jax while it traces.
     shape = property(lambda self: self._array.shape)
     dtype = property(lambda self: self._array.dtype)
     ndim = property(lambda self: self._array.ndim)
@@ -113,7 +67,7 @@ class Borrowed:
     __array_priority__ = 100  # so that numpy leaves `array + handle` to the handle
 
     def __getattr__(self, name: str) -> Any:
-        """Gives everything else that an array has, `.T`, `.astype`, `.at`, from `value`."""
+        """Forwards all other attributes of an array, such as `.T` and `.astype`, to `value`."""
         if name.startswith("_"):
             raise AttributeError(f"Borrowed has no attribute {name!r}")
         return getattr(self.value, name)
@@ -131,7 +85,7 @@ class Borrowed:
 
 
 def _operator(name: str) -> Any:
-    """Returns the method of this name, which does to `value` as an array's own does."""
+    """Returns a method that applies the array operator `name` to `value`."""
     return lambda self, *args: getattr(self.value, name)(*(arg.value if isinstance(arg, Borrowed) else arg for arg in args))
 
 
@@ -148,57 +102,14 @@ def handles_in(tree: Any) -> list[Borrowed]:
     return [leaf for leaf in leaves if isinstance(leaf, Borrowed)]
 
 
-def arrays_of(tree: Any) -> Any:
-    """Returns the tree with arrays in the places of its handles, for an executable to read.
-
-    Raises:
-        OwnershipError: a handle is stale, or is on an accumulator, which the program may update while it reads it.
-    """
+def check_no_handles(tree: Any) -> None:
+    """Raises OwnershipError if `tree` contains a handle: main_grad may be updated while an executable reads it."""
     for handle in handles_in(tree):
-        if handle._lease.give_back is None:
-            raise OwnershipError(
-                f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
-                owner=handle._lease.owner,
-            )
-    return jax.tree.map(lambda leaf: leaf, tree)
+        raise OwnershipError(
+            f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
+            owner=handle._lease.owner,
+        )
 
 
 # Inside a jit and after tree.map the plain array is in the handle's place.
 jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
-
-
-class LentBuffers:
-    """Lends buffers to callables and callers, by the names of `jgraph.schedule.POOLS`; without names, lends nothing.
-
-    Attributes:
-        live: how many buffers of each pool are in use.
-        peak: how many ever were at once.
-    """
-
-    def __init__(self, names: Iterable[str]):
-        self.live = dict.fromkeys(names, 0)
-        self.peak = dict(self.live)
-
-    def __bool__(self) -> bool:
-        return bool(self.live)
-
-    def take(self, pool: str, arrays: Sequence[Any]) -> Lease:
-        """Returns the lease on a place of a pool, which these arrays now have."""
-        self.live[pool] += 1
-        self.peak[pool] = max(self.peak[pool], self.live[pool])
-        return Lease(f"a buffer of pool {pool}", partial(self._give_back, pool), list(arrays))
-
-    def lend(self, pool: str, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns handles on arrays, which take a place; the arrays themselves where nothing is reused."""
-        if not self:
-            return arrays
-        lease = self.take(pool, arrays)
-        return [Borrowed(array, lease) for array in arrays]
-
-    def leases_in(self, tree: Any) -> list[Lease]:
-        """Returns the leases on places that the handles in a tree have, each once."""
-        handles = handles_in(tree) if self else ()
-        return list({handle._lease: None for handle in handles if handle._lease.give_back is not None})
-
-    def _give_back(self, pool: str) -> None:
-        self.live[pool] -= 1

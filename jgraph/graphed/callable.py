@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError, OwnershipError
-from jgraph.graphed.borrowed import Lease, LentBuffers, arrays_of, handles_in
+from jgraph.graphed.borrowed import check_no_handles, handles_in
 from jgraph.graphed.entry import Entry
 from jgraph.graphed.main_grad import MainGrad
 from jgraph.graphed.match import call_differences, check_concrete, differences, mismatch
@@ -24,18 +24,17 @@ class Graphed:
     backward part belongs to the oldest that waits for it, or to the one that `microbatch` names. It must name one where more
     wait than the order ever has at once (without an order: one), since then a forward never got its backward.
 
-    One thread at a time calls it, from a forward to the last backward part; with `reuse_buffers`, all callables of a build.
+    One thread at a time calls it, from a forward to its last backward part.
 
     Attributes:
         entry: the executables that were built.
     """
 
-    def __init__(
-        self, entry: Entry, lent: LentBuffers, turn: Turn, most_waiting: int, delayed: bool, check_mode: Callable[[], None]
-    ):
-        self._lent, self._delayed, self._check_mode = lent, delayed, check_mode
-        self.entry, self.index, self.turn = entry, entry.shaped.index, turn
-        self._waiting, self._is_reset = Waiting(self.index, most_waiting, turn), False
+    def __init__(self, entry: Entry, most_waiting: int, delayed: bool, check_mode: Callable[[], None]):
+        self._delayed, self._check_mode = delayed, check_mode
+        self.entry, self.index = entry, entry.shaped.index
+        self.turn = Turn(f"callable {self.index}")
+        self._waiting, self._is_reset = Waiting(self.index, most_waiting, self.turn), False
         self.gradients = MainGrad(self.entry)
 
     def __repr__(self) -> str:
@@ -53,37 +52,29 @@ class Graphed:
             params, x, extra, kwargs: shapes and dtypes as those of the samples; never donated.
 
         Returns:
-            y: your array; with `reuse_buffers` a `Borrowed` on a pool buffer.
+            y, a new array.
 
         Raises:
             CallableError: an argument is not as it was built (one message lists every difference); or the module is in
                 another mode; or the callable was reset.
-            OwnershipError: x is a pool buffer that was released.
+            OwnershipError: an argument is a `Borrowed` on main_grad.
         """
         self._check_alive()
         if len(self.entry.parts) == 1:
             return self.evaluate(params, x, *extra, **kwargs)
         with self.turn:
-            taken = self._lent.leases_in((x, extra, kwargs))
             shaped = self.entry.shaped
             weights, inputs, outs = self._forward(params, x, extra, kwargs)
             y = outs[: len(shaped.y)]
             new = iter(outs[len(y) :])
             residuals = [next(new) if source is None else inputs[source] for source in shaped.residuals_from]
-            microbatch = self._waiting.add(weights, residuals)
-            if self._lent:
-                microbatch.hold(shaped.last_use_of_x, taken)
-                self._hold(microbatch, "forward_dgrad", "dgrad", residuals[: shaped.num_dgrad], shaped.residuals_from)
-                kept = residuals[shaped.num_dgrad :], shaped.residuals_from[shaped.num_dgrad :]
-                self._hold(microbatch, "forward_wgrad", "wgrad", *kept)
-                microbatch.release("forward", by=f"the forward of callable {self.index}")
-            return shaped.y.unflatten(self._lent.lend("activation", y))
+            self._waiting.add(weights, residuals)
+            return shaped.y.unflatten(y)
 
     def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
         """Runs forward and keeps nothing: no backward belongs to it. Any thread may call it at any time.
 
-        It is the same executable as the call's, dropout included. It does not count as a reader of pool buffers, and y is your
-        array. Arguments and errors are those of the call.
+        Runs the executable of the call, dropout included. Arguments and errors are those of the call.
         """
         self._check_alive()
         y = self.entry.shaped.y
@@ -116,9 +107,7 @@ class Graphed:
             if self._delayed:
                 dx = self._dgrad(pending, dy)
                 return self._wgrad(pending), dx
-            leaves, taken = self._dy(dy)
-            outs = self._run_backward(pending, "backward", leaves, dy)
-            pending.hold("dgrad", taken)
+            outs = self._run_backward(pending, "backward", self._dy(dy), dy)
             return self._finish(pending, "backward", outs), self._dx(outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
@@ -194,8 +183,6 @@ class Graphed:
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the leaves of params and of (x, extra), and the outputs of the executable."""
         self._check_mode()
-        if self._lent:
-            x, extra, kwargs = arrays_of((x, extra, kwargs))
         weights, params_tree = jax.tree.flatten(params)
         inputs, inputs_tree = jax.tree.flatten((x, (extra, kwargs)))
         # A numpy array could be written to before the backward reads it again.
@@ -208,7 +195,7 @@ class Graphed:
             except (TypeError, ValueError, RuntimeError) as e:
                 cause = e
         elif handles_in((params, x, extra, kwargs)):
-            return self._forward(*arrays_of((params, x, extra, kwargs)))
+            check_no_handles((params, x, extra, kwargs))
         check_concrete(f"callable {self.index}", (weights, arrays))
         texts = call_differences(shaped, params, (x, *extra), kwargs)
         if cause and not texts:
@@ -217,17 +204,13 @@ class Graphed:
 
     def _dgrad(self, pending: Microbatch, dy: Tree) -> Tree:
         shaped = self.entry.shaped
-        leaves, taken = self._dy(dy)
+        leaves = self._dy(dy)
         outs = self._run_backward(pending, "dgrad", leaves, dy)
         given, new = [*pending.residuals, *leaves], iter(outs[shaped.num_dx :])
         pending.stash = [next(new) if source is None else given[source] for source in shaped.stash_from]
         pending.early = dict(zip(self.entry.places("dgrad", "new"), new, strict=True))
         pending.residuals = pending.residuals[shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
-        if self._lent:
-            pending.hold(shaped.last_use_of_dy, taken)
-            self._hold(pending, "stash", "wgrad", pending.stash, shaped.stash_from)
-            pending.release("dgrad", by=f"the dgrad of callable {self.index}")
         return self._dx(outs)
 
     def _wgrad(self, pending: Microbatch) -> Tree:
@@ -239,13 +222,11 @@ class Graphed:
         """Forgets a microbatch; returns gradients as params: new arrays, handles on main_grad, and None for integers."""
         self._waiting.end(pending)
         new = self.entry.places(kind, "new")
-        gradients = self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
-        pending.release(by=f"the {kind} of callable {self.index}")
-        return gradients
+        return self.gradients.tree(pending.early | dict(zip(new, outs[len(outs) - len(new) :], strict=True)))
 
     def _dx(self, outs: Sequence[Any]) -> Tree:
         shaped = self.entry.shaped
-        return shaped.x.unflatten(self._lent.lend("gradient", outs[: shaped.num_dx])) if shaped.takes_gradient else None
+        return shaped.x.unflatten(outs[: shaped.num_dx]) if shaped.takes_gradient else None
 
     def _run(self, kind: str, arrays: Sequence[Any], number: int = -1) -> list[Any]:
         executable, places = self.entry.parts[kind], self.entry.places(kind, "add")
@@ -283,20 +264,11 @@ class Graphed:
                 raise
             raise mismatch(shaped, texts) from e
 
-    def _dy(self, dy: Tree) -> tuple[list[Any], list[Lease]]:
-        """Returns the leaves of dy, and the leases on their places."""
-        shaped, taken = self.entry.shaped, self._lent.leases_in(dy)
-        if handles_in(dy):
-            dy = arrays_of(dy)
+    def _dy(self, dy: Tree) -> list[Any]:
+        """Returns the leaves of dy. Raises CallableError if its structure is not that of y."""
+        shaped = self.entry.shaped
         leaves, tree = jax.tree.flatten(dy)
         if tree != shaped.y.tree:
+            check_no_handles(dy)  # a handle is a pytree node, so the structure differs
             raise mismatch(shaped, differences(shaped.y, dy, "dy", shaped.device))
-        return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves], taken
-
-    def _hold(
-        self, microbatch: Microbatch, pool: str, until: str, arrays: Sequence[Any], sources: Sequence[int | None]
-    ) -> None:
-        """Takes a place, until a part has run, for those arrays that were made and not handed on: only jgraph sees them."""
-        own = [array for array, source in zip(arrays, sources, strict=False) if source is None]
-        if own:
-            microbatch.hold(until, [self._lent.take(pool, own)])
+        return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]

@@ -9,7 +9,7 @@ import numpy as np
 
 from jgraph.errors import CallableError
 from jgraph.graphed.arguments import each
-from jgraph.graphed.borrowed import arrays_of, handles_in
+from jgraph.graphed.borrowed import check_no_handles
 from jgraph.graphed.dataflow import Flow
 from jgraph.graphed.match import check_concrete, differences
 from jgraph.graphed.shaped import Shaped, Side, shape_of
@@ -106,9 +106,9 @@ def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any
 
 def _leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:
     """Returns the leaves of an argument that is as it was built. Raises CallableError with every difference."""
-    if handles_in(tree):
-        tree = arrays_of(tree)
     leaves, structure = jax.tree.flatten(tree)
+    if structure != side.tree:
+        check_no_handles(tree)  # a handle is a pytree node, so the structure differs
     if structure != side.tree or not all(_fits(leaf, aval) for leaf, aval in zip(leaves, side.avals, strict=True)):
         texts = differences(side, tree, name, device)
         raise CallableError(f"run is given something else than was built: {'; '.join(texts)}", mismatches=tuple(texts))

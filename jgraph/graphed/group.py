@@ -9,7 +9,6 @@ import jax
 
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
 from jgraph.graphed.arguments import check_wgrads, each
-from jgraph.graphed.borrowed import LentBuffers
 from jgraph.graphed.callable import Graphed
 from jgraph.graphed.dataflow import Join, Outputs
 from jgraph.graphed.fill import check_extra, filled, put, tuples
@@ -41,11 +40,7 @@ class RunResult:
 
 
 class GraphedCallables(Sequence[Graphed]):
-    """Holds graphed callables in the order of the data, and plays orders of them. Made by `make_graphed_callables`.
-
-    Attributes:
-        lent: with `reuse_buffers`, counts of the buffers that single calls lent out.
-    """
+    """Graphed callables in the order of the data. `run` plays an order of them. Made by `make_graphed_callables`."""
 
     def __init__(
         self,
@@ -55,12 +50,12 @@ class GraphedCallables(Sequence[Graphed]):
         *,
         parse: Callable[[Any], tuple[Schedule | None, Any]],
         homes: Callable[[Schedule], list[Any]],
-        lent: LentBuffers,
+        reuse_buffers: bool,
         options: Mapping[str, Any],
     ):
         self._graphed, self._params, self._schedule = graphed, params, schedule
         self._parse, self._homes, self._options = parse, homes, dict(options)
-        self.lent = lent
+        self._reuse_buffers = reuse_buffers
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
 
@@ -187,8 +182,8 @@ class GraphedCallables(Sequence[Graphed]):
     def _turns(self) -> ExitStack:
         """Takes every callable's turn, for this thread."""
         with ExitStack() as stack:
-            for turn in {id(graphed.turn): graphed.turn for graphed in self._graphed}.values():
-                stack.enter_context(turn)
+            for graphed in self._graphed:
+                stack.enter_context(graphed.turn)
             return stack.pop_all()
 
     def _plan(self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[Tree, ...], **how: Any) -> ExecutionPlan:
@@ -206,7 +201,7 @@ class GraphedCallables(Sequence[Graphed]):
                 shaped,
                 schedule,
                 aliased=[graphed.gradients.places for graphed in self._graphed],
-                reuse=bool(self.lent),
+                reuse=self._reuse_buffers,
                 loss_fn=loss_fn,
                 loss_args=jax.tree.map(shape_of, loss_args),
                 options=self._options,

@@ -7,7 +7,6 @@ from threading import RLock, get_ident
 from typing import Any, Literal
 
 from jgraph.errors import CallableError
-from jgraph.graphed.borrowed import Lease
 
 _ADVICE = "build callables for each thread, or call evaluate, which keeps nothing"
 
@@ -20,7 +19,6 @@ class Microbatch:
         number: of its forward, from 0.
         params, residuals, stash: leaves; residuals are those of both pools until dgrad, of wgrad's alone after it.
         early: by place of the parameter, the gradients that dgrad gave.
-        held: by the part that is the last to read them, the places in pools.
     """
 
     number: int
@@ -28,19 +26,6 @@ class Microbatch:
     residuals: list[Any]
     stash: list[Any] = field(default_factory=list)
     early: dict[int, Any] = field(default_factory=dict)
-    held: dict[str, list[Lease]] = field(default_factory=dict)
-
-    def hold(self, until: str, leases: Sequence[Lease]) -> None:
-        """Notes that this microbatch reads these places until a part has run."""
-        for lease in leases:
-            lease.consumers += 1
-        self.held.setdefault(until, []).extend(leases)
-
-    def release(self, *parts: str, by: str) -> None:
-        """Gives up the places that are held until these parts; all of them, if none is named."""
-        for part in parts or list(self.held):
-            for lease in self.held.pop(part, ()):
-                lease.release(by)
 
 
 class Turn:
@@ -132,12 +117,11 @@ class Waiting:
         self._turn.waiting -= 1
 
     def drop(self, number: int | None) -> None:
-        """Forgets a microbatch and frees its places; all of them for None."""
+        """Forgets a microbatch, or all of them if `number` is None."""
         if number is not None:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
             self.end(microbatch)
-            microbatch.release(by=f"the drop of {self._name}")
 
     def check_none(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""

@@ -108,18 +108,6 @@ class Shaped:
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
-    @cached_property
-    def last_use_of_x(self) -> str:
-        """The part that reads x last: `forward`, `dgrad` or `wgrad`."""
-        kept = [i for i, source in enumerate(self.residuals_from) if source is not None and source < len(self.x)]
-        return "forward" if not kept else "wgrad" if max(kept) >= self.num_dgrad else "dgrad"
-
-    @cached_property
-    def last_use_of_dy(self) -> str:
-        """The part that reads dy last: `dgrad` or `wgrad`."""
-        kept = any(source is not None and source >= len(self.residuals) for source in self.stash_from)
-        return "wgrad" if kept else "dgrad"
-
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
         """Returns all leaves of params from those that a part reads; zeros for the others."""
         given = dict(zip(self.reads[part], read, strict=True))

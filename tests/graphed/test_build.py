@@ -94,7 +94,7 @@ def give(**kwargs):
         (give(param_grads="cloned"), r"`param_grads` is 'cloned': must be one of owned, aliased"),
         (give(callables=(), params=(), sample_args=()), "`callables` is empty"),
         (give(callables=(chain.stage, 3)), "callable 1 is int: must be a function or a Flax module"),
-        (give(reuse_buffers=True), "`reuse_buffers` needs an order"),
+        (give(reuse_buffers=True), "`reuse_buffers` is True without an order"),
         (give(order=[1, -1]), r"the order has 1 callables .*, but 2 are given"),
         (give(order=[1, 2, -2, -1], num_layers_per_chunk=[2, 1]), r"the order has 3 callables .*, but 2 are given"),
         (give(order=[1, 2, -2, -1], devices=jax.devices()[:2]), r"`devices` has 2 for 1 ranks: give one for each rank"),

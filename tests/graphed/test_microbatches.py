@@ -40,8 +40,8 @@ def elsewhere(use, *args):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{}, {"delay_wgrad": True}, {"order": ORDER, "reuse_buffers": True}, {"param_grads": "aliased"}],
-    ids=["owned", "delayed", "reused", "aliased"],
+    [{}, {"delay_wgrad": True}, {"param_grads": "aliased"}],
+    ids=["owned", "delayed", "aliased"],
 )
 def test_an_evaluation_between_forward_and_backward_keeps_nothing(kwargs):
     call, params = build(**kwargs)
@@ -51,15 +51,6 @@ def test_an_evaluation_between_forward_and_backward_keeps_nothing(kwargs):
     chain.assert_close(y, chain.stage(params, OTHER))
     chain.assert_close(call.backward(DY), truth(params, X))
     assert call.pending == ()
-
-
-def test_an_evaluation_reads_the_output_of_a_callable_and_leaves_it_to_its_consumer():
-    graphed, params = chain.build(2, order=[1, 2, -2, -1], reuse_buffers=True)
-    y = graphed[0](params[0], X)
-    once = graphed[1].evaluate(params[1], y)
-    chain.assert_same_bits(once, graphed[1](params[1], y).value)
-    _, dx = graphed[1].backward(DY)
-    chain.assert_close(dx.value, jax.vjp(chain.stage, params[1], chain.stage(params[0], X))[1](DY)[1])
 
 
 def test_an_evaluation_compiles_nothing():
@@ -98,9 +89,8 @@ def test_more_microbatches_than_the_order_ever_has_are_noticed(kwargs):
     assert len(call.pending) == (2 if "delay_wgrad" in kwargs else 1)
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
-def test_a_backward_may_say_which_forward_it_belongs_to(reuse):
-    call, params = build(order=DELAYED, delay_wgrad=True, reuse_buffers=reuse)
+def test_a_backward_may_say_which_forward_it_belongs_to():
+    call, params = build(order=DELAYED, delay_wgrad=True)
     call(params, X)
     first = call.pending[-1]
     call(params, OTHER)
@@ -147,19 +137,6 @@ def test_a_step_does_not_start_while_microbatches_of_the_last_one_wait(restart, 
         starts[restart]()
     graphed.drop()
     starts[restart]()
-
-
-def test_dropped_microbatches_free_their_buffers():
-    graphed, params = chain.build(2, order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
-    for _ in range(3):
-        y = graphed[0](params[0], X)
-        array = y.value
-        graphed[1](params[1], y)
-        graphed[1].dgrad(DY)
-        graphed.drop()
-        assert array.is_deleted()
-    assert graphed.lent.peak["forward_dgrad"] <= 2
-    assert graphed[0].pending == graphed[1].pending == ()
 
 
 # Threads
@@ -226,13 +203,9 @@ def test_two_threads_do_not_run_at_once():
     elsewhere(lambda: graphed.run(None, [X], jnp.sum))
 
 
-def test_callables_that_share_buffers_are_one_threads():
-    graphed, params = chain.build(2, order=[1, 2, -2, -1], reuse_buffers=True)
-    y = graphed[0](params[0], X)
-    with pytest.raises(CallableError, match="thread"):
-        elsewhere(graphed[1], params[1], y)
-    apart, _ = chain.build(2, order=[1, 2, -2, -1])
-    elsewhere(apart[1], params[1], apart[0](params[0], X))  # a thread for each rank, say
+def test_each_callable_may_be_called_by_its_own_thread():
+    graphed, params = chain.build(2, order=[1, 2, -2, -1])
+    elsewhere(graphed[1], params[1], graphed[0](params[0], X))
 
 
 # What the caller changes meanwhile
@@ -248,9 +221,8 @@ def aligned(array):
 
 
 @pytest.mark.parametrize("part", ["backward", "dgrad"])
-@pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
-def test_numpy_parameters_may_be_written_to_after_the_forward(part, reuse):
-    call, params = build(order=[1, -1, -1.5] if part == "dgrad" else [1, -1], delay_wgrad=part == "dgrad", reuse_buffers=reuse)
+def test_numpy_parameters_may_be_written_to_after_the_forward(part):
+    call, params = build(delay_wgrad=part == "dgrad")
     given = jax.tree.map(lambda leaf: aligned(np.asarray(leaf)), params)
     call(given, aligned(np.asarray(X)))
     for leaf in given.values():
@@ -258,19 +230,17 @@ def test_numpy_parameters_may_be_written_to_after_the_forward(part, reuse):
     if part == "backward":
         grads, dx = call.backward(DY)
     else:
-        dx = jnp.copy(call.dgrad(DY).value) if reuse else call.dgrad(DY)
+        dx = call.dgrad(DY)
         grads = call.wgrad()
     chain.assert_close((grads, dx), truth(params, X))
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
-def test_a_numpy_dy_may_be_written_to_before_the_wgrad(reuse):
+def test_a_numpy_dy_may_be_written_to_before_the_wgrad():
     def product(params, x):
         return x @ params["w"]  # the stash is dy itself
 
     params = {"w": jnp.ones((chain.D, chain.D))}
-    order = [1, -1, -1.5]
-    graphed = jgraph.make_graphed_callables(product, params, (X,), order=order, delay_wgrad=True, reuse_buffers=reuse)
+    graphed = jgraph.make_graphed_callables(product, params, (X,), delay_wgrad=True)
     dy = aligned(np.asarray(DY))
     graphed[0](params, X)
     graphed[0].dgrad(dy)

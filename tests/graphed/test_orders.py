@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 import jgraph
 from jgraph.graphed import group
-from jgraph.schedule import assign, generate
-from jgraph.schedule.order import Order
-from jgraph.schedule.schedule import Schedule
+from jgraph.schedule import generate
 from tests.graphed import chain
 from tests.schedule.strategies import random_schedule
 
@@ -313,23 +311,6 @@ def test_without_reuse_every_microbatch_has_buffers_of_its_own(monkeypatch):
         counts, _ = watched(graphed, None, params, xs, loss_args, monkeypatch)
         peaks.append(counts[-2])
     assert peaks[1] >= 2 * peaks[0] - 2
-
-
-def test_slots_of_single_calls_are_as_many_as_the_order_has():
-    order = [1, 1, -1, 1, -1.5, -1, -1.5, -1, -1.5]
-    graphed, params = build(order, reuse_buffers=True)
-    x = jnp.ones((chain.B, chain.D))
-    for entry in order:
-        if entry > 0:
-            y = graphed[0](params[0], x)
-        elif entry % 1:
-            graphed[0].wgrad()
-        else:
-            graphed[0].dgrad(jnp.ones_like(y.value))
-    slots = assign(Schedule((Order.parse(order),)))
-    for pool in ("forward_dgrad", "forward_wgrad", "stash"):
-        assert graphed.lent.peak[pool] in (0, int(slots.counts[pool][0]))
-    assert graphed.lent.peak["stash"] > 0
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,15 @@ def test_snapshots_the_policy_for_orders_given_later():
     assert close(done.grads, exact_step(PARAMS, XS, TARGETS, scale=SCALE))
 
 
+def run_masked(order):
+    """Plays `order` with reused buffers. Returns the masks that it was given and its gradients."""
+    masks = list(map(jnp.array, MASKS))
+    graphed = Ours(PARAMS, delays(order), order=order, masked=True, reuse=True).graphed
+    loss_args = [(jnp.array(target),) for target in TARGETS]
+    done = graphed.run(None, list(map(jnp.array, XS)), loss, extra=[(mask,) for mask in masks], loss_args=loss_args)
+    return masks, done.grads
+
+
 @pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, 1, -1, -1, -1.5, -1.5]], ids=["whole", "delayed"])
 def test_a_stray_tensor_of_the_caller_is_never_reused(order):
     def check(system):
@@ -307,7 +316,9 @@ def test_a_stray_tensor_of_the_caller_is_never_reused(order):
         assert all(np.array_equal(numbers(mask), wanted) for mask, wanted in zip(masks, MASKS, strict=True))
 
     delayed = delays(order)
-    check(Ours(PARAMS, delayed, order=order, masked=True, reuse=True))
+    check(Ours(PARAMS, delayed, order=order, masked=True))
+    masks, _ = run_masked(order)
+    assert all(np.array_equal(mask, wanted) for mask, wanted in zip(masks, MASKS, strict=True))
     check(Graphed(PARAMS, delayed, microbatches=2, reuse=True))
     assert fails(check, Graphed(PARAMS, delayed, microbatches=2, reuse=True, weak="any"))
 
@@ -319,12 +330,13 @@ def test_a_stray_tensor_that_the_caller_dropped_is_held_until_it_was_read_last(o
         assert close(totals(system, given), exact_step(PARAMS, XS, TARGETS, MASKS, scale=SCALE))
 
     delayed = delays(order)
-    check(Ours(PARAMS, delayed, order=order, masked=True, reuse=True))
+    check(Ours(PARAMS, delayed, order=order, masked=True))
+    assert close(run_masked(order)[1], exact_step(PARAMS, XS, TARGETS, MASKS, scale=SCALE))
     check(Graphed(PARAMS, delayed, microbatches=2, reuse=True))
     assert fails(check, Graphed(PARAMS, delayed, microbatches=2, reuse=True, weak="any"))
 
 
-def test_a_handle_on_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
+def test_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
     order = ORDERS["min_grad_output_hazard"]
     params, xs, targets, _ = data(order)
 
@@ -337,10 +349,12 @@ def test_a_handle_on_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
         system.wgrad(0)
         assert not live(y)
 
-    check(Ours(params, delays(order), order=order, reuse=True))
     check(Graphed(params, delays(order), reuse=True))
     assert fails(check, Graphed(params, delays(order), reuse=True, release="dgrad"))
-    assert fails(check, Ours(params, delays(order), order=order))
+    # jgraph reuses buffers in `run` only: an early release would give other gradients.
+    graphed = Ours(params, delays(order), order=order, reuse=True).graphed
+    done = graphed.run(None, list(map(jnp.array, xs)), loss, loss_args=[(jnp.array(t),) for t in targets])
+    assert close(done.grads, exact_step(params, xs, targets, scale=SCALE))
 
 
 @cache
@@ -392,10 +406,9 @@ def test_the_models_gradients_are_exact_with_and_without_reuse(name):
 
 
 @EVERY
-@REUSE
 @POLICY
-def test_three_steps_of_an_order_call_by_call(name, reuse, param_grads):
-    check_three_steps(ours(name, reuse, param_grads), name)
+def test_three_steps_of_an_order_call_by_call(name, param_grads):
+    check_three_steps(ours(name, False, param_grads), name)
 
 
 @EVERY
