@@ -98,6 +98,12 @@ def test_seeds_reproduce_and_differ():
     assert set(draws[0][0]) == set(range(V))
 
 
+def test_every_draw_of_a_text_has_its_own_key():
+    texts = rows(jgraph.generate(jgraph.functional(Uniform), {}, [[0]] * 32, max_tokens=4))
+    for one, other in itertools.combinations(zip(*texts, strict=True), 2):
+        assert one != other
+
+
 # --- A cache of keys and values ---
 
 
@@ -207,6 +213,19 @@ def test_a_stream_gives_what_generate_returns_and_marks_rows_that_have_ended(cou
     assert steps[0].tolist() == [*found[0].tolist(), *[ENDED] * (9 - len(found[0]))]
 
 
+class NextId(nnx.Module):
+    """Continues every text with the id after its last one."""
+
+    def logits(self, tokens_BT):
+        return 100.0 * jax.nn.one_hot(tokens_BT + 1, V)
+
+
+def test_a_text_does_not_continue_after_a_stop_token():
+    # The second text keeps the call going. The model would restart the first one at 1.
+    found = jgraph.generate(jgraph.functional(NextId), {}, [[1], [5]], max_tokens=5, temperature=0, stop=[3])
+    assert rows(found) == [[2], [6, 7, 8, 9, 10]]
+
+
 # --- What cannot work ---
 
 
@@ -223,6 +242,7 @@ def test_a_stream_gives_what_generate_returns_and_marks_rows_that_have_ended(cou
         ("max_tokens", {"max_tokens": 0}),
         ("temperature", {"temperature": -1.0}),
         ("temperature", {"temperature": float("nan")}),
+        ("temperature", {"temperature": 1e39}),
         ("top_k", {"top_k": -1}),
         ("top_p", {"top_p": 0.0}),
         ("top_p", {"top_p": 1.5}),

@@ -136,6 +136,11 @@ def test_prompts_are_printed_with_their_continuations_and_standard_input_is_one(
     assert capsys.readouterr().out == f"The {first}\n\ndef f{second}\n"
 
 
+def test_a_temperature_that_is_zero_in_float32_is_greedy(run_dir, loaded, capsys):
+    assert run(run_dir, "--prompt", "The ", "--max-tokens", 6, "--temperature", "1e-39") == 0
+    assert capsys.readouterr().out == f"The {loaded.generate('The ', max_tokens=6, temperature=0)}\n"
+
+
 @pytest.mark.parametrize(
     ("flag", "args"),
     [
@@ -144,6 +149,7 @@ def test_prompts_are_printed_with_their_continuations_and_standard_input_is_one(
         ("--prompt", ["--prompt", "x" * 40]),
         ("--top-p", ["--prompt", "x", "--top-p", "1.5"]),
         ("--temperature", ["--prompt", "x", "--temperature", "-1"]),
+        ("--temperature", ["--prompt", "x", "--temperature", "1e39"]),
         ("--stop", ["--prompt", "x", "--stop", ""]),
         ("--step", ["--prompt", "x", "--step", "3"]),
     ],
