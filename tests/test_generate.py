@@ -1,6 +1,7 @@
 """Text from a model: which tokens are drawn, from a cache or without, and when a text ends."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -148,11 +149,23 @@ def test_drawn_text_from_a_cache_is_that_of_the_whole_model():
 
 
 @pytest.mark.once
-def test_a_text_that_outgrows_the_window_forgets_its_oldest_tokens():
-    # With one layer, what is in the cache does not depend on what was forgotten.
+def test_one_layer_beyond_the_window_attends_to_the_last_tokens_only():
     model, params = gpt(num_layers=1)
     choices = {"max_tokens": 30, "temperature": 0, "window": 21}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
+    assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_several_layers_beyond_the_window_have_sliding_window_attention(monkeypatch):
+    # Not the same as recomputing the window: keys of the second layer still depend on tokens that have left it.
+    model, params = gpt()
+    choices = {"max_tokens": 30, "temperature": 0}
+    found = rows(jgraph.generate(model, params, PROMPTS, window=21, **choices))
+    assert found != rows(jgraph.generate(uncached(model), params, PROMPTS, window=21, **choices))
+    sliding = functools.partial(jax.nn.dot_product_attention, local_window_size=(20, 0))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", sliding)
     assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
 
 

@@ -1,6 +1,7 @@
 """A run's model, loaded and asked for text: whatever devices it was on, by code and by the command line."""
 
 import io
+import re
 import shlex
 import sys
 
@@ -134,6 +135,13 @@ def test_prompts_are_printed_with_their_continuations_and_standard_input_is_one(
     assert run(run_dir, "--prompt", "The ", "--prompt", "-", "--max-tokens", 6, "--temperature", 0) == 0
     first, second = loaded.generate(["The ", "def f"], max_tokens=6, temperature=0)
     assert capsys.readouterr().out == f"The {first}\n\ndef f{second}\n"
+
+
+def test_compilation_is_announced_on_stderr_by_the_command_line_only(run_dir, loaded, capsys):
+    assert run(run_dir, "--prompt", "The ", "--max-tokens", 6, "--temperature", 0) == 0
+    assert re.fullmatch(r"compiling the prompt and token programs\nfirst text after \d+\.\d s\n", capsys.readouterr().err)
+    loaded.generate("The ", max_tokens=6, temperature=0)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_temperature_that_is_zero_in_float32_is_greedy(run_dir, loaded, capsys):
