@@ -52,9 +52,11 @@ class Carry(NamedTuple):
 def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Any], **settings: Any) -> list[np.ndarray]:
     """Continues several texts at once.
 
+    `stream` describes the arguments and texts that grow longer than `window`.
+
     Args:
-        model: See `stream`.
-        params: See `stream`.
+        model: A model from `jgraph.functional`, or a `Decoder`.
+        params: Parameters in the model's own tree.
         prompts: Token ids of each text.
         **settings: Keyword arguments of `stream`.
 
