@@ -1,11 +1,12 @@
-"""Measure how well a model predicts held-out text: that of a run of jgraph.train, or of a Hugging Face folder.
+"""Evaluate the model of a training run or of a Hugging Face folder on held-out text.
 
     python -m jgraph.evaluate runs/first
     python -m jgraph.evaluate runs/first --data book.txt --json numbers.json
     python -m jgraph.evaluate folder/ --data tokens/ --fsdp 4
 
-Prints the loss in nats a token, the perplexity and the bits a byte, which compare models with other tokens. Without flags, the
-text and the batches are those of the run's own evaluations. The run may have been over any devices, and may be going on.
+Prints the loss in nats per token, the perplexity, and bits per byte, which compares models with different tokenizers. By
+default, a run is evaluated on the same batches as during training. Runs of any parallel layout can be evaluated, also while
+they train.
 """
 
 import dataclasses
@@ -29,69 +30,72 @@ _PROG = "jgraph.evaluate"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Command line."""
+    """Options of the command line."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_OR_DIR")]
     """A run directory of `python -m jgraph.train`, or a Hugging Face folder."""
     data: tuple[str, ...] = ()
-    """As that of `python -m jgraph.train`, whose held-out part is predicted; by default the run's."""
+    """Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data."""
     step: Count = None
-    """Steps of the run's checkpoint; by default the newest."""
+    """Step of the checkpoint to load; by default the newest. Runs only."""
     batch_size: Count = None
-    """Sequences at a time; by default as the run has it, or 8."""
+    """Sequences per batch; by default the run's, or 8 for a folder."""
     seq_len: Count = None
-    """Tokens of a sequence that are predicted; by default as the run has it, or those that the folder names, at most 1024."""
+    """Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024."""
     eval_batches: Count = None
-    """Largest number of batches, spread over the text; by default as the run has it, or 16."""
+    """Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder."""
     dp: Count = None
-    """Replicas of the model, each with its part of a batch."""
+    """Data-parallel replicas; each evaluates a part of the batch."""
     fsdp: Count = None
-    """Devices that share the parameters, each with its part of a batch too."""
+    """Devices that the parameters are sharded over; each evaluates a part of the batch."""
     json: File = None
-    """Write the numbers here."""
+    """Also write the results to this file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run_options(Options, tell, _PROG, __doc__, argv, positional="run")
+    """Runs the command line and returns its exit code (see `jgraph.cli.run`)."""
+    return run_options(Options, evaluate_and_print, _PROG, __doc__, argv, positional="run")
 
 
-def tell(options: Options) -> None:
-    """Evaluates, writes the file that was asked for, and prints. Raises JgraphError, OSError."""
-    # Only now: jax takes its time.
+def evaluate_and_print(options: Options) -> None:
+    """Evaluates the model, prints the results, and writes them to `options.json` if it is set.
+
+    Raises:
+        JgraphError: If the model or the data cannot be used, or an option has a value that is not allowed.
+    """
+    # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
 
     from jgraph.dispatch import check_devices
     from jgraph.training.evaluation import evaluate
 
-    logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
+    logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
     names = ("data", "batch_size", "seq_len", "eval_batches", "dp", "fsdp")
-    found = evaluate(
+    evaluation = evaluate(
         options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) not in (None, ())}
     )
     if options.json is not None:
-        write_file("json", options.json, lambda path: path.write_text(json.dumps(_fields(found), indent=2) + "\n"))
-    show(found)
+        write_file("json", options.json, lambda path: path.write_text(json.dumps(_fields(evaluation), indent=2) + "\n"))
+    _print(evaluation)
 
 
-def show(found: "Evaluation") -> None:
-    """Prints an evaluation."""
-    bits = "?, nobody knows the bytes" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+def _print(evaluation: "Evaluation") -> None:
+    bits = "unknown: the tokens cannot be decoded" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
     rows = {
-        "model": found.source,
-        "held out": f"{found.batches} x {found.batch_size} x {found.seq_len} tokens of {found.data}",
-        "loss": f"{found.loss:.4f} nats/token",
-        "perplexity": f"{found.perplexity:.4g}",
+        "model": evaluation.source,
+        "held out": f"{evaluation.batches} x {evaluation.batch_size} x {evaluation.seq_len} tokens of {evaluation.data}",
+        "loss": f"{evaluation.loss:.4f} nats/token",
+        "perplexity": f"{evaluation.perplexity:.4g}",
         "bits/byte": bits,
     }
     for label, text in rows.items():
         print(f"{label:11}{text}")
 
 
-def _fields(found: "Evaluation") -> dict[str, Any]:
-    fields = dataclasses.asdict(found) | {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
-    # JSON has no others.
+def _fields(evaluation: "Evaluation") -> dict[str, Any]:
+    fields = dataclasses.asdict(evaluation) | {"perplexity": evaluation.perplexity, "bits_per_byte": evaluation.bits_per_byte}
+    # JSON has no infinity or NaN.
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
 
 

@@ -24,14 +24,16 @@ Mode = Literal["train", "evaluate"]
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A model in the pieces that draw text token by token, for `generate`. A Flax module may have one: `cached_decoder()`.
+    """The functions that generate text with a KV cache. A Flax module provides one by a method `cached_decoder()`.
 
     Attributes:
-        prepare: `prepare(params, carried)` returns the weights as the other two read them, made once: cast, laid out.
-        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads prompts, padded on the right to T. Returns the
-            float32 logits of the token after each, [B, V], and a cache of `slots` tokens, the last ones of texts of `length`.
-        decode: `decode(weights, tokens_B, cache, positions_B)` reads a token more of each text, at its 0-based position.
-            Returns the logits after it and the cache, of the same shapes.
+        prepare: `prepare(params, carried)` returns the weights for the other two functions, for example cast and transposed.
+            Called once per call of `generate`.
+        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads prompts padded on the right to T. Returns the
+            float32 logits of the next token, (B, V), and a cache for `slots` tokens per text. Positions stay below `length`.
+        decode: `decode(weights, tokens_B, cache, positions_B)` reads one token of each text. Positions count from the start of
+            the text. They exceed the last slot once the text outgrows the window; the token then replaces the oldest one.
+            Returns the logits of the next token and the updated cache, with the same shapes and dtypes.
     """
 
     prepare: Callable[[Tree, Tree], Tree]

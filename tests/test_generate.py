@@ -1,6 +1,7 @@
 """Text from a model: which tokens are drawn, from a cache or without, and when a text ends."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -98,6 +99,12 @@ def test_seeds_reproduce_and_differ():
     assert set(draws[0][0]) == set(range(V))
 
 
+def test_every_draw_of_a_text_has_its_own_key():
+    texts = rows(jgraph.generate(jgraph.functional(Uniform), {}, [[0]] * 32, max_tokens=4))
+    for one, other in itertools.combinations(zip(*texts, strict=True), 2):
+        assert one != other
+
+
 # --- A cache of keys and values ---
 
 
@@ -142,11 +149,23 @@ def test_drawn_text_from_a_cache_is_that_of_the_whole_model():
 
 
 @pytest.mark.once
-def test_a_text_that_outgrows_the_window_forgets_its_oldest_tokens():
-    # With one layer, what is in the cache does not depend on what was forgotten.
+def test_one_layer_beyond_the_window_attends_to_the_last_tokens_only():
     model, params = gpt(num_layers=1)
     choices = {"max_tokens": 30, "temperature": 0, "window": 21}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
+    assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_several_layers_beyond_the_window_have_sliding_window_attention(monkeypatch):
+    # Not the same as recomputing the window: keys of the second layer still depend on tokens that have left it.
+    model, params = gpt()
+    choices = {"max_tokens": 30, "temperature": 0}
+    found = rows(jgraph.generate(model, params, PROMPTS, window=21, **choices))
+    assert found != rows(jgraph.generate(uncached(model), params, PROMPTS, window=21, **choices))
+    sliding = functools.partial(jax.nn.dot_product_attention, local_window_size=(20, 0))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", sliding)
     assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
 
 
@@ -207,6 +226,19 @@ def test_a_stream_gives_what_generate_returns_and_marks_rows_that_have_ended(cou
     assert steps[0].tolist() == [*found[0].tolist(), *[ENDED] * (9 - len(found[0]))]
 
 
+class NextId(nnx.Module):
+    """Continues every text with the id after its last one."""
+
+    def logits(self, tokens_BT):
+        return 100.0 * jax.nn.one_hot(tokens_BT + 1, V)
+
+
+def test_a_text_does_not_continue_after_a_stop_token():
+    # The second text keeps the call going. The model would restart the first one at 1.
+    found = jgraph.generate(jgraph.functional(NextId), {}, [[1], [5]], max_tokens=5, temperature=0, stop=[3])
+    assert rows(found) == [[2], [6, 7, 8, 9, 10]]
+
+
 # --- What cannot work ---
 
 
@@ -223,6 +255,7 @@ def test_a_stream_gives_what_generate_returns_and_marks_rows_that_have_ended(cou
         ("max_tokens", {"max_tokens": 0}),
         ("temperature", {"temperature": -1.0}),
         ("temperature", {"temperature": float("nan")}),
+        ("temperature", {"temperature": 1e39}),
         ("top_k", {"top_k": -1}),
         ("top_p", {"top_p": 0.0}),
         ("top_p", {"top_p": 1.5}),

@@ -1,6 +1,7 @@
 """A run's model, loaded and asked for text: whatever devices it was on, by code and by the command line."""
 
 import io
+import re
 import shlex
 import sys
 
@@ -136,6 +137,18 @@ def test_prompts_are_printed_with_their_continuations_and_standard_input_is_one(
     assert capsys.readouterr().out == f"The {first}\n\ndef f{second}\n"
 
 
+def test_compilation_is_announced_on_stderr_by_the_command_line_only(run_dir, loaded, capsys):
+    assert run(run_dir, "--prompt", "The ", "--max-tokens", 6, "--temperature", 0) == 0
+    assert re.fullmatch(r"compiling the prompt and token programs\nfirst text after \d+\.\d s\n", capsys.readouterr().err)
+    loaded.generate("The ", max_tokens=6, temperature=0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_temperature_that_is_zero_in_float32_is_greedy(run_dir, loaded, capsys):
+    assert run(run_dir, "--prompt", "The ", "--max-tokens", 6, "--temperature", "1e-39") == 0
+    assert capsys.readouterr().out == f"The {loaded.generate('The ', max_tokens=6, temperature=0)}\n"
+
+
 @pytest.mark.parametrize(
     ("flag", "args"),
     [
@@ -144,6 +157,7 @@ def test_prompts_are_printed_with_their_continuations_and_standard_input_is_one(
         ("--prompt", ["--prompt", "x" * 40]),
         ("--top-p", ["--prompt", "x", "--top-p", "1.5"]),
         ("--temperature", ["--prompt", "x", "--temperature", "-1"]),
+        ("--temperature", ["--prompt", "x", "--temperature", "1e39"]),
         ("--stop", ["--prompt", "x", "--stop", ""]),
         ("--step", ["--prompt", "x", "--step", "3"]),
     ],

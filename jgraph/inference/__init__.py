@@ -1,1 +1,1 @@
-"""Use a trained model."""
+"""Text generation with a trained model."""

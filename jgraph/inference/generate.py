@@ -1,10 +1,10 @@
-"""Text from a model: one program reads the prompts, another one is each token more.
+"""Generates text from token prompts: a prefill program reads the prompts, a decode program reads and draws one token at a time.
 
-A token's program updates its carry in place and draws the token too, so the host only hands programs over; it reads tokens some
-steps behind. A model without a decoder of its own sees its last tokens anew each time.
+The decode program draws the next token itself and updates its carry in place, so the host only dispatches programs and reads
+tokens back a few steps later. A model without a KV cache recomputes its window for each token.
 """
 
-# B prompts, T tokens of the longest (padded), V vocabulary, S stop tokens, N bins
+# B prompts, T tokens of the longest prompt (padded), C slots of the cache, V vocabulary, S stop tokens
 
 import functools
 import math
@@ -26,21 +26,21 @@ from jgraph.modules import Decoder, FunctionalModel
 Tree = Any
 
 ENDED = -1
-"""Stands for the tokens of a text that has ended, while others go on."""
-# Prompts and caches of about the same length share a program.
-_MULTIPLE = 64
-# Steps that are handed over before the tokens of the first are read: the device never waits for the host.
-_AHEAD = 4
+"""Placeholder token of a text that has ended while other texts continue."""
+# Prompts and caches are padded to multiples, so that similar lengths share a program.
+_PAD_MULTIPLE = 64
+# Decode steps dispatched before the oldest token is read, so that the device never waits for the host.
+_STEPS_AHEAD = 4
 
 
 class Carry(NamedTuple):
-    """Holds what a token's program donates and gives back.
+    """State between two decode steps. The decode program donates and returns it.
 
     Attributes:
-        tokens: [B], drawn last, `ENDED` in rows that have ended.
-        positions: [B], of these tokens.
-        keys: of each row.
-        cache: the decoder's.
+        tokens: The last token of each text, int32 (B,); `ENDED` for texts that have ended.
+        positions: The positions of these tokens in their texts, int32 (B,).
+        keys: A jax key for each text, (B,).
+        cache: The decoder's cache.
     """
 
     tokens: Array
@@ -50,7 +50,22 @@ class Carry(NamedTuple):
 
 
 def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Any], **settings: Any) -> list[np.ndarray]:
-    """Continues several texts at once; returns the new tokens of each, int32. Takes what `stream` takes."""
+    """Continues several texts at once.
+
+    `stream` describes the arguments and texts that grow longer than `window`.
+
+    Args:
+        model: A model from `jgraph.functional`, or a `Decoder`.
+        params: Parameters in the model's own tree.
+        prompts: Token ids of each text.
+        **settings: Keyword arguments of `stream`.
+
+    Returns:
+        The new tokens of each text, a list of int32 arrays. Stop tokens are left out.
+
+    Raises:
+        ConfigError: If an argument has a value that is not allowed.
+    """
     steps = list(stream(model, params, prompts, **settings))
     if not steps:
         return [np.zeros(0, np.int32) for _ in prompts]
@@ -71,7 +86,17 @@ def stream(
     window: int | None = None,
     carried: Tree = None,
 ) -> Iterator[np.ndarray]:
-    """Continues several texts at once; yields the next token of each as they are drawn, int32 [B], `ENDED` where one has ended.
+    """Continues several texts at once and yields one token of each at a time.
+
+    Arguments are checked by the call. The programs are compiled when the first tokens are requested from the iterator.
+
+    If a text grows longer than `window`, the result depends on the model:
+
+    - A model with a `cached_decoder()` has sliding-window attention with a rolling cache (Mistral 7B, arXiv:2310.06825): in
+      each layer, a token attends to itself and the `window - 1` tokens before it. Cached keys and values are not recomputed
+      when the window moves, so those of the second and later layers still depend on tokens that have left the window. With L
+      layers, logits depend on the last `L * (window - 1) + 1` tokens.
+    - A model without one recomputes the last `window` tokens for each new token. Logits depend on these tokens only.
 
     >>> from flax import nnx
     >>> class Echo(nnx.Module):
@@ -82,21 +107,26 @@ def stream(
     [array([2, 2, 2], dtype=int32), array([3, 3, 3], dtype=int32)]
 
     Args:
-        model: of `jgraph.functional`. With a `cached_decoder()` of its own, it reads each token once; else it needs
-            `logits(tokens_BT)`, causal, and reads the whole window for every token.
-        params: the model's own tree, on one device or several.
-        prompts: ids of each text, at least one; a text's continuation does not depend on the others' prompts.
-        max_tokens: of each continuation.
-        temperature: of the softmax that tokens are drawn from; 0 takes the likeliest.
-        top_k: draws from so many of the likeliest tokens, and those as likely as the last of them; 0 from all.
-        top_p: draws from the likeliest tokens that together have this probability, after `top_k`; 1 from all.
-        stop: tokens that end a text; they are not part of it.
-        key: seed or jax key; row i draws with a key folded from it and i.
-        window: tokens that the model sees at most, such as the length it was trained on; None for all of them.
-        carried: the model's other state, for one without a decoder of its own.
+        model: A model from `jgraph.functional`, or a `Decoder`. A model with a method `cached_decoder()` reads each token once.
+            Other models need a causal method `logits(tokens_BT)` and recompute the whole window for each token.
+        params: Parameters in the model's own tree, on one device or several.
+        prompts: Token ids of each text, at least one. The continuation of a text does not depend on the other texts.
+        max_tokens: Maximum number of new tokens of each text.
+        temperature: Divides the logits before the softmax. 0 takes the token with the largest logit, and so does a temperature
+            below float32's smallest normal number (1.2e-38).
+        top_k: Draws from the `top_k` likeliest tokens, and tokens as likely as the last of them; 0 for all tokens.
+        top_p: Draws from the likeliest tokens with this total probability, computed after `top_k`; 1 for all tokens.
+        stop: Token ids that end a text. They are not returned.
+        key: Seed or jax key. Text i draws with a key folded from `key` and i.
+        window: Maximum number of tokens a token attends to, such as the sequence length in training; None for no limit. Prompts
+            must fit.
+        carried: The model's mutable state, such as running statistics or router biases.
+
+    Yields:
+        The next token of each text, int32 (B,); `ENDED` for texts that have ended.
 
     Raises:
-        ConfigError: an argument has a value that cannot work; at once, before the first token is asked for.
+        ConfigError: If an argument has a value that is not allowed. Raised by the call, not by the iterator.
     """
     rows = _rows(prompts)
     require(isinstance(max_tokens, int) and max_tokens > 0, "max_tokens", max_tokens, "a positive integer")
@@ -104,33 +134,46 @@ def stream(
     longest = max(map(len, rows))
     length = longest + max_tokens
     slots = min(_rounded(length), window or math.inf)
-    require(longest <= slots, "prompts", f"of {longest} tokens", f"of at most `window` {window}; cut it, or widen the window")
-    sampling = settings_of(temperature, top_k, top_p)
+    fits = f"at most `window` {window} tokens long; shorten it, or increase the window"
+    require(longest <= slots, "prompts", f"{longest} tokens long", fits)
+    settings = settings_of(temperature, top_k, top_p)
     decoder, weights = _decoder(model), (params, {} if carried is None else carried)
-    where = _everywhere(params)
-    weights = _prepare(weights, decoder=decoder)
     tokens_BT = np.zeros((len(rows), min(_rounded(longest), int(slots))), np.int32)
     for row_T, row in zip(tokens_BT, rows, strict=True):
         row_T[: len(row)] = row
     key = jax.random.key(key) if isinstance(key, int | np.integer) else key
     lengths_B, stop_S = np.array([len(row) for row in rows], np.int32), np.array(stop, np.int32)
-    sizes = {"slots": int(slots), "length": _rounded(length), "where": where}
+    sizes = {"slots": int(slots), "length": _rounded(length)}
     _check_ids(decoder, weights, rows, tokens_BT, lengths_B, sizes)
-    carry = in_turn(_begin(weights, tokens_BT, lengths_B, key, sampling, stop_S, decoder=decoder, **sizes))
-    return _steps(carry, weights, sampling, stop_S, max_tokens, decoder, where)
+    where = _replicated(params)
+
+    def begin(weights: Tree) -> Carry:
+        return _begin(weights, tokens_BT, lengths_B, key, settings, stop_S, decoder=decoder, where=where, **sizes)
+
+    def decode(carry: Carry, weights: Tree) -> Carry:
+        return next_token(carry, weights, settings, stop_S, decoder=decoder, where=where)
+
+    return _steps(weights, decoder, begin, decode, max_tokens)
 
 
 def _steps(
-    carry: Carry, weights: Tree, settings: Tree, stop_S: np.ndarray, count: int, decoder: Decoder, where: NamedSharding | None
+    weights: Tree,
+    decoder: Decoder,
+    begin: Callable[[Tree], Carry],
+    decode: Callable[[Carry, Tree], Carry],
+    max_tokens: int,
 ) -> Iterator[np.ndarray]:
+    weights = _prepare(weights, decoder=decoder)
+    carry = in_turn(begin(weights))
     pending: deque[Array] = deque()
-    for number in range(count):
+    for number in range(max_tokens):
         if number:
-            carry = in_turn(next_token(carry, weights, settings, stop_S, decoder=decoder, where=where))
-        # A copy: the next step takes the buffer. By itself, so that a step writes to the same addresses each time.
+            carry = in_turn(decode(carry, weights))
+        # A copy, because the next step donates the buffer. Outside the decode program, so that the program always writes to the
+        # same addresses.
         pending.append(jnp.copy(carry.tokens))
         pending[-1].copy_to_host_async()
-        while len(pending) > (_AHEAD if number < count - 1 else 0):
+        while len(pending) > (_STEPS_AHEAD if number < max_tokens - 1 else 0):
             tokens_B = np.asarray(pending.popleft())
             if np.all(tokens_B == ENDED):
                 return
@@ -142,7 +185,7 @@ def _prepare(weights: tuple[Tree, Tree], *, decoder: Decoder) -> Tree:
     return decoder.prepare(*weights)
 
 
-# A jitted function keeps what it has traced: a call like one before takes no tenths of a second to be checked.
+# Jitted, so that `_check_ids` and `_begin` share one cached trace, which takes tenths of a second to make.
 @functools.partial(jax.jit, static_argnames=("decoder", "slots", "length"))
 def _read(
     weights: Tree, tokens_BT: Array, lengths_B: Array, *, decoder: Decoder, slots: int, length: int
@@ -164,7 +207,7 @@ def _begin(
     length: int,
     where: NamedSharding | None,
 ) -> Carry:
-    """Reads the prompts and draws the first token of each."""
+    """Reads the prompts and draws the first token of each text."""
     logits_BV, cache = _read(weights, tokens_BT, lengths_B, decoder=decoder, slots=slots, length=length)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(tokens_BT)))
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, lengths_B))
@@ -177,7 +220,19 @@ def _begin(
 def next_token(
     carry: Carry, weights: Tree, settings: Tree, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None = None
 ) -> Carry:
-    """Reads the token drawn last and draws the next one, of every row. The carry is updated in place."""
+    """Reads the last token of each text and draws the next one.
+
+    Args:
+        carry: State after the last token; donated and updated in place.
+        weights: Weights from `decoder.prepare`.
+        settings: Settings from `settings_of`.
+        stop_S: Token ids that end a text.
+        decoder: The model's decoder.
+        where: Sharding of the carry if the parameters are on several devices.
+
+    Returns:
+        The state after the new token.
+    """
     logits_BV, cache = decoder.decode(weights, jnp.maximum(carry.tokens, 0), carry.cache, carry.positions)
     positions_B = carry.positions + 1
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(carry.keys, positions_B))
@@ -192,17 +247,17 @@ def _decoder(model: FunctionalModel | Decoder) -> Decoder:
     return _windowed(model) if model.decoder is None else model.decoder
 
 
-# The same for the same model, so that its programs are found again.
+# Cached, because the decoder is part of the key of the compiled programs.
 @functools.lru_cache(maxsize=8)
 def _windowed(model: FunctionalModel) -> Decoder:
     return windowed(lambda weights, tokens_BT: model.evaluate("logits", *weights, tokens_BT))
 
 
 def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
-    """Returns the decoder of a model that has only logits: its cache holds the last tokens, all read each time.
+    """Returns a decoder for a model without a KV cache. Its cache holds the last tokens, and each step recomputes all of them.
 
     Args:
-        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits after each position, (B, C, V); causal.
+        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, (B, C, V). Must be causal.
     """
 
     def logits(weights: Tree, tokens_BT: Array, last_B: Array) -> Array:
@@ -224,39 +279,39 @@ def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
 
 
 def _rows(prompts: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the ids of every prompt. Raises ConfigError where there are none, or they are no rows of integers."""
+    """Returns the prompts as arrays. Raises ConfigError unless they are one or more 1-D sequences of integers."""
     rows = [np.asarray(prompt) for prompt in prompts]
-    require(bool(rows), "prompts", "empty", "one or more")
+    require(bool(rows), "prompts", "empty", "at least one prompt")
     for number, row in enumerate(rows):
-        require(row.ndim == 1, "prompts", f"{row.ndim}-D at {number}", "a list of 1-D ids, also for a single prompt")
-        require(row.size > 0, "prompts", f"empty at {number}", "at least one token long")
-        require(np.issubdtype(row.dtype, np.integer), "prompts", f"{row.dtype} at {number}", "integers")
+        require(row.ndim == 1, "prompts", f"{row.ndim}-D at index {number}", "a list of 1-D token ids, even for one prompt")
+        require(row.size > 0, "prompts", f"empty at index {number}", "at least one token long")
+        require(np.issubdtype(row.dtype, np.integer), "prompts", f"{row.dtype} at index {number}", "integers")
     return rows
 
 
 def _check_ids(
     decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens: Tree, lengths: Tree, sizes: dict[str, Any]
 ) -> None:
-    """Raises ConfigError for a model without logits, and for an id that it does not have: jax would take another one."""
+    """Raises ConfigError if the model has no logits, or if it has no row for a token id: jax would read another row."""
+    weights = _prepare.eval_shape(weights, decoder=decoder)
     try:
         logits, _ = _read.eval_shape(weights, tokens, lengths, decoder=decoder, slots=sizes["slots"], length=sizes["length"])
         vocab_size = logits.shape[1]
     except AttributeError as e:
-        raise ConfigError(f"`model` must have logits(tokens_BT), or a `cached_decoder()` ({e})", field="model") from e
+        raise ConfigError(f"`model` must have logits(tokens_BT) or cached_decoder(): {e}", field="model") from e
     for number, row in enumerate(rows):
         low, high = int(row.min()), int(row.max())
-        wrong = low if low < 0 else high
-        allowed = f"ids from 0 to {vocab_size - 1}"
         if low < 0 or high >= vocab_size:
-            raise ConfigError(f"`prompts` has id {wrong} at {number}: must be {allowed}", field="prompts")
+            found = f"id {low if low < 0 else high} at index {number}"
+            raise ConfigError(f"`prompts` has {found}: ids must be from 0 to {vocab_size - 1}", field="prompts")
 
 
-def _everywhere(params: Tree) -> NamedSharding | None:
-    """Returns the sharding of what every device has whole; None where the parameters are on one."""
+def _replicated(params: Tree) -> NamedSharding | None:
+    """Returns the sharding that replicates an array over the devices of the parameters; None for one device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     found = (s for s in shardings if isinstance(s, NamedSharding) and len(s.device_set) > 1)
     return next((NamedSharding(s.mesh, PartitionSpec()) for s in found), None)
 
 
 def _rounded(length: int) -> int:
-    return -(-length // _MULTIPLE) * _MULTIPLE
+    return -(-length // _PAD_MULTIPLE) * _PAD_MULTIPLE

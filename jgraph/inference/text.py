@@ -1,53 +1,58 @@
-"""Text as it comes, token by token: no half characters, and no further than a text that ends it."""
+"""Decodes a stream of tokens into text, without splitting characters and without text after a stop string."""
 
 from collections.abc import Callable, Sequence
 
 
 class TextStream:
-    """Turns one text's new tokens into pieces of text.
+    """Decodes the new tokens of one text incrementally.
 
-    A token may end inside a character, and what decodes as U+FFFD may be whole with the next one. So such an end is kept back,
-    and so is what may be the beginning of a stop text.
+    A token can end inside a UTF-8 character, which decodes as U+FFFD until the next token completes it. So text that ends with
+    U+FFFD is held back. Text that could be the beginning of a stop string is held back too.
 
-    Args:
-        decode: ids to text.
-        prompt: the ids before; a tokenizer may treat the first token of a text in another way.
-        stop: texts that end it; they are not part of it.
+    Attributes:
+        ended: True once the text contains a stop string, or after `finish`.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()):
+        """Starts a text.
+
+        Args:
+            decode: Decodes token ids.
+            prompt: Token ids before the text. Some tokenizers decode the first token of a text differently.
+            stop: Strings that end the text. They are left out.
+        """
         self._decode, self._stop = decode, tuple(stop)
-        # Those told already, back to where a character began, and those after them.
-        self._told, self._new = list(prompt), []
-        self._kept = ""
+        # Decoded tokens since the last complete character (context for `decode`), and tokens not decoded yet.
+        self._decoded, self._pending = list(prompt), []
+        self._held_back = ""
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Returns what text is sure after a token more; nothing once it has ended."""
-        self._new.append(token)
-        return "" if self.ended else self._take(self._settled(everything=False))
+        """Adds a token and returns the text it completes. Returns an empty string after the end."""
+        self._pending.append(token)
+        return "" if self.ended else self._emit(self._decode_pending(flush=False))
 
     def finish(self) -> str:
-        """Ends the text. Returns what was kept back."""
-        text = "" if self.ended else self._take(self._settled(everything=True))
+        """Ends the text and returns the text that was held back."""
+        text = "" if self.ended else self._emit(self._decode_pending(flush=True))
         if not self.ended:
-            text, self._kept, self.ended = text + self._kept, "", True
+            text, self._held_back, self.ended = text + self._held_back, "", True
         return text
 
-    def _settled(self, *, everything: bool) -> str:
-        before, after = self._decode(self._told), self._decode(self._told + self._new)
-        if not everything and after.endswith("\ufffd"):
+    def _decode_pending(self, *, flush: bool) -> str:
+        before, after = self._decode(self._decoded), self._decode(self._decoded + self._pending)
+        if not flush and after.endswith("\ufffd"):
             return ""
-        self._told, self._new = self._new or self._told, []
+        self._decoded, self._pending = self._pending or self._decoded, []
         return after[len(before) :]
 
-    def _take(self, text: str) -> str:
-        text = self._kept + text
+    def _emit(self, text: str) -> str:
+        text = self._held_back + text
         ends = [found for stop in self._stop if (found := text.find(stop)) >= 0]
         if ends:
-            self.ended, self._kept = True, ""
+            self.ended, self._held_back = True, ""
             return text[: min(ends)]
-        beginnings = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        sure = len(text) - max(beginnings, default=0)
-        self._kept = text[sure:]
-        return text[:sure]
+        partial_stops = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        safe = len(text) - max(partial_stops, default=0)
+        self._held_back = text[safe:]
+        return text[:safe]

@@ -139,7 +139,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
 
     def read(q_BHK: Array, kv_BECK: Array, positions_B: Array) -> Array:
-        """Attends to what is in the cache, up to each row's position; all of it, once that is beyond the last slot."""
+        """Attends to the slots up to each text's position; to all slots once the position exceeds the last one."""
         q_BGRK = q_BHK.reshape(-1, G, H // G, K)
         k_BGCK, v_BGCK = kv_BECK[:, :G], kv_BECK[:, G:]
         scores_BGRC = K**-0.5 * contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
@@ -176,7 +176,10 @@ class Mixture:
 
 
 def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
-    """Puts each row's newest keys and values in the slot of its position; the oldest make room."""
+    """Writes the keys and values of each text's newest token into the ring buffer, at slot position % C.
+
+    Once a text has more than C tokens, this overwrites the oldest. The other slots are not recomputed.
+    """
     slots_B = positions_B % kv_BECK.shape[2]
     if len(positions_B) == 1:
         return jax.lax.dynamic_update_slice_in_dim(kv_BECK, new_BEK[:, :, None], slots_B[0], axis=2)

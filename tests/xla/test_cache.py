@@ -51,6 +51,33 @@ def test_a_second_start_hits_and_has_the_report_aliases_and_memory_of_the_first(
         assert start(tmp_path, "hits", START)[3][0] == "None"
 
 
+# Compiles a program three times with different settings, each with a report of its own, then all three again from the cache.
+SETTINGS = f"""
+import json, os, sys
+from dataclasses import replace
+from pathlib import Path
+import jax
+from jgraph.xla import CaptureReport, Op, Outside, cache, capture, compile_and_report
+
+cache.enable(Path(sys.argv[1]))
+lowered = jax.jit(lambda x: x + 1).lower(1.0)
+default_flags = os.environ.get("XLA_FLAGS", "")
+
+def buffers(number, fast_math, flags):
+    os.environ["XLA_FLAGS"] = flags
+    capture._read_dump = lambda *_: number and replace({REPORT!r}, command_buffers=number)
+    return compile_and_report(lowered, {{"xla_cpu_enable_fast_math": fast_math}}, platform="gpu")[1].command_buffers
+
+settings = (False, default_flags), (True, default_flags), (False, default_flags + " --xla_cpu_enable_fast_min_max=false")
+first = [buffers(number, *each) for number, each in enumerate(settings, 1)]
+print(json.dumps([first, [buffers(None, *each) for each in settings]]))
+"""
+
+
+def test_a_second_start_has_the_report_of_its_own_compiler_options_and_xla_flags(tmp_path):
+    assert start(tmp_path, "", SETTINGS) == [[1, 2, 3], [1, 2, 3]]
+
+
 AOT_START = """
 import json, sys
 from pathlib import Path
