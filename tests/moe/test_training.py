@@ -117,6 +117,20 @@ def test_experts_over_devices_train_twenty_steps_as_on_one(layout):
 
 @pytest.mark.long
 @pytest.mark.once
+def test_a_run_with_microbatches_logs_the_same_losses_and_gradient_norms_sharded_and_on_one_device(tmp_path):
+    flags = "--preset gpt-moe-tiny --num-microbatches 2 --model.moe.balance-loss 0.1 --model.moe.z-loss 0.01"
+    sizes = "--model.moe.d-ff 16 --batch-size 8 --steps 3 --optimizer.eps 1e-3"
+    for layout in ("--fsdp 1", "--fsdp 4"):
+        assert tiny.train(tmp_path / layout, *f"{flags} {sizes} {layout}".split()) == 0
+    one, four = (
+        [(e["loss"], e["grad_norm"], e["moe_balance_loss"]) for e in tiny.entries(tmp_path / layout)]
+        for layout in ("--fsdp 1", "--fsdp 4")
+    )
+    np.testing.assert_allclose(four, one, rtol=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.once
 def test_a_step_exchanges_rows_without_a_word_to_the_host():
     text = compiled(REPLICATED)[1].as_text()
     assert "callback" not in text
