@@ -281,13 +281,59 @@ def test_two_processes_train_in_fp8_and_go_on_as_one_with_two_devices_does(whole
 
 
 @pytest.mark.once
-def test_two_processes_share_experts_as_two_devices_of_one_do(tmp_path):
+def test_two_processes_share_experts_and_train_as_one_device_does(tmp_path):
     mixture = ("--model.mlp", "swiglu", "--model.moe.num-experts", "4", "--model.moe.d-ff", "16", "--model.moe.capacity", "2")
-    flags = (*FLAGS, *mixture, "--steps", "3", "--sample-tokens", "0", "--dp", "2", "--ep", "2", "--run-dir")
-    (code, _, err), quiet = finish(start_two(*flags, str(tmp_path / "two")))
+    losses = ("--model.moe.balance-loss", "0.1", "--model.moe.z-loss", "0.01")
+    flags = (*FLAGS, *mixture, *losses, "--steps", "3", "--sample-tokens", "0", "--run-dir")
+    (code, _, err), quiet = finish(start_two(*flags, str(tmp_path / "two"), "--dp", "2", "--ep", "2"))
     assert (code, err, quiet) == (0, "", (0, "", ""))
     assert main([*flags, str(tmp_path / "one")]) == 0
     assert_same_losses(tmp_path / "two", tmp_path / "one")
+    norms = ([entry["grad_norm"] for entry in tiny.entries(tmp_path / run)] for run in ("two", "one"))
+    np.testing.assert_allclose(*norms, rtol=2e-6)
+
+
+PLACING = """if True:
+    import sys
+    import jax, numpy as np, optax
+    import jgraph
+    from jgraph.processes import connect
+
+    process = int(sys.argv[2])
+    connect(coordinator=sys.argv[1], num_processes=2, process_id=process)
+    # The processes' devices alternate along the axis: each feeds two parts of every microbatch, which are not consecutive.
+    devices = np.array(jax.devices()).reshape(2, 2).T.ravel()
+    strategy = jgraph.Replicated(jax.sharding.Mesh(devices, ("data",)), {"w": np.float32(0)})
+
+    def loss(params, batch, key):
+        mine = jax.numpy.sum(batch)
+        return jgraph.Loss(mine * params["w"], 1.0, {"squares": jax.lax.psum(mine, "data") ** 2})
+
+    step = jgraph.train_step(loss, optax.sgd(1.0), strategy, num_microbatches=2)
+    rows, own = np.arange(16, dtype=np.float32), step.batch_rows(16)
+    batch = step.place(rows[own])
+    run, state = step.compile(rows), step.init({"w": np.float32(0)})
+    state, metrics = run(state, batch)
+    parts = [shard.data.ravel().astype(int).tolist() for shard in batch.addressable_shards]
+    print("found:", [own.tolist(), parts, float(metrics.aux["squares"])])
+"""
+
+
+@pytest.mark.once
+def test_processes_with_alternating_devices_feed_the_rows_that_the_step_lists():
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    address, how = f"localhost:{free_port()}", {"cwd": tiny.ROOT, "env": environ, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PLACING, address, str(process)], **how, **pipes) for process in range(2)
+    ]
+    squares = (sum(range(8)) ** 2 + sum(range(8, 16)) ** 2) / 2
+    wanted = [
+        [[0, 1, 4, 5, 8, 9, 12, 13], [[0, 1, 8, 9], [4, 5, 12, 13]], squares],
+        [[2, 3, 6, 7, 10, 11, 14, 15], [[2, 3, 10, 11], [6, 7, 14, 15]], squares],
+    ]
+    for (code, out, err), found in zip(finish(processes), wanted, strict=True):
+        assert (code, out, err) == (0, f"found: {found}\n", "")
 
 
 @pytest.mark.once

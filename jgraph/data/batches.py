@@ -38,13 +38,13 @@ class Batches:
         seq_len: tokens that each row predicts.
         seed: of offsets and orders, in [0, 2**64).
         shuffle: what has an order of its own in each epoch: windows of the stream, or its documents and then windows of those.
-        process_index: which rows are ours; concatenated by process index, the parts are the batch of a single process.
-        process_count: must divide batch_size.
+        rows: Indices in a batch of the rows to read, ascending, such as `TrainStep.batch_rows` returns for a process. None
+            reads all rows.
         check: called before each batch; what it raises, reading a batch raises.
         documents: whether they are kept apart.
 
     Raises:
-        ConfigError: process_count does not divide batch_size.
+        ConfigError: `rows` are not ascending indices in [0, batch_size).
         DataError: a stream is shorter than seq_len + 1, or does not say where its documents end where that is asked for.
     """
 
@@ -54,15 +54,14 @@ class Batches:
     seq_len: int
     seed: int
     shuffle: Shuffle = "windows"
-    process_index: int = 0
-    process_count: int = 1
+    rows: Sequence[int] | np.ndarray | None = None
     check: Callable[[], None] | None = None
     documents: Documents = "joined"
 
     def __post_init__(self):
-        assert 0 <= self.process_index < self.process_count
-        divisible = f"divisible by the number of processes, {self.process_count}"
-        require(self.batch_size % self.process_count == 0, "batch_size", self.batch_size, divisible)
+        own = self._own
+        fits = len(own) > 0 and own[0] >= 0 and own[-1] < self.batch_size and bool((np.diff(own) > 0).all())
+        require(fits, "rows", own.tolist(), f"ascending indices of the rows of a batch of `batch_size` {self.batch_size}")
         for source in self.sources:
             _check_length(source.tokens, self.seq_len)
         assert self.orders, "there is at least one source"
@@ -87,7 +86,7 @@ class Batches:
         return [(source.name, count / order.num_rows) for source, count, order in rows]
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Returns the rows of this process at a 0-based step: int32 of shape (batch_size // process_count, seq_len + 1).
+        """Returns the batch of a 0-based step, or its `rows`: int32 of shape (rows, seq_len + 1).
 
         With documents `separate` a dict, as `apart` has it; its weights are of the whole batch.
 
@@ -99,23 +98,21 @@ class Batches:
             raise IndexError(f"step is {step}: must be 0 or more")
         if self.check is not None:
             self.check()
-        own, first = self._own(step), step * self.batch_size
+        first = step * self.batch_size
         if self.documents == "joined":
-            return _tokens(self._rows(own), self.seq_len)
-        rows = self._rows(range(first, first + self.batch_size))  # of all processes: weights are of the whole batch
-        part = slice(own.start - first, own.stop - first)
-        return apart(_tokens(rows[part], self.seq_len), _firsts(rows), part)
+            return _tokens(self._rows((first + self._own).tolist()), self.seq_len)
+        rows = self._rows(range(first, first + self.batch_size))  # weights depend on the whole batch
+        return apart(_tokens([rows[i] for i in self._own], self.seq_len), _firsts(rows), self._own)
 
     def spans(self, step: int) -> list[tuple[int, list[Span]]]:
-        """Returns the source of each row of this process at a step, and the spans of its tokens that the row is made of."""
-        return self._spans(self._own(step))
+        """Returns the source and the spans of tokens of each row of `rows` at a step."""
+        return self._spans((step * self.batch_size + self._own).tolist())
 
-    def _own(self, step: int) -> range:
-        num_rows = self.batch_size // self.process_count
-        first = step * self.batch_size + self.process_index * num_rows
-        return range(first, first + num_rows)
+    @cached_property
+    def _own(self) -> np.ndarray:
+        return np.arange(self.batch_size) if self.rows is None else np.asarray(self.rows, np.int64)
 
-    def _spans(self, rows: range) -> list[tuple[int, list[Span]]]:
+    def _spans(self, rows: Sequence[int]) -> list[tuple[int, list[Span]]]:
         whose = [self._shares.whose(row) for row in rows]
         # A source's rows together, and then back in their places.
         found = {
@@ -124,11 +121,11 @@ class Batches:
         }
         return [(source, next(found[source])) for source, _ in whose]
 
-    def _rows(self, rows: range) -> list[Row]:
+    def _rows(self, rows: Sequence[int]) -> list[Row]:
         return [(self.sources[source], spans) for source, spans in self._spans(rows)]
 
 
-def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice = slice(None)) -> dict[str, np.ndarray]:
+def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Returns rows of tokens with what keeps their documents apart.
 
     The target of a document's last token would be another document's first: it does not count. The others count alike, with a
@@ -137,7 +134,7 @@ def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice = slice(None)) 
     Args:
         rows_BS: int32 ids.
         firsts_BS: bools, which tokens of all rows begin a document; a row's first token always does.
-        own: which of all rows these are.
+        own: Slice or indices of `rows_BS` in all rows.
 
     Returns:
         `tokens`, the rows; `starts`, int32 [B, T], where in its row the document of a token that is read begins; `weights`,

@@ -24,21 +24,23 @@ def accumulate(
     dtype: Any,
     reductions: Tree,
 ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-    """Returns `f(params, batch, key)`, the sums of `sums_and_grads` over microbatches.
+    """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches.
+
+    The leaves of `batch_M` have the shape [M, B/M, ...]. The key of microbatch m is folded from `key` and m.
 
     Args:
-        sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as params.
-        num_microbatches: slices of the batch, along the first axis of its leaves; their keys are folded from the key.
-        dtype: of the sums of gradients; one microbatch's are returned as they are.
-        reductions: how carried state is reduced, a tree of names.
+        sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as `params`.
+        num_microbatches: M.
+        dtype: Dtype of the summed gradients. The gradients of a single microbatch are returned as they are.
+        reductions: How carried state is reduced, a tree of names.
     """
 
-    def over(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+    def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Sums, Tree]:
         def one(m: Any, batch: Tree) -> tuple[Sums, Tree]:
             return sums_and_grads(params, batch, jax.random.fold_in(key, m))
 
         if num_microbatches == 1:
-            return one(0, batch)
+            return one(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
 
         def add(carry: tuple[Sums, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Sums, Tree], None]:
             sums, grads = one(*this)
@@ -48,7 +50,6 @@ def accumulate(
                     jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[1], grads),
                 ), None
 
-        batch_M = by_microbatch(batch, num_microbatches)
         first = jax.tree.map(lambda leaf: leaf[0], batch_M)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0, first)[0])
         main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)

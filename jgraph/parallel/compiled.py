@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jgraph.dispatch import in_turn
+from jgraph.errors import ShapeError
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.xla import CaptureReport
@@ -22,19 +24,35 @@ class CompiledStep:
     Attributes:
         executable: jax's.
         capture: what became command buffers; None where the platform has none.
+        batch: Shapes and shardings of the batch that the step takes.
     """
 
     executable: jax.stages.Compiled
     capture: CaptureReport | None
+    batch: Tree
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
         """Runs a step.
 
         Args:
-            state: donated: do not use it again, its buffers hold the new state.
-            batch: of the shapes it was compiled for, from `TrainStep.place`.
+            state: Donated: do not use it again, its buffers hold the new state.
+            batch: A batch from `TrainStep.place`, of the size that the step was compiled for.
+
+        Returns:
+            The new state and the metrics of the step.
+
+        Raises:
+            ShapeError: If the step runs on a mesh and `batch` is not from `TrainStep.place`, or has another size.
         """
-        return in_turn(self.executable(state, batch))
+        try:
+            return in_turn(self._run(state, batch))
+        except (TypeError, ValueError) as e:  # jax's, of an argument that does not fit
+            if message := _misplaced(batch, self.batch):
+                raise ShapeError(message) from e
+            raise
+
+    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
+        return self.executable(state, batch)
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
@@ -68,8 +86,8 @@ class DispatchedStep(CompiledStep):
 
     gradients: Dispatched
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        return in_turn(self.executable(state, self.gradients(state.params, state.carried, state.step, batch)))
+    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
+        return self.executable(state, self.gradients(state.params, state.carried, state.step, batch))
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
@@ -81,3 +99,20 @@ class DispatchedStep(CompiledStep):
 
     def __str__(self) -> str:
         return f"{self.gradients}\nupdate: {super().__str__()}"
+
+
+def _misplaced(batch: Tree, expected: Tree) -> str:
+    """Returns why a batch is not from `TrainStep.place`. Returns an empty string if it is, or on one device."""
+    if jax.tree.structure(batch) != jax.tree.structure(expected):
+        return ""
+    for found, wanted in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
+        if wanted.sharding is None:
+            continue
+        has = f"an array of shape {list(np.shape(found))}"
+        rows = f"{wanted.shape[0] * wanted.shape[1]} rows"
+        if np.shape(found) != wanted.shape:
+            must = f"shape {list(wanted.shape)}, as `place` of the step returns it for a batch of {rows}"
+            return f"`batch` has {has}: must have {must}; call `step.place(batch)`"
+        if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(wanted.sharding, found.ndim):
+            return f"`batch` has {has} with another sharding than `place` of the step gives: call `step.place(batch)`"
+    return ""

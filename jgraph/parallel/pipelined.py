@@ -166,11 +166,10 @@ class BoundPipeline:
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
         pipeline = self.pipeline
-        batch_M = by_microbatch(batch, pipeline.schedule.num_microbatches)
         key_of_step = key if pipeline.model.takes_key else None
         state, history = carried if isinstance(carried, WithHistory) else (carried, {})
         layers = pipeline.model.split_carried(state) if jax.tree.leaves(state) else []
-        loss, grads, layers, history = pipeline.step(self._unpacked(params), batch_M, key_of_step, layers, history)
+        loss, grads, layers, history = pipeline.step(self._unpacked(params), batch, key_of_step, layers, history)
         return Sums(loss, jnp.ones((), jnp.float32), {}, self._joined(carried, layers, history)), self._packed(grads)
 
     def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:

@@ -23,6 +23,7 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
+from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.compiled import CompiledStep, DispatchedStep
 from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, raised
 from jgraph.parallel.pipeline.dispatched import Dispatched
@@ -316,24 +317,95 @@ class TrainStep:
 
     @property
     def batch_sharding(self) -> NamedSharding | None:
-        """Where the leaves of a batch lie: rows over the data ranks. None on one device."""
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(batch_axes(self.mesh)))
+        """Sharding of the leaves of a placed batch, [M, B/M, ...]. None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
 
-    def batch_part(self, rows: int) -> tuple[int, int]:
-        """Returns (index, count): this process feeds part `index` of `count` of a batch of so many rows; (0, 1) if all."""
-        sharding = self.batch_sharding
-        if sharding is None:
-            return 0, 1
-        parts = [index[0].indices(rows) for index in sharding.addressable_devices_indices_map((rows,)).values() if index]
-        start, stop = min(start for start, _, _ in parts), max(stop for _, stop, _ in parts)
-        return start // (stop - start), rows // (stop - start)
+    def batch_rows(self, rows: int) -> np.ndarray:
+        """Returns the indices of the rows that this process passes to `place`, in ascending order.
+
+        Microbatch m consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
+        every microbatch.
+
+        >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
+        >>> step.batch_rows(4)
+        array([0, 1, 2, 3])
+
+        Args:
+            rows: B, the number of rows of the whole batch.
+
+        Returns:
+            int64 indices in [0, B). A single process feeds all rows.
+
+        Raises:
+            ShapeError: If the number of microbatches times the number of data ranks does not divide `rows`.
+        """
+        _microbatch(jax.ShapeDtypeStruct((rows,), jnp.int32), self.binding.num_microbatches, self.mesh)  # for its error
+        index_MB = np.arange(rows).reshape(self.binding.num_microbatches, -1)
+        if self.batch_sharding is None:
+            return index_MB.ravel()
+        parts = self.batch_sharding.addressable_devices_indices_map(index_MB.shape).values()
+        return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
 
     def place(self, batch: Tree) -> Tree:
-        """Lays a batch out over all devices and processes, from the rows that this process feeds. Returns its arrays."""
-        sharding = self.batch_sharding
+        """Reshapes a batch to microbatches and puts it on the devices of all processes. Sends no row to another process.
+
+        Args:
+            batch: Leaves [B, ...]. With several processes, the rows that `batch_rows` lists for this process, in that order.
+
+        Returns:
+            Arrays [M, B/M, ...] with `batch_sharding`. On one device, `batch` itself.
+
+        Raises:
+            ShapeError: If microbatches and data ranks cannot share the rows.
+        """
+        sharding, num_microbatches = self.batch_sharding, self.binding.num_microbatches
         if sharding is None:
             return batch
-        return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch)
+        own, total = self._data_ranks
+
+        def place(leaf: Any) -> Array:
+            rows = np.asarray(leaf)
+            if rows.ndim == 0 or len(rows) % (num_microbatches * own):
+                raise ShapeError(
+                    f"`batch` has an array of shape {list(rows.shape)}: its first axis must be divisible by num_microbatches "
+                    f"{num_microbatches} x {own} data ranks of this process"
+                )
+            shape = (num_microbatches, len(rows) // num_microbatches, *rows.shape[1:])
+            whole = (shape[0], shape[1] * total // own, *shape[2:])
+            return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
+
+        return jax.tree.map(place, batch)
+
+    def placed_shapes(self, batch: Tree) -> Tree:
+        """Returns the shapes and shardings of a batch from `place`, for programs that take one.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, [B, ...], or of a batch from `place`.
+
+        Raises:
+            ShapeError: If microbatches and data ranks cannot share the rows.
+        """
+        sharding, num_microbatches = self.batch_sharding, self.binding.num_microbatches
+
+        def is_placed(leaf: Any) -> bool:
+            where = getattr(leaf, "sharding", None)
+            return sharding is not None and where == sharding and leaf.shape[0] == num_microbatches
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            lead = (num_microbatches, leaf.shape[0] // num_microbatches)
+            placed = leaf.shape if sharding is None or is_placed(leaf) else (*lead, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
+
+        if not all(map(is_placed, jax.tree.leaves(batch))):
+            _microbatch(batch, num_microbatches, self.mesh)  # for its error
+        return jax.tree.map(shape, batch)
+
+    @cached_property
+    def _data_ranks(self) -> tuple[int, int]:
+        """The number of data ranks that this process feeds, and the number of all."""
+        assert self.mesh is not None
+        total = math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
+        return len(self.batch_rows(self.binding.num_microbatches * total)) // self.binding.num_microbatches, total
 
     # --- The program ---
 
@@ -343,7 +415,7 @@ class TrainStep:
         """Compiles the step, and proves that it updates the state in place.
 
         Args:
-            batch: arrays or shapes of a whole batch, leaves [B, ...].
+            batch: Arrays or shapes of a whole batch, leaves [B, ...]. A batch from `place` works too.
             graph: command buffers (CUDA graphs): XLA's default, none, or all that it can record.
             xla_options: further XLA options as `name=value`, checked against the installed XLA; they win over what is chosen.
 
@@ -355,30 +427,24 @@ class TrainStep:
         platform = jax.default_backend()
         chosen = (*self.chosen_options(platform), *xla_options)
         options = compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
-        shapes = self._shapes(batch)
+        shapes = self.placed_shapes(batch)
         with option_errors():
             gradients = self.bound.dispatched(self.state.params, self.state.carried, shapes, self.key, options)
             if gradients is not None:
-                return self._dispatched(gradients, options)
+                return self._dispatched(gradients, shapes, options)
             compiled, report = compile_and_report(self.jitted().lower(self.state, shapes), options)
         check_identity(compiled, self.state)
-        return CompiledStep(compiled, report)
+        return CompiledStep(compiled, report, shapes)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
         """Returns the XLA options that products in FP8 need on a platform, as far as the installed XLA has them."""
         return () if self.binding.fp8 is None else known(product.XLA_OPTIONS, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """Returns the step, lowered for a whole batch of these arrays or shapes."""
-        return self.jitted().lower(self.state, self._shapes(batch))
+        """Returns the lowered step. Takes a batch as `compile` does."""
+        return self.jitted().lower(self.state, self.placed_shapes(batch))
 
-    def _shapes(self, batch: Tree) -> Tree:
-        """Returns the shapes of a whole batch where it lies. Raises ShapeError as `compile`."""
-        _microbatch(batch, self.binding.num_microbatches, self.mesh)  # for its error
-        where = self.batch_sharding
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), batch)
-
-    def _dispatched(self, gradients: Dispatched, options: Mapping[str, Any]) -> CompiledStep:
+    def _dispatched(self, gradients: Dispatched, batch: Tree, options: Mapping[str, Any]) -> CompiledStep:
         """Compiles the update after gradients that the host's executables make."""
 
         def update(state: TrainState, results: Tree) -> tuple[TrainState, StepMetrics]:
@@ -390,10 +456,10 @@ class TrainStep:
         jitted = jax.jit(update, donate_argnums=0, keep_unused=True, out_shardings=where)
         compiled, report = compile_and_report(jitted.lower(self.state, gradients.results), options)
         check_identity(compiled, self.state)
-        return DispatchedStep(compiled, report, gradients)
+        return DispatchedStep(compiled, report, batch, gradients)
 
     def jitted(self) -> jax.stages.Wrapped:
-        """Returns the jitted `(state, batch) -> (state, StepMetrics)`, with the state donated."""
+        """Returns the jitted `(state, batch) -> (state, StepMetrics)`. Donates the state; takes a batch from `place`."""
         results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self.shardings, self._replicated)}
         return jax.jit(self._step, donate_argnums=0, keep_unused=True, **results)
 
@@ -411,7 +477,8 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(self.key, state.step)
-        sums, grads = self.bound.loss_and_grads(state.params, batch, key, state.carried)
+        batch_M = by_microbatch(batch, self.binding.num_microbatches) if self.mesh is None else batch
+        sums, grads = self.bound.loss_and_grads(state.params, batch_M, key, state.carried)
         with scope("optimizer"):
             return self.update(state, sums, grads)
 

@@ -18,7 +18,7 @@ from jgraph.errors import check_choice
 from jgraph.mesh import Axis, batch_axes, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
-from jgraph.parallel.accumulate import accumulate, by_microbatch
+from jgraph.parallel.accumulate import accumulate
 from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, finished, summed
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.precision.fuse import fused
@@ -85,7 +85,17 @@ class Bound(Protocol):
         ...
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
-        """Returns the sums over a batch, and the gradient of their mean in `grads_dtype`, shaped as the arrays."""
+        """Returns the sums over a batch and the gradient of their mean.
+
+        Args:
+            params: The arrays, as `pack` returns them.
+            batch: Leaves [M, B/M, ...], microbatch by microbatch. On a mesh the second axis is sharded over the data ranks.
+            key: Random key of the step.
+            carried: Carried state as the step begins.
+
+        Returns:
+            The sums; the gradient in `grads_dtype`, shaped as `params`.
+        """
         ...
 
     def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
@@ -251,8 +261,7 @@ class DataParallel:
         run = jax.shard_map(
             self._on_device,
             mesh=self.mesh,
-            # A device takes its microbatches from its own rows: every one is spread over all devices, and no row is sent.
-            in_specs=(self._specs, PartitionSpec(batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
+            in_specs=(self._specs, PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(), self._specs),
             check_vma=False,
         )
@@ -297,7 +306,7 @@ class DataParallel:
         state = (model,) if jax.tree.leaves(model) else ()
         if self.binding.fp8 is None:
             return self._differentiated(lambda whole, history, *args: self.loss(whole, *args, *state), history)
-        first = jax.tree.map(lambda leaf: leaf[0], by_microbatch(batch, self.binding.num_microbatches))
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
         plan = self.binding.fp8.plan(jax.eval_shape(self._whole, params), first, key, *state)
         if not self.shards:
             weights = plan.quantize(self.packing.unpack(params), history)

@@ -40,11 +40,11 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
         return functional(make, batch_shapes(config, 1), key=config.seed)
 
 
-def batch_shapes(config: TrainConfig, *lead: int, sharding: Any = None) -> Tree:
+def batch_shapes(config: TrainConfig, *lead: int) -> Tree:
     """Returns the shapes of rows of data, which are the last of the `lead` dimensions."""
     T = config.seq_len
     kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
-    shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype, sharding=sharding) for name, (n, dtype) in kinds.items()}
+    shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype) for name, (n, dtype) in kinds.items()}
     return shapes if config.data_documents == "separate" else shapes["tokens"]
 
 

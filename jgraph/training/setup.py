@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.inference.generate import windowed
 from jgraph.interop.folder import Folder
 from jgraph.interop.load import load
+from jgraph.mesh import batch_axes
 from jgraph.modules import Decoder, FunctionalModel
 from jgraph.parallel import (
     TrainStep,
@@ -97,12 +99,17 @@ class TrainSetup:
         return self.step.num_devices
 
     def place_whole(self, batch: Tree) -> Tree:
-        """Returns a batch of which every process has all rows; those that the ranks cannot share evenly go to each."""
-        sharding = self.step.batch_sharding
+        """Shards the rows of an evaluation batch over the data ranks. Replicates them if the ranks do not divide their number.
+
+        Args:
+            batch: Leaves [B, ...]. Every process has all rows.
+        """
+        mesh = self.step.mesh
 
         def place(leaf: np.ndarray) -> Array | np.ndarray:
-            if sharding is None or len(leaf) % (self.config.dp * self.config.fsdp):
+            if mesh is None or len(leaf) % (self.config.dp * self.config.fsdp):
                 return leaf
+            sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
         return jax.tree.map(place, batch)
@@ -222,8 +229,8 @@ class TrainSetup:
         return {name for name, is_trained in zip(self.group_names(), some, strict=True) if is_trained}
 
     def batch(self) -> Tree:
-        """Returns a batch over all processes, as shapes: int32 [B, S], or a dict as `jgraph.data.apart` gives it."""
-        return batch_shapes(self.config, self.config.batch_size, sharding=self.step.batch_sharding)
+        """Returns the shapes of a batch from `TrainStep.place`: int32 tokens, or a dict as `jgraph.data.apart` returns it."""
+        return self.step.placed_shapes(batch_shapes(self.config, self.config.batch_size))
 
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""

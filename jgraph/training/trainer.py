@@ -165,10 +165,9 @@ def _train(
     if config.profile:
         setup = dataclasses.replace(setup, config=profiling.profiled(setup.config, jax.default_backend()))
     check_files = verify_in_background(corpus.files if is_process_zero() else ())
-    how = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+    how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
     how |= {"shuffle": config.data_shuffle, "documents": config.data_documents}
-    part = dict(zip(("process_index", "process_count"), setup.step.batch_part(config.batch_size), strict=True))
-    batches = Batches(corpus.sources, **how, **part, check=check_files)
+    batches = Batches(corpus.sources, **how, rows=setup.step.batch_rows(config.batch_size), check=check_files)
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if begins := not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:

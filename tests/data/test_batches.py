@@ -68,16 +68,16 @@ def test_different_seeds_differ():
     assert first_tokens(batches_of(seed=0), 8) != first_tokens(batches_of(seed=1), 8)
 
 
-@pytest.mark.parametrize("process_count", [1, 2, 3, 6])
-def test_parts_of_the_processes_make_up_the_batch_of_one(process_count):
-    parts = [batches_of(batch_size=6, process_index=i, process_count=process_count)[40] for i in range(process_count)]
-    assert np.array_equal(np.concatenate(parts), batches_of(batch_size=6)[40])
+@pytest.mark.parametrize("rows", [[0], [2, 3, 4], [0, 1, 4, 5], np.arange(6)], ids=str)
+def test_the_rows_asked_for_are_those_of_the_whole_batch(rows):
+    assert np.array_equal(batches_of(batch_size=6, rows=rows)[40], batches_of(batch_size=6)[40][rows])
 
 
-def test_batch_that_the_processes_cannot_share_is_refused():
-    with pytest.raises(ConfigError, match="`batch_size` is 4: must be divisible by the number of processes, 3") as caught:
-        batches_of(process_count=3)
-    assert caught.value.field == "batch_size"
+@pytest.mark.parametrize("rows", [[], [-1, 0], [0, 4], [1, 0], [1, 1]])
+def test_rows_that_are_not_ascending_indices_of_the_batch_are_refused(rows):
+    with pytest.raises(ConfigError, match="must be ascending indices of the rows of a batch of `batch_size` 4") as caught:
+        batches_of(rows=rows)
+    assert caught.value.field == "rows"
 
 
 def test_batches_read_ahead_are_those_batches_and_an_error_comes_with_its_step():
@@ -151,9 +151,10 @@ def test_rows_say_where_documents_begin_and_what_predicts_no_token_of_its_own():
 
 def test_weights_have_a_mean_of_one_over_the_rows_of_all_processes():
     whole = batches_of(TENS, documents="separate")[3]
-    parts = [batches_of(TENS, documents="separate", process_index=i, process_count=2)[3] for i in range(2)]
-    for name, leaf in whole.items():
-        np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), leaf)
+    for rows in ([0, 2], [1, 3]):
+        part = batches_of(TENS, documents="separate", rows=rows)[3]
+        for name, leaf in whole.items():
+            np.testing.assert_array_equal(part[name], leaf[rows])
     np.testing.assert_array_equal(whole["tokens"], batches_of()[3])
     assert np.mean(whole["weights"]) == pytest.approx(1)
     ends = whole["tokens"][:, 1:] % 10 == 0

@@ -171,11 +171,9 @@ def test_a_mixture_is_a_function_of_seed_and_step_on_any_number_of_processes(shu
     whole = [batches_of(*sources, batch_size=8, shuffle=shuffle)[step] for step in range(30)]
     assert np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle)[17], whole[17]), "a run that resumes there"
     assert not np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle, seed=1)[17], whole[17])
-    for count in (2, 4):
-        parts = [
-            batches_of(*sources, batch_size=8, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
-        ]
-        assert all(np.array_equal(np.concatenate([part[step] for part in parts]), whole[step]) for step in (0, 17, 29))
+    for rows in ([0, 1, 4, 5], [2, 3, 6, 7], [5]):
+        part = batches_of(*sources, batch_size=8, shuffle=shuffle, rows=rows)
+        assert all(np.array_equal(part[step], whole[step][rows]) for step in (0, 17, 29))
     of_second = [row for batch in whole for row in batch if row[0] >= 1000]
     assert len(of_second) == 72
     per_epoch = batches_of(*sources, shuffle=shuffle).orders[1].num_rows

@@ -96,11 +96,8 @@ def trained(layout, state, steps):
     setup, step = compiled(layout)
     tokens = (np.random.default_rng(0).geometric(0.1, 4000) % VOCAB).astype(np.uint8)
     batches, told = Batches(tokens, batch_size=ROWS, seq_len=16, seed=0), []
-    ranks = 1 if setup.config.pp > 1 else setup.num_devices
     for i in steps:
-        # A device takes its microbatches from its own rows: so ordered, all layouts have the same ones.
-        rows = np.asarray(batches[i]).reshape(MICROBATCHES, ranks, -1, 17).swapaxes(0, 1).reshape(ROWS, 17)
-        state, metrics = step(state, setup.step.place(rows))
+        state, metrics = step(state, setup.step.place(batches[i]))
         told.append((float(metrics.loss), float(metrics.grad_norm)))
     return state, told
 
@@ -116,6 +113,20 @@ def test_experts_over_devices_train_twenty_steps_as_on_one(layout):
     state, told = trained(layout, compiled(layout)[0].init(), range(20))
     np.testing.assert_allclose(told, wanted, rtol=1e-5)
     assert summary(canonical(layout, state).carried)["moe_dropped"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_run_with_microbatches_logs_the_same_losses_and_gradient_norms_sharded_and_on_one_device(tmp_path):
+    flags = "--preset gpt-moe-tiny --num-microbatches 2 --model.moe.balance-loss 0.1 --model.moe.z-loss 0.01"
+    sizes = "--model.moe.d-ff 16 --batch-size 8 --steps 3 --optimizer.eps 1e-3"
+    for layout in ("--fsdp 1", "--fsdp 4"):
+        assert tiny.train(tmp_path / layout, *f"{flags} {sizes} {layout}".split()) == 0
+    one, four = (
+        [(e["loss"], e["grad_norm"], e["moe_balance_loss"]) for e in tiny.entries(tmp_path / layout)]
+        for layout in ("--fsdp 1", "--fsdp 4")
+    )
+    np.testing.assert_allclose(four, one, rtol=2e-6)
 
 
 @pytest.mark.long

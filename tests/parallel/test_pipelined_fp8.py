@@ -268,7 +268,7 @@ def test_a_rank_quantizes_each_of_its_weights_once_a_step(schedule, chunks):
     for microbatches in (4, 8):
         rows = microbatches * 48  # so that no array of data has the shape of a weight
         step = piped(schedule, chunks=chunks, microbatches=microbatches, rows=rows)
-        traced = step.jitted().trace(step.state, batch_of(rows))
+        traced = step.jitted().trace(step.state, step.placed_shapes(batch_of(rows)))
         assert quantizations(traced.jaxpr.jaxpr) == 2 * places
 
 

@@ -158,8 +158,7 @@ def test_carried_state_is_reduced_over_microbatches_and_devices_as_declared(name
     )
     start = {kind: jnp.float32(-10) for kind in CARRIED}  # a maximum that began at zero would show
     state, _ = trained(step, batch, steps=1, carried=start)
-    # A device takes its microbatches from its own rows.
-    parts = np.asarray(batch["x"][:, 0]).reshape(step.num_devices, num_microbatches, -1).sum(-1) - 10
+    parts = np.asarray(batch["x"][:, 0]).reshape(num_microbatches, step.num_devices, -1).sum(-1) - 10
     expected = {"max": parts.max(), "sum": parts.sum(), "mean": parts.mean(), "last": parts[-1, -1]}
     for kind, value in expected.items():
         assert state.carried[kind] == pytest.approx(float(value), rel=1e-5), kind

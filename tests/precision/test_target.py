@@ -42,14 +42,10 @@ def explained(step):
     return jgraph.explain(
         step.jitted(),
         step.state,
-        jax.tree.map(lambda leaf: placed(step, leaf), TOKENS),
+        step.placed_shapes(TOKENS),
         target="h200",
         compiler_options=options,
     )
-
-
-def placed(step, leaf):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.batch_sharding)
 
 
 @pytest.mark.once
@@ -76,7 +72,7 @@ def test_the_step_is_one_command_buffer_with_every_product_in_fp8_and_no_transpo
 def test_gelu_and_its_gradient_are_computed_where_they_are_quantized(h200):
     model, loss = model_and_loss()
     step = jgraph.train_step(loss, optax.sgd(1e-3), jgraph.Replicated(None, model.shapes), fp8=FP8Config(), batch=TOKENS)
-    tokens = jax.tree.map(lambda leaf: placed(step, leaf), TOKENS)
+    tokens = step.placed_shapes(TOKENS)
     assert "tanh" in str(jax.make_jaxpr(step.jitted())(step.state, tokens))
     with aot.lowering_for("h200"):
         assert "tanh" not in str(jax.make_jaxpr(step.jitted())(step.state, tokens))
@@ -85,7 +81,7 @@ def test_gelu_and_its_gradient_are_computed_where_they_are_quantized(h200):
 @pytest.mark.skipif(not HAS_KERNEL, reason="there is no kernel to compute it in")
 def test_a_pipelines_stages_compute_gelu_where_they_quantize_it(h200):
     def traced(step):
-        return str(jax.make_jaxpr(step.jitted())(step.state, placed(step, TOKENS)))
+        return str(jax.make_jaxpr(step.jitted())(step.state, step.placed_shapes(TOKENS)))
 
     step = pipelined(FP8Config())
     assert "tanh" in traced(step)
@@ -120,7 +116,7 @@ def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_
     )
     options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=step.num_devices)
     step = step.on(aot.devices(step.num_devices))
-    tokens = jax.tree.map(lambda leaf: placed(step, leaf), TOKENS)
+    tokens = step.placed_shapes(TOKENS)
     compiled, _ = aot.compile_for(step.jitted(), step.state, tokens, compiler_options=options)
     module = HloModule.of(compiled.as_text())
     found = [i for i in module.instructions.values() if i.target == "__cublas$lt$matmul$f8"]

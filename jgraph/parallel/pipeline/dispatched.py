@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis, batch_axes
-from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.objective import WithHistory
 from jgraph.parallel.pipeline.ends import End, part_shape
 from jgraph.parallel.pipeline.program import Pipeline
@@ -96,9 +95,10 @@ class Dispatched:
 
         Args:
             params, carried, step: of the state; not donated.
-            batch: a whole batch, where `TrainStep.place` puts it.
+            batch: A batch from `TrainStep.place`.
         """
-        begun = in_turn(self.begin(self.buffers.pop("begun"), params, carried, step, batch))
+        # Not popped: an argument that `begin` refuses must not cost the buffers.
+        begun = in_turn(self.begin(self.buffers["begun"], params, carried, step, batch))
         self.buffers["begun"] = begun
         outer = jax.tree.leaves(params["outer"])
         for replica in self.replicas:
@@ -201,7 +201,7 @@ def dispatched(
         pipeline: the model with its schedule.
         params, carried: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
         unpack: makes of them what `Pipeline.stack` gives.
-        batch: shapes of a whole batch, with their shardings.
+        batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
         key: of the training. It is folded as the other engine does it: by step, replica, microbatch, layer.
         options: XLA's.
 
@@ -250,13 +250,12 @@ def _check(pipeline: Pipeline) -> None:
 
 def _plan(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
     """Returns the products of a stage, of as many layers as the longest one has and without embedding."""
-    batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=pipeline.schedule.num_microbatches), batch)
     layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
     extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
     function = pipeline.stage(jax.random.key_impl(key), len(layers))
     assert isinstance(function, FP8Function), "it has products in FP8"
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
-    return function.plan((layers, extra), *pipeline.inputs(shapes, batch_M), *keys)
+    return function.plan((layers, extra), *pipeline.inputs(shapes, batch), *keys)
 
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
@@ -308,7 +307,7 @@ def _begin(
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
         out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if plan else {}
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(whole["layers"], states, history, by_microbatch(batch, pipeline.schedule.num_microbatches), data)
+        return run(whole["layers"], states, history, batch, data)
 
     return begin
 
