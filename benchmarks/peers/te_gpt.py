@@ -4,6 +4,9 @@ Attention, projections and norms are `transformer_engine.pytorch.TransformerLaye
 the loss are PyTorch, compiled as in the other peers. Same number of parameters and FLOPs as `torch_gpt.GPT`.
 """
 
+# Transformer Engine is installed on GPU machines only.
+# pyright: reportMissingImports=false
+
 import contextlib
 
 import torch
