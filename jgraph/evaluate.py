@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, run_options, write_file
+from jgraph.cli import Count, File, run_options
+from jgraph.errors import os_errors
+from jgraph.interop.folder import check_exists
 
 if TYPE_CHECKING:
     from jgraph.training.evaluation import Evaluation
 
-_PROG = "jgraph.evaluate"
+_PROG = "python -m jgraph.evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +53,23 @@ class Options:
     """Write the numbers here."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run_options(Options, tell, _PROG, __doc__, argv, positional="run")
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run_options(Options, tell, prog, __doc__, argv, positional="run")
 
 
 def tell(options: Options) -> None:
     """Evaluates, writes the file that was asked for, and prints. Raises JgraphError, OSError."""
-    # Only now: jax takes its time.
+    check_exists(options.run, field="run")
+    # Imported late, because importing jax takes seconds.
     from absl import logging
 
     from jgraph.dispatch import check_devices
@@ -71,7 +82,8 @@ def tell(options: Options) -> None:
         options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) not in (None, ())}
     )
     if options.json is not None:
-        write_file("json", options.json, lambda path: path.write_text(json.dumps(_fields(found), indent=2) + "\n"))
+        with os_errors("json", options.json):
+            options.json.write_text(json.dumps(_fields(found), indent=2) + "\n")
     show(found)
 
 

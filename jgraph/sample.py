@@ -17,8 +17,9 @@ import tyro
 
 from jgraph.cli import Count, run_options
 from jgraph.errors import ConfigError
+from jgraph.interop.folder import check_exists
 
-_PROG = "jgraph.sample"
+_PROG = "python -m jgraph.sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +48,25 @@ class Options:
     """Steps of the run's checkpoint; by default the newest."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run_options(Options, sample, _PROG, __doc__, argv, positional="run")
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run_options(Options, sample, prog, __doc__, argv, positional="run")
 
 
 def sample(options: Options) -> None:
     """Prints prompts and their continuations, one text after the other. Raises JgraphError."""
     if not options.prompts:
         raise ConfigError("`prompts` is missing: must be a text, or - for standard input", field="prompts")
-    # Only now: jax takes its time.
+    check_exists(options.run, field="run")
+    # Imported late, because importing jax takes seconds.
     from absl import logging
 
     from jgraph.dispatch import check_devices

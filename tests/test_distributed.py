@@ -150,7 +150,7 @@ def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
         TrainSetup.of(TrainConfig(dp=32))
-    assert str(error.value) == f"`dp` 32 needs 32 devices: must be at most the {jax.device_count()} that there are"
+    assert str(error.value) == f"`dp` 32 needs 32 devices, but only {jax.device_count()} are available"
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:

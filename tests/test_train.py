@@ -75,15 +75,15 @@ def test_a_run_shows_its_config_progress_summary_and_a_sample(run):
         "GiB",
         "held-out loss",
         "finished at step 60/60",
-        "zlib -9 needs 1.",
+        "zlib -9 compresses the same text to 1.",
         str(run_dir),
-        "sample, from the held-out prompt",
+        "sample text for the held-out prompt",
         f"python -m jgraph.sample {run_dir} --prompt",
     ):
         assert text in out
     (sample,) = RunDir(run_dir).read_samples()
     assert sample["step"] == 60
-    assert f"sample, from the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n" in out
+    assert f"sample text for the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n" in out
 
 
 def test_a_rerun_of_a_finished_run_says_so_and_trains_nothing(run, capsys):
