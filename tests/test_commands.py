@@ -14,6 +14,7 @@ from jgraph.data.__main__ import main as data
 from jgraph.errors import ConfigError, download_hint
 from jgraph.inspect.__main__ import main as inspect_main
 from jgraph.interop.write import check_empty, write
+from jgraph.profile.__main__ import main as profile
 from jgraph.train import main as train
 from tests import tiny
 
@@ -121,6 +122,13 @@ def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, 
     for main, args, flag in commands:
         line = refused(capsys, main, *args, flag, blocked)
         assert re.fullmatch(rf"{flag} is {blocked}: cannot be written \((Not a directory|File exists)\)", line)
+
+
+def test_a_profile_directory_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked, monkeypatch):
+    monkeypatch.setattr("jgraph.profile.report.of_trace", lambda *args, **choices: {})
+    monkeypatch.setattr("jgraph.profile.summary.show", lambda *args: None)
+    line = refused(capsys, profile, blocked.parent, "--out", blocked)
+    assert line == f"--out is {blocked}: cannot be written (Not a directory)"
 
 
 def test_an_input_path_that_cannot_be_read_is_refused_with_its_flag(capsys, tmp_path):

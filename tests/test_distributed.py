@@ -33,17 +33,17 @@ WRONG = [
     (
         {"coordinator": "a:1", "num_processes": 2},
         "process_id",
-        "`distributed.process_id` is None: must be given where `distributed.coordinator` is",
+        "`distributed.process_id` is None: must be set together with `distributed.coordinator`",
     ),
     (
         {"num_processes": 2, "process_id": 0},
         "coordinator",
-        "`distributed.coordinator` is None: must be given where `distributed.num_processes` is",
+        "`distributed.coordinator` is None: must be set together with `distributed.num_processes`",
     ),
     (
         {"process_id": 0},
         "coordinator",
-        "`distributed.coordinator` is None: must be given where `distributed.process_id` is",
+        "`distributed.coordinator` is None: must be set together with `distributed.process_id`",
     ),
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
@@ -63,13 +63,13 @@ WRONG = [
     (
         {"coordinator": "a:1", "num_processes": 2, "process_id": 0, "setup": "off"},
         "setup",
-        "`distributed.setup` is off: must be auto where `distributed.coordinator` is given",
+        "`distributed.setup` is off: must be auto if `distributed.coordinator` is set",
     ),
     *(
         (
             {"coordinator": address, "num_processes": 2, "process_id": 0},
             "coordinator",
-            f"`distributed.coordinator` is {address}: must be HOST:PORT, as all processes reach process 0",
+            f"`distributed.coordinator` is {address}: must be HOST:PORT of process 0",
         )
         for address in ("localhost", "localhost:", ":1234", "localhost:none", "localhost:0", "localhost:65536")
     ),
@@ -267,7 +267,7 @@ def test_two_processes_train_in_fp8_and_go_on_as_one_with_two_devices_does(whole
     assert (code, err) == (0, "")
     assert quiet == (0, "", "")
     assert "on 2 cpu devices of 2 processes" in out
-    assert "sample, from the held-out prompt" in out
+    assert "sample text for the held-out prompt" in out
     assert_same_losses(tmp_path / "run", whole[0])
     two, one = (amax_history(path) for path in (tmp_path / "run", whole[0]))
     jax.tree.map(np.testing.assert_array_equal, two, one)

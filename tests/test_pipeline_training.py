@@ -317,7 +317,7 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
     assert "pipeline: aligned (aligned runtime), 2 ranks x 1 chunks, " in out
     assert " GiB predicted, " in out
     assert " compiled" in out
-    assert "sample, from the held-out prompt" in out
+    assert "sample text for the held-out prompt" in out
     whole = tiny.losses(run_dir)
     assert whole[-1][1] < whole[0][1]
     (run_dir / "checkpoints" / "8").rename(tmp_path / "aside")
@@ -329,8 +329,8 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 where `schedule` is not auto"),
-        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which says it itself"),
+        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 unless `schedule` is auto"),
+        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which sets the number of chunks"),
         ({"schedule": "mine.csv", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` mine.csv"),
     ],
 )
