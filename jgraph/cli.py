@@ -107,6 +107,7 @@ class FlagConsole(Console):
     """
 
     def __init__(self, fields: Collection[str] = (), **settings: Any):
+        """Creates a console with the settings of `rich.console.Console`."""
         super().__init__(**settings)
         self.fields = fields
 

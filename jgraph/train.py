@@ -4,8 +4,11 @@
     python -m jgraph.train --preset gpt-124m --data tokens/ --run-dir runs/first
     srun --ntasks-per-node 8 python -m jgraph.train --preset gpt-1b3 --dp 16
 
-A preset sets every option ({presets}). A flag overrides one option. The defaults below are those of {preset}.
+Presets: {presets}.
+A preset sets every option, and a flag overrides one option. The defaults below are those of {preset}.
+
 The run directory holds config.json, metrics.jsonl (one JSON object per logged step) and checkpoints/.
+
 The same command resumes from the last checkpoint. To train for more steps, raise --steps and set --optimizer.extend.
 A new run can start with the weights of another run (--continue-from) or of a Hugging Face folder (--init-from).
 """

@@ -51,6 +51,7 @@ class OptimizerConfig:
     """Dtype of the second moment."""
 
     def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
         check_types(self, prefix="optimizer.")
         require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
         must = partial(_must, self, "optimizer.")
@@ -77,6 +78,7 @@ class DistributedConfig:
     """Index of this process, from 0."""
 
     def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
         check_types(self, prefix="distributed.")
         flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
         given = [name for name, value in flags.items() if value is not None]
@@ -213,6 +215,7 @@ class TrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
+        """Checks the fields and fills in those that depend on others. Raises ConfigError."""
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         check_types(self)

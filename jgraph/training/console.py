@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
-from jgraph.training.config import TrainConfig
+from jgraph.training.config import DefaultSteps, TrainConfig
 from jgraph.training.presets import preset
 from jgraph.training.rundir import flatten
 
@@ -57,6 +57,7 @@ class Reporter:
     """
 
     def __init__(self, console: Console, config: TrainConfig):
+        """Creates the live line. Nothing is printed."""
         self._console, self._config = console, config
         self._live = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -69,10 +70,12 @@ class Reporter:
         self._task = self._live.add_task("", total=config.steps, numbers="compiling")
 
     def __enter__(self) -> Self:
+        """Starts the live line."""
         self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        """Stops the live line."""
         self._live.stop()
 
     def line(self, text: str) -> None:
@@ -162,6 +165,8 @@ def _numbers(entry: dict[str, Any]) -> str:
 def _differences(config: Any, make_base: Callable[[], Any]) -> str:
     """Returns NAME=VALUE for each field of a dataclass that differs from the base, or for all fields if there is no base.
 
+    Leaves out default numbers of steps, which follow from other fields.
+
     Args:
         config: The dataclass.
         make_base: Returns the dataclass to compare with. There is no base if it raises TypeError.
@@ -169,6 +174,7 @@ def _differences(config: Any, make_base: Callable[[], Any]) -> str:
     here, base = flatten(asdict(config)), {}
     with contextlib.suppress(TypeError):  # the dataclass has fields without a default
         base = flatten(asdict(make_base()))
+    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
     differing = {name: value for name, value in here.items() if name not in base or base[name] != value}
     return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in differing.items())
 

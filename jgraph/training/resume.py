@@ -120,7 +120,8 @@ def differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list
 
 
 def _difference(name: str, here: dict[str, Any], before: dict[str, Any]) -> str:
-    return f"`{name}` is {here.get(name, 'absent')} and was {before.get(name, 'absent')}"
+    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (here, before))
+    return f"`{name}` is {now} and was {saved}"
 
 
 def _is_extended(here: dict[str, Any], before: dict[str, Any], done: int) -> bool:
