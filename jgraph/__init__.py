@@ -10,7 +10,6 @@
 """
 
 import importlib
-from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -90,7 +89,9 @@ __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return _metadata.version("jgraph")
+        from importlib import metadata  # takes as long to import as the rest of this module
+
+        return metadata.version("jgraph")
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f"jgraph.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'jgraph' has no attribute {name!r}")

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jgraph.cli import Directory, run, run_command
+from jgraph.cli import Directory, fields_of, run, run_command
+
+_PROG = "python -m jgraph.aot"
 
 
 def install(*, directory: Directory = None) -> None:
@@ -36,9 +38,17 @@ def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory 
     print(f"{device.device_kind}, compile only; jaxlib {aot.version()}; {aot.find_library(directory)}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run("jgraph.aot", functools.partial(run_command, (install, show), "jgraph.aot", __doc__ or ""), argv)
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run(prog, functools.partial(run_command, (install, show), prog, __doc__ or ""), argv, fields_of(show))
 
 
 if __name__ == "__main__":

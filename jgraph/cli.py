@@ -1,4 +1,7 @@
-"""Command lines through tyro: flags that may be left out, errors in one line, a field of an error turned into its flag."""
+"""Shared parts of the command lines: tyro parsers, exit codes and one-line errors that name flags.
+
+The library names arguments (`model.num_heads`) in its errors. A command prints them as flags (`--model.num-heads`).
+"""
 
 import contextlib
 import dataclasses
@@ -23,12 +26,23 @@ from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 T = TypeVar("T")
 
 HUNG = os.EX_TEMPFAIL
-"""Exit code, 75, of a command whose devices hang: the same again goes on."""
-_LAST_WORDS_SECONDS = 60
+"""Exit code (75) of a command that timed out while waiting for its devices. Running the same command again resumes."""
+_MESSAGE_TIMEOUT_SECONDS = 60
+_MODULE = "python -m "
 
 
 def optional(kind: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[T | None]:
-    """Returns the type of a flag that may be left out. tyro shows `int | None` as `{None}|INT`, and its errors are as long."""
+    """Returns a tyro type for a flag without a default value.
+
+    tyro would show `int | None` as `{None}|INT` in the help and in its errors.
+
+    Args:
+        kind: Converts the argument, for example `int`.
+        metavar: Name of the value in the help.
+
+    Returns:
+        A constructor for `Annotated`.
+    """
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -45,7 +59,7 @@ Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(he
 
 
 def fields_of(kind: Any) -> set[str]:
-    """Returns the names of a dataclass's fields, or of a function's arguments."""
+    """Returns the field names of a dataclass or the argument names of a function."""
     if dataclasses.is_dataclass(kind):
         return {field.name for field in dataclasses.fields(kind)}
     return set(inspect.signature(kind).parameters)
@@ -56,8 +70,7 @@ def flag(name: str) -> str:
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
-# The model's own settings and where it is read as one thing on the command line; so data and how it is read; what is given one
-# at a time there.
+# Flags that are grouped under another prefix than the field's name, or repeated one value at a time.
 _RENAMED = {
     "module": "model.module",
     "data_field": "data.field",
@@ -68,7 +81,15 @@ _RENAMED = {
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:
-    """Returns a message of the library with fields' names in backticks as the flags that they are here."""
+    """Replaces field names in backticks by flags, and `resume` off by --no-resume.
+
+    Args:
+        text: A message of the library.
+        fields: Field names that are flags of the command. Other names stay in backticks.
+
+    Returns:
+        The message for the command line.
+    """
 
     def named(match: re.Match[str]) -> str:
         if match[1].partition(".")[0] not in fields:
@@ -79,52 +100,77 @@ def as_flags(text: str, fields: Collection[str]) -> str:
 
 
 class FlagConsole(Console):
-    """A console that tells of flags where the library names fields, and leaves a pipe that nobody reads to `run`."""
+    """A rich console that prints field names as flags and raises BrokenPipeError for `run` to handle.
+
+    Attributes:
+        fields: Field names that are flags of the command.
+    """
 
     def __init__(self, fields: Collection[str] = (), **settings: Any):
+        """Creates a console with the settings of `rich.console.Console`."""
         super().__init__(**settings)
         self.fields = fields
 
     def print(self, *objects: Any, **settings: Any) -> None:
+        """Prints like `rich.console.Console.print`."""
         super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:
+        """Reraises, where rich would exit with code 1."""
         raise
 
 
 def run(
     prog: str, act: Callable[[list[str]], int | None], argv: Sequence[str] | None = None, fields: Collection[str] = ()
 ) -> int:
-    """Runs a command and returns the exit code of its process.
+    """Runs a command and returns its exit code.
 
     Args:
-        act: runs the command `prog` with the arguments; returns the exit code, None for 0.
-        argv: the arguments; None for those of the process.
-        fields: names that are flags of this command.
+        prog: The command as the user starts it, for example `jgraph train` or `python -m jgraph.train`.
+        act: Runs the command with a list of arguments and returns its exit code, or None for 0.
+        argv: The arguments. Default: those of the process.
+        fields: Field names that are flags of this command.
 
     Returns:
-        That of `act`; 1 for a loss or gradient that is not finite and 2 for input that cannot work, both told in one line on
-        stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as behind `| head`. `HUNG` comes from `end_at_once`.
+        The exit code of `act`; 1 if the loss or a gradient is not finite; 2 for invalid input; 130 after Ctrl-C; 141 if the
+        reader of stdout has closed it, as in `| head`. Errors are printed to stderr in one line. Exit code `HUNG` is returned
+        by `end_at_once` instead.
     """
     try:
         code = act(list(sys.argv[1:] if argv is None else argv)) or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Python writes what is left when it ends, and would tell of the pipe once more.
+        # Python flushes stdout at exit and would print a second error about the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (JgraphError, OSError) as e:
-        print(f"{prog}: error: {as_flags(' '.join(str(e).split()), fields)}", file=sys.stderr)
+        print(_error_line(prog, str(e), fields), file=sys.stderr)
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
 
 
+def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
+    return f"{prog.removeprefix(_MODULE)}: error: {as_flags(' '.join(message.split()), fields)}"
+
+
 def run_options(
     kind: Any, act: Callable[[Any], None], prog: str, about: str | None, argv: Sequence[str] | None, *, positional: str
 ) -> int:
-    """Runs a command whose arguments are a dataclass's fields, of which one has no flag; returns the code that `run` does."""
+    """Runs a command with a dataclass of options.
+
+    Args:
+        kind: The dataclass.
+        act: Runs the command with an instance of `kind`.
+        prog: The command as the user starts it.
+        about: The text of its help.
+        argv: The arguments. Default: those of the process.
+        positional: The field that has no flag.
+
+    Returns:
+        The exit code, as in `run`.
+    """
 
     def parsed(args: list[str]) -> None:
         if (options := parse(kind, prog, about, args)) is not None:
@@ -133,24 +179,40 @@ def run_options(
     return run(prog, parsed, argv, fields_of(kind) - {positional})
 
 
-def end_at_once(prog: str, tell: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
-    """Ends the process with `HUNG` after a line on stderr, from any thread, whatever the others are stuck in.
+def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
+    """Prints an error to stderr and ends the process with exit code `HUNG`.
 
-    Nothing is unwound: where the runtime waits for a device, Python's own end would wait for the runtime.
+    Can be called from any thread. No other thread is unwound: the interpreter's own shutdown would block on a device that does
+    not respond.
+
+    Args:
+        prog: The command as the user starts it.
+        describe: Returns the error message.
+        fields: Field names that are flags of this command.
     """
-    # Neither a text that does not come nor a pipe that nobody reads keeps the process.
-    at_last = threading.Timer(_LAST_WORDS_SECONDS, os._exit, [HUNG])
-    at_last.daemon = True
-    at_last.start()
+    # Neither a slow `describe` nor a blocked pipe may keep the process alive.
+    deadline = threading.Timer(_MESSAGE_TIMEOUT_SECONDS, os._exit, [HUNG])
+    deadline.daemon = True
+    deadline.start()
     try:
-        print(f"{prog}: error: {as_flags(' '.join(tell().split()), fields)}", file=sys.stderr, flush=True)
+        print(_error_line(prog, describe(), fields), file=sys.stderr, flush=True)
         sys.stdout.flush()
     finally:
         os._exit(HUNG)
 
 
 def run_command(acts: Iterable[Callable[..., None]], prog: str, about: str, args: Sequence[str]) -> None:
-    """Runs the function that the first argument names, with the arguments after it."""
+    """Calls the function named by the first argument with the remaining arguments.
+
+    Args:
+        acts: The functions. Their names are the subcommands and their arguments are the flags.
+        prog: The command as the user starts it.
+        about: The text of its help.
+        args: The arguments.
+
+    Raises:
+        ConfigError: If the arguments cannot be parsed.
+    """
 
     def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
         return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
@@ -159,66 +221,72 @@ def run_command(acts: Iterable[Callable[..., None]], prog: str, about: str, args
         call()
 
 
-def write_file(field: str, path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file that a flag named. Raises ConfigError where that fails."""
-    try:
-        write(path)
-    except OSError as e:
-        raise ConfigError(f"`{field}` {path} cannot be written: {e.strerror or e}", field=field) from None
-
-
 _RULE = r"[─-]{3,}"
 
 
 def parse(
     kind: Any, prog: str, about: str | None, args: Sequence[str], *, elsewhere: Mapping[str, str] | None = None, **settings: Any
 ) -> Any:
-    """Parses arguments through tyro; returns the instance that they make, or None after --help, which is printed.
+    """Parses arguments with tyro.
 
     Args:
-        kind: a dataclass or a function; or those of the subcommands, by name.
-        prog, about: name of the command, and the text of its help.
-        elsewhere: flags of other programs, and what is written here instead.
-        settings: for `tyro.cli`.
+        kind: A dataclass, a function, or a dictionary of these by subcommand.
+        prog: The command as the user starts it, shown in the usage line.
+        about: The text of the help. Its examples of `python -m jgraph.NAME` are shown as `prog` was started.
+        args: The arguments.
+        elsewhere: Flags of other programs, with the flag to use here.
+        settings: Keyword arguments of `tyro.cli`.
+
+    Returns:
+        The instance, the function's result, or None after --help.
 
     Raises:
-        ConfigError: what tyro would have drawn a box around, in one line; or the JgraphError that a field's check raised.
+        ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box.
+        JgraphError: If a dataclass rejects its fields.
     """
     messages = io.StringIO()
     ask: Any = tyro.extras.subcommand_cli_from_dict if isinstance(kind, dict) else tyro.cli
     try:
         with contextlib.redirect_stderr(messages):
-            return ask(kind, prog=f"python -m {prog}", description=about, args=args, **settings)
+            return ask(kind, prog=prog, description=_examples(about, prog), args=args, **settings)
     except SystemExit as e:
         if e.code in (0, None):
             return None
-        # tyro turns what a dataclass raises about its fields into a box around the same words.
+        # tyro prints an exception from a dataclass as a box with the same message.
         cause: BaseException | None = e
         while cause is not None:
             if isinstance(cause, JgraphError):
                 raise cause from None
             cause = cause.__context__
-        told = _unboxed(messages.getvalue())
-        unknown = re.match(r"Unrecognized options: (--[\w.-]+)", told)
+        message = _unboxed(messages.getvalue())
+        unknown = re.match(r"Unrecognized options: (--[\w.-]+)", message)
         if unknown and (here := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
-            told = f"{unknown[1]} is no flag here: write {here}"
-        raise ConfigError(told, field="") from None
+            message = f"{unknown[1]} is not a flag of this command: use {here}"
+        raise ConfigError(message, field="") from None
+
+
+def _examples(about: str | None, prog: str) -> str | None:
+    """Rewrites `python -m jgraph.NAME` in a help text to `jgraph NAME` if the command was started that way."""
+    launcher, _, name = prog.rpartition(" ")
+    if about is None or "." in name:
+        return about
+    return re.sub(r"python -m jgraph\.(\w+)", rf"{launcher} \1", about)
 
 
 def _unboxed(text: str) -> str:
-    """Returns tyro's box in one line: its first paragraph, and its advice about the flag.
+    """Reduces tyro's error box to one line: the first paragraph, and the suggested flag.
 
-    tyro's parse errors have no public structure. What the box holds is prose between rules, so this needs to know only how
-    boxes are drawn, in Unicode or ASCII: a title, rules between paragraphs, of which the last points to --help.
+    tyro has no public structure for parse errors. The box is a title and paragraphs between horizontal rules, in Unicode or
+    ASCII. The last paragraph points to --help.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
     if not re.search(_RULE, text):
         return " ".join(text.split())
     _title, *rows = (line.strip(" │╰╯") for line in text.splitlines())
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(_RULE, "\n".join(rows))]
-    told = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
-    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", told[0])
-    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(told[1:]))
-    if told[1:] and told[1].startswith("Argument helptext") and flags:
+    kept = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
+    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", kept[0])
+    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(kept[1:]))
+    if kept[1:] and kept[1].startswith("Argument helptext") and flags:
         return f"{line}; takes {flags[0]}"
     return f"{line}; did you mean {' or '.join(flags)}?" if flags else line

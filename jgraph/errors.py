@@ -1,8 +1,11 @@
 """Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
 
+import contextlib
 import math
+import re
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -71,6 +74,46 @@ def require_positive(config: object, names: str, *, prefix: str = "") -> None:
     for name in names.split():
         value = getattr(config, name)
         require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
+
+
+@contextlib.contextmanager
+def os_errors(field: str, path: object, verb: Literal["read", "written"] = "written") -> Iterator[None]:
+    """Converts an OSError inside the block into a ConfigError that names the argument and its path.
+
+    Args:
+        field: The argument that holds the path.
+        path: The path.
+        verb: The operation that failed, for the message.
+
+    Raises:
+        ConfigError: If the block raises an OSError.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"`{field}` is {path}: cannot be {verb} ({e.strerror or e})", field=field) from e
+
+
+_HUB_ID = re.compile(r"(?:https?:/+huggingface\.co/(?:datasets/)?)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
+
+
+def download_hint(path: str | Path, *, kind: Literal["model", "dataset"] = "model") -> str:
+    """Returns the command that downloads a missing path, if the path looks like an id on the Hugging Face Hub.
+
+    Args:
+        path: A path that does not exist, or an id such as `Qwen/Qwen3-0.6B`, or the address of its page.
+        kind: The kind of repository.
+
+    Returns:
+        A clause to append to an error message. Empty if the path has another form, an alphabetic file suffix or an existing
+        parent directory.
+    """
+    found = _HUB_ID.fullmatch(str(path))
+    if not found or re.search(r"\.[A-Za-z]+$", found[1]) or Path(path).parent.exists():
+        return ""
+    options = "" if kind == "model" else "--repo-type dataset "
+    command = f"hf download {found[1]} {options}--local-dir {found[1].rpartition('/')[2]}"
+    return f"; to use {found[1]} from the Hugging Face Hub, download it first: {command}"
 
 
 class ShapeError(JgraphError):

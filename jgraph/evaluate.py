@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, run_options, write_file
+from jgraph.cli import Count, File, run_options
+from jgraph.errors import os_errors
+from jgraph.interop.folder import check_exists
 
 if TYPE_CHECKING:
     from jgraph.training.evaluation import Evaluation
 
-_PROG = "jgraph.evaluate"
+_PROG = "python -m jgraph.evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,17 @@ class Options:
     """Also write the results to this file."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code (see `jgraph.cli.run`)."""
-    return run_options(Options, evaluate_and_print, _PROG, __doc__, argv, positional="run")
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run_options(Options, evaluate_and_print, prog, __doc__, argv, positional="run")
 
 
 def evaluate_and_print(options: Options) -> None:
@@ -63,6 +73,7 @@ def evaluate_and_print(options: Options) -> None:
     Raises:
         JgraphError: If the model or the data cannot be used, or an option has a value that is not allowed.
     """
+    check_exists(options.run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
 
@@ -76,7 +87,8 @@ def evaluate_and_print(options: Options) -> None:
         options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) not in (None, ())}
     )
     if options.json is not None:
-        write_file("json", options.json, lambda path: path.write_text(json.dumps(_fields(evaluation), indent=2) + "\n"))
+        with os_errors("json", options.json):
+            options.json.write_text(json.dumps(_fields(evaluation), indent=2) + "\n")
     _print(evaluation)
 
 

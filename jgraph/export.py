@@ -18,7 +18,7 @@ import tyro
 
 from jgraph.cli import Count, run_options
 
-_PROG = "jgraph.export"
+_PROG = "python -m jgraph.export"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,17 @@ class Options:
     """Dtype of the tensors."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run_options(Options, export, _PROG, __doc__, argv, positional="run")
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run_options(Options, export, prog, __doc__, argv, positional="run")
 
 
 def export(options: Options) -> None:

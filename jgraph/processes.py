@@ -92,11 +92,11 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Any]:
         ConfigError: there are fewer devices, or some process would have none or fewer than another.
     """
     processes, available = jax.process_count(), jax.device_count()
-    needs = f"{flags} needs {count} device{'s' if count > 1 else ''}: must be"
+    needs = f"{flags} needs {count} device{'s' if count > 1 else ''}"
     if count > available:
-        raise ConfigError(f"{needs} at most the {available} that there are", field="dp")
+        raise ConfigError(f"{needs}, but only {available} {'is' if available == 1 else 'are'} available", field="dp")
     if count % processes:
-        raise ConfigError(f"{needs} a multiple of the {processes} processes", field="dp")
+        raise ConfigError(f"{needs}: must be a multiple of the {processes} processes", field="dp")
     return [device for process in range(processes) for device in jax.local_devices(process)[: count // processes]]
 
 

@@ -20,8 +20,9 @@ import tyro
 
 from jgraph.cli import Count, run_options
 from jgraph.errors import ConfigError
+from jgraph.interop.folder import check_exists
 
-_PROG = "jgraph.sample"
+_PROG = "python -m jgraph.sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,17 @@ class Options:
     """Step of the checkpoint to load; by default the newest. Runs only."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code (see `jgraph.cli.run`)."""
-    return run_options(Options, sample, _PROG, __doc__, argv, positional="run")
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run_options(Options, sample, prog, __doc__, argv, positional="run")
 
 
 def sample(options: Options) -> None:
@@ -63,6 +72,7 @@ def sample(options: Options) -> None:
     """
     if not options.prompts:
         raise ConfigError("`prompts` is missing: pass a text, or - to read standard input", field="prompts")
+    check_exists(options.run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
 

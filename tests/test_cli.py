@@ -60,7 +60,7 @@ def test_an_unknown_flag_is_refused_with_the_closest_one(refused):
     ],
 )
 def test_what_other_trainers_call_a_flag_is_refused_with_its_name_here(refused, flag, here):
-    assert_names(refused(flag), flag.partition("=")[0], f"write {here}")
+    assert_names(refused(flag), flag.partition("=")[0], f"use {here}")
 
 
 def test_every_name_here_of_another_trainers_flag_is_a_flag(capsys):
@@ -126,6 +126,53 @@ def test_an_empty_data_file_is_refused(refused, tmp_path):
 def test_data_shorter_than_a_sequence_is_refused_with_what_is_needed(refused, tmp_path):
     (tmp_path / "short.txt").write_text("one line\nand another\n" * 3)
     assert_names(refused("--data", str(tmp_path / "short.txt")), "--data", "short.txt", "--seq-len 32", "at least 33")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [('{"text": 5}', "a number"), ('{"text": null}', "null"), ('{"text": ["a"]}', "an array")]
+)
+def test_a_json_field_of_another_type_is_refused_with_file_line_field_and_type(refused, tmp_path, line, found):
+    path = tmp_path / "pages.jsonl"
+    path.write_text(f'{{"text": "first"}}\n{line}\n')
+    allowed = "must be a string, or set --data.field to another field"
+    assert refused("--data", str(path)) == f"--data is {path}: line 2: field 'text' is {found}: {allowed}"
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--compile-cache"])
+def test_a_directory_that_cannot_be_created_is_refused_with_its_flag(refused, tmp_path, flag):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "inside"
+    assert refused(flag, str(path)) == f"{flag} is {path}: cannot be written (Not a directory)"
+
+
+@pytest.mark.parametrize("patterns", [("*",), ("blocks/*", "[!b]*")])
+def test_freezing_every_parameter_is_refused(refused, tmp_path, patterns):
+    assert_names(refused("--steps", "2", "--freeze", *patterns), "--freeze is", *patterns, "must leave at least one parameter")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (("--fsdp", "16"), "--fsdp 16 needs 16"),
+        (("--dp", "16"), "--dp 16 needs 16"),
+        (("--ep", "16"), "--ep 16 needs 16"),
+        (("--dp", "4", "--fsdp", "4"), "--dp 4 --fsdp 4 needs 16"),
+        (("--pp", "4", "--fsdp", "8"), "--pp 4 --fsdp 8 needs 32"),
+        (("--pp", "16", "--num-microbatches", "16"), "--pp 16 needs 16"),
+    ],
+)
+def test_too_few_devices_are_reported_before_a_batch_that_cannot_be_divided(refused, flags, asked):
+    assert refused(*flags) == f"{asked} devices, but only {jax.device_count()} are available"
+
+
+def test_a_batch_is_blamed_if_there_are_enough_devices(refused):
+    assert_names(refused("--fsdp", "8"), "--fsdp is 8", "--batch-size 4")
+
+
+def test_devices_of_other_processes_are_not_counted_before_they_are_connected(refused):
+    processes = ("--distributed.coordinator", "host:1", "--distributed.num-processes", "2", "--distributed.process-id", "0")
+    assert_names(refused("--fsdp", "16", *processes), "--fsdp is 16", "--batch-size 4")
 
 
 def test_a_batch_that_microbatches_do_not_divide_is_refused(refused):
@@ -233,12 +280,13 @@ def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch,
     assert_names(one_line(err), f"JAX_PLATFORMS is {platform}")
 
 
-@pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect", "jgraph.aot"])
+@pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect", "jgraph.aot", "jgraph"])
 def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module):
     command = {
         "jgraph.train": [*tiny.FLAGS, "--run-dir", str(tmp_path / "run"), "--steps", "3", "--data", "synthetic"],
         "jgraph.inspect": ["schedule", "1f1b", "--pp", "4", "--microbatches", "8"],
         "jgraph.aot": ["--help"],
+        "jgraph": ["--help"],
     }[module]
     process = subprocess.Popen(
         [sys.executable, "-m", module, *command], cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

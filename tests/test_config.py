@@ -107,7 +107,7 @@ TRAIN = [
     (
         {"pp": 2, "schedule": "interleaved-1f1b"},
         "chunks",
-        "`chunks` is 1: must be at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b",
+        "`chunks` is 1: must be at least 2 with `schedule` interleaved-1f1b; for 1, use `schedule` 1f1b",
     ),
     ({"xla_options": ("xla_dump_to",)}, "xla_options", "`xla_options` is xla_dump_to: must be name=value"),
 ]
@@ -121,13 +121,13 @@ TRAIN += [
 MIXTURE = GPTConfig(mlp="swiglu", moe=MoEConfig(num_experts=6))
 TRAIN += [
     ({"ep": 0}, "ep", "`ep` is 0: must be positive"),
-    ({"ep": 2}, "ep", "`ep` is 2: must be a divisor of `dp` 1"),
+    ({"ep": 2}, "ep", "`ep` is 2: must be a divisor of `dp` 1; experts are sharded over devices of `fsdp` or `dp`"),
     ({"fsdp": 4, "ep": 3}, "ep", "`ep` is 3: must be a divisor of `fsdp` 4"),
     ({"dp": 2, "ep": 2}, "ep", "`ep` is 2: must be 1 for a model without experts"),
     (
         {"fsdp": 4, "ep": 2, "model": MIXTURE},
         "ep",
-        "`ep` is 2: must be such that 4 devices divide the `model.moe.num_experts` 6",
+        "`ep` is 2: must be such that 4 devices divide `model.moe.num_experts` 6",
     ),
     (
         {"dp": 2, "ep": 2, "pp": 2, "pp_engine": "dispatch", "model": MIXTURE},
@@ -245,7 +245,7 @@ def test_a_config_survives_json(name):
 def test_a_saved_config_with_a_field_of_another_version_is_refused_by_its_name(section):
     saved = through_json(TrainConfig())
     (saved[section] if section else saved)["wheels"] = 4
-    with pytest.raises(ConfigError, match=r"not one of this version of jgraph: .*'wheels'"):
+    with pytest.raises(ConfigError, match=r"does not fit this version of jgraph: .*'wheels'"):
         TrainConfig.from_dict(saved)
 
 

@@ -197,7 +197,7 @@ def test_a_run_begins_where_another_ended_over_any_devices_and_goes_on_without_i
     for number, layout in enumerate((("--fsdp", "2"), ()), 1):
         before = tmp_path / str(number - 1)
         assert tiny.train(tmp_path / str(number), *begin, *layout, "--continue-from", str(before)) == 0
-        assert f"began with the weights of {before} after 2 steps" in capsys.readouterr().out.replace("\n", "")
+        assert f"started with the weights of {before} after 2 steps" in capsys.readouterr().out.replace("\n", "")
         corpus = load_corpus("synthetic", seq_len=32, vocab_size=256)
         loaded, batch = jgraph.load(before), Batches(corpus.train, batch_size=8, seq_len=32, seed=0)[0]
         expected = float(loaded.model.evaluate("loss", loaded.params, {}, batch))
@@ -216,7 +216,7 @@ def test_a_run_goes_on_twice_as_long_then_on_other_text_is_evaluated_and_both_ar
     assert tiny.train(first, *flags, "--steps", "40", "--optimizer.extend", "constant") == 0
     assert [entry["step"] for entry in tiny.entries(first)] == list(range(1, 41))
     assert tiny.train(second, *flags, "--steps", "10", "--continue-from", str(first), "--data", "synthetic") == 0
-    assert f"began with the weights of {first} after 40 steps" in capsys.readouterr().out
+    assert f"started with the weights of {first} after 40 steps" in capsys.readouterr().out
     assert evaluate.main([str(second), "--json", str(tmp_path / "numbers.json")]) == 0
     told = json.loads((tmp_path / "numbers.json").read_text())
     assert told["loss"] == pytest.approx(tiny.entries(second)[-1]["eval_loss"], rel=1e-5)

@@ -100,6 +100,7 @@ def test_bytes_are_those_of_the_text_that_is_predicted(tmp_path):
         ("folder", {}, ConfigError, "data"),
         ("folder", {"data": "python-docs"}, DataError, ""),
         ("run", {"seq_len": 0}, ConfigError, "seq_len"),
+        ("run", {"fsdp": 16}, ConfigError, "dp"),  # too few devices, before a batch of 4
     ],
 )
 def test_what_cannot_be_evaluated_is_told_in_one_line(run_dir, tmp_path, where, asked, kind, field):

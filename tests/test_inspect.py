@@ -405,7 +405,7 @@ BAD_CAPTURES = [
     (["mine:option", "--xla-options", "xla_nope=1"], ["xla_nope"]),
     (["mine:option", "--graph", "most"], ["--graph", "most", "auto", "full"]),
     (["mine:option", "--target", "tpu"], ["'tpu'", "h200, h100, b200"]),
-    (["mine:option", "--json", "no/such.json"], ["--json no/such.json cannot be written"]),
+    (["mine:option", "--json", "no/such.json"], ["--json is no/such.json: cannot be written"]),
     ([], ["MODULE:NAME"]),
 ]
 

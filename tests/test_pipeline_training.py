@@ -242,7 +242,7 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
         ("schedule", r"`schedule` is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
         ("pp", "`pp` is 6: must be such that `pp` x `chunks` 1 is at most the 5 layers", {"pp": 6}),
         ("pp", "`pp` is 2: must be such that `pp` x `chunks` 3 is at most the 5 layers", {"chunks": 3}),
-        ("dp", r"`dp` 4 `pp` 4 needs 16 devices: must be at most the \d+ that there are", {"dp": 4, "pp": 4, "batch_size": 16}),
+        ("dp", r"`dp` 4 `pp` 4 needs 16 devices, but only \d+ are available", {"dp": 4, "pp": 4, "batch_size": 16}),
         (
             "pp",
             r"`pp` is 2: must be 1 for tests\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
@@ -262,7 +262,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
     [
         (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
         ("zb-h1 with chunks=2: it has 1 chunk a rank", {"schedule": "zb-h1", "chunks": 2}),
-        (r"cannot read the schedule no/such\.csv: ", {"schedule": "no/such.csv"}),
+        (r"`schedule` is no/such\.csv: cannot be read as a schedule \(No such", {"schedule": "no/such.csv"}),
         (
             r"no schedule fits into 1 bytes a rank; the nearest is .*; raise the memory limit",
             {"schedule": "auto", "memory_limit": 2.0**-30},
@@ -288,7 +288,7 @@ def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
     ("flags", "message"),
     [
         (("--schedule", "zbh1"), "--schedule is zbh1: must be auto, one of"),
-        (("--schedule", "no/such.csv"), "cannot read the schedule no/such.csv"),
+        (("--schedule", "no/such.csv"), "--schedule is no/such.csv: cannot be read as a schedule (No such"),
     ],
 )
 def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, message):
@@ -317,7 +317,7 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
     assert "pipeline: aligned (aligned runtime), 2 ranks x 1 chunks, " in out
     assert " GiB predicted, " in out
     assert " compiled" in out
-    assert "sample, from the held-out prompt" in out
+    assert "sample text for the held-out prompt" in out
     whole = tiny.losses(run_dir)
     assert whole[-1][1] < whole[0][1]
     (run_dir / "checkpoints" / "8").rename(tmp_path / "aside")
@@ -329,8 +329,8 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 where `schedule` is not auto"),
-        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which says it itself"),
+        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 unless `schedule` is auto"),
+        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which sets the number of chunks"),
         ({"schedule": "mine.csv", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` mine.csv"),
     ],
 )

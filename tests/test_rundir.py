@@ -185,8 +185,23 @@ def test_where_the_steps_are_those_of_before_there_is_nothing_to_extend(begun):
 
 @pytest.mark.parametrize("steps", [400, 100])
 def test_other_steps_need_a_word_on_the_rate(begun, steps):
-    with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` cosine or constant"):
+    with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` to cosine or constant"):
         begun(steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "extend", "reason"),
+    [
+        (10, "no", "the warmup takes 20"),
+        (10, "constant", "the warmup takes 20"),
+        (10, "cosine", "the warmup takes 20"),
+        (2, "no", "4 are done"),
+    ],
+)
+def test_fewer_steps_than_the_saved_warmup_are_refused_without_blaming_the_warmup(begun, steps, extend, reason):
+    with pytest.raises(ConfigError) as error:
+        begun(steps, extend=extend)
+    assert f": `steps` is {steps} and was 200 ({reason}); use another" in str(error.value)
 
 
 def test_fewer_steps_than_before_are_a_run_cut_short_but_not_below_those_done(begun):

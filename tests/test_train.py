@@ -67,23 +67,26 @@ def test_the_config_file_holds_the_whole_config_the_corpus_and_the_versions(run)
 def test_a_run_shows_its_config_progress_summary_and_a_sample(run):
     run_dir, out = run
     for text in (
-        "steps=60",
+        "settings   preset cpu-tiny, changed: steps=60 ",
+        "rate       learning rate 0.01 after 6 warmup steps, cosine decay to 0.001 at step 60",
         "d_model=32",
+        " XLA programs in ",
         "step 1/60  loss 5.",
         "tokens/s",
         "ms/step",
         "GiB",
         "held-out loss",
         "finished at step 60/60",
-        "zlib -9 needs 1.",
+        "zlib -9 compresses the same text to 1.",
         str(run_dir),
-        "sample, from the held-out prompt",
+        "sample text for the held-out prompt",
         f"python -m jgraph.sample {run_dir} --prompt",
     ):
         assert text in out
+    assert "optimizer.warmup_steps=" not in out  # nobody set it
     (sample,) = RunDir(run_dir).read_samples()
     assert sample["step"] == 60
-    assert f"sample, from the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n" in out
+    assert f"sample text for the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n" in out
 
 
 def test_a_rerun_of_a_finished_run_says_so_and_trains_nothing(run, capsys):

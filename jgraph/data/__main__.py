@@ -21,6 +21,8 @@ from jgraph.data.files import FIELD
 from jgraph.data.make import SHARD_TOKENS, make_token_files
 from jgraph.errors import ConfigError
 
+_PROG = "python -m jgraph.data"
+
 
 def make(
     *,
@@ -91,10 +93,18 @@ def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) 
         print(f"{label:12} {value}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    act = functools.partial(run_command, (make, verify, show), "jgraph.data", f"{__doc__}\n{tokenfile.__doc__}")
-    return run("jgraph.data", act, argv, fields_of(make))
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    act = functools.partial(run_command, (make, verify, show), prog, f"{__doc__}\n{tokenfile.__doc__}")
+    return run(prog, act, argv, fields_of(make))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from jgraph.data.orders import Index
 from jgraph.data.sources import CORPORA, SYNTHETIC_ENTROPY
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
-from jgraph.errors import DataError
+from jgraph.errors import DataError, download_hint
 
 Side = Literal["train", "heldout"]
 
@@ -204,7 +204,7 @@ def _files(name: str) -> list[Path]:
             f"`data` is {name}: has no files; name one with texts, or make token files with python -m jgraph.data make"
         )
     close = difflib.get_close_matches(name, CORPORA, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = f"; did you mean {close[0]}?" if close else download_hint(name, kind="dataset")
     raise DataError(f"`data` is {name}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
 
 

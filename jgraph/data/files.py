@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from jgraph.data.documents import FEWEST_BLOCKS, Documents, cut, separate
 from jgraph.errors import DataError, require
@@ -102,12 +103,28 @@ def _of_jsonl(path: Path, field: str) -> Iterator[bytes]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise DataError(f"line {number} is no JSON ({e}); JSON Lines have an object on each line") from e
-            if not isinstance(row, dict) or not isinstance(row.get(field), str):
-                there = f"an object of {', '.join(row)}" if isinstance(row, dict) else "no object"
-                raise DataError(f"line {number} is {there}: must be an object with a text called {field}; name another field")
-            # A half of a surrogate pair, which JSON can write, is in no UTF-8.
-            yield row[field].encode(errors="replace")
+                raise DataError(
+                    f"line {number} is not valid JSON ({e}): must be an object with a string in field {field!r}"
+                ) from e
+            # JSON can encode an unpaired surrogate, which UTF-8 cannot.
+            yield _text_of(row, field, number).encode(errors="replace")
+
+
+_JSON_TYPES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "an array", dict: "an object"}
+
+
+def _text_of(row: Any, field: str, number: int) -> str:
+    """Returns the text in one line of JSON Lines. Raises DataError if the line does not have a string in `field`."""
+    if isinstance(row, dict) and isinstance(row.get(field), str):
+        return row[field]
+    if not isinstance(row, dict):
+        found = _JSON_TYPES.get(type(row), "a string")
+        raise DataError(f"line {number} is {found}: must be an object with a string in field {field!r}")
+    if field not in row:
+        names = f"the fields {', '.join(map(repr, row))}" if row else "no fields"
+        raise DataError(f"line {number} has {names}, not {field!r}: set `data_field` to the field with the text")
+    found = _JSON_TYPES[type(row[field])]
+    raise DataError(f"line {number}: field {field!r} is {found}: must be a string, or set `data_field` to another field")
 
 
 def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
@@ -119,12 +136,15 @@ def _of_parquet(path: Path, field: str) -> Iterator[bytes]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
-                there = ", ".join(file.schema_arrow.names)
-                raise DataError(f"has the columns {there}: must have one called {field}; name another field")
+                there = ", ".join(map(repr, file.schema_arrow.names))
+                raise DataError(f"has the columns {there}, not {field!r}: set `data_field` to the column with the text")
             for batch in file.iter_batches(columns=[field]):
                 for text in batch.column(0).to_pylist():
                     if not isinstance(text, str | None):
-                        raise DataError(f"column {field} is of {batch.schema.types[0]}: must be of strings; name another field")
+                        found = batch.schema.types[0]
+                        raise DataError(
+                            f"column {field!r} has type {found}: must be of strings, or set `data_field` to another column"
+                        )
                     yield (text or "").encode()
     except pyarrow.ArrowException as e:
         raise DataError(f"damaged, or no Parquet file ({e})") from e

@@ -18,7 +18,7 @@ from jgraph.data.documents import HELDOUT_FRACTION, count_heldout, digest, thres
 from jgraph.data.files import FIELD, documents_of, files_of
 from jgraph.data.tokenfile import ENDS_FILE, token_dtype, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_utf8, train_bpe
-from jgraph.errors import DataError, require
+from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
 
@@ -48,17 +48,21 @@ def make_token_files(
         shard_tokens: a file is closed with the document that reaches this many tokens.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range; the tokenizer or a directory of texts cannot be read, or `out` not be created.
         DataError: a text is missing, empty, damaged, not UTF-8; all documents are equal; `out` is in use; or no tokenizer.
-        OSError: something cannot be read or written. Then, as after any interruption, `out` is as it was.
+        OSError: a token file cannot be written. Then, as after any interruption, `out` is as it was.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
     files = _files(texts, tokenizer, out)
     out = out.absolute()
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    encoder = Encoder(tokenizer) if isinstance(tokenizer, Path) else None
-    partial.mkdir(parents=True)
+    encoder = None
+    if isinstance(tokenizer, Path):
+        with os_errors("tokenizer", tokenizer, "read"):
+            encoder = Encoder(tokenizer)
+    with os_errors("out", out):
+        partial.mkdir(parents=True)
     try:
         if isinstance(tokenizer, int):
             train_bpe(_trained(files, field, heldout_fraction), tokenizer, partial / TOKENIZER_FILE)
@@ -86,14 +90,17 @@ def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[tupl
     """Returns all files to read, each with what named it."""
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
-    files = [(path, text) for text in texts for path in files_of(str(text))]
+    files = []
     for text in texts:
-        if text not in {named for _, named in files}:
-            raise DataError(f"`text` is {text}: " + ("has no files" if text.is_dir() else "no such file"))
+        with os_errors("text", text, "read"):
+            found = files_of(str(text))
+        if not found:
+            problem = "has no files" if text.is_dir() else f"no such file{download_hint(text, kind='dataset')}"
+            raise DataError(f"`text` is {text}: {problem}")
+        files += [(path, text) for path in found]
     if isinstance(tokenizer, Path) and not tokenizer.is_file():
-        raise DataError(
-            f"`tokenizer` is {tokenizer}: " + ("a directory; name a file" if tokenizer.is_dir() else "no such file")
-        )
+        problem = "a directory; name a file" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
+        raise DataError(f"`tokenizer` is {tokenizer}: {problem}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
     return files
@@ -104,9 +111,8 @@ def _trained(files: Sequence[tuple[Path, Path]], field: str, heldout_fraction: f
     held_out = threshold(heldout_fraction)
     for path, _ in files:
         with _named(path):
-            yield from map(
-                decode_utf8, (one for one in documents_of(path, field, of_files=len(files)) if digest(one) >= held_out)
-            )
+            documents = _documents(path, field, len(files))
+            yield from map(decode_utf8, (document for document in documents if digest(document) >= held_out))
 
 
 @contextlib.contextmanager
@@ -114,7 +120,16 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except DataError as e:
-        raise DataError(f"`text` is {path}: {e}") from e
+        # In this module the argument that names the field is called `field`.
+        raise DataError(f"`text` is {path}: {e}".replace("`data_field`", "`field`")) from e
+
+
+def _documents(path: Path, field: str, of_files: int) -> Iterator[bytes]:
+    """Yields the documents of a file. Raises DataError if the file cannot be read."""
+    try:
+        yield from documents_of(path, field, of_files=of_files)
+    except OSError as e:
+        raise DataError(f"cannot be read ({e.strerror or e})") from e
 
 
 def _tokenize(files: Sequence[tuple[Path, Path]], field: str, encoder: Encoder, spool: Path) -> Iterator[_Document]:
@@ -125,7 +140,7 @@ def _tokenize(files: Sequence[tuple[Path, Path]], field: str, encoder: Encoder, 
         for path, text in files:
             with _named(path):
                 # As many documents wait in between as are encoded together.
-                documents, again = tee(documents_of(path, field, of_files=len(files)))
+                documents, again = tee(_documents(path, field, len(files)))
                 for document, ids in zip(again, encoder.encode(documents), strict=True):
                     # Before they are stored, where those that do not fit would become others.
                     largest, vocab_size = ids.max(initial=0), encoder.vocab_size

@@ -9,6 +9,7 @@
 Schedules need no jax; captures need jax and, with --target, no GPU.
 """
 
+import functools
 import io
 import os
 import sys
@@ -20,19 +21,27 @@ from jgraph.cli import FlagConsole, fields_of, parse, run
 from jgraph.inspect.capture import CaptureOptions, show_capture
 from jgraph.inspect.schedule import ScheduleOptions, show_schedule
 
-_PROG = "jgraph.inspect"
+_PROG = "python -m jgraph.inspect"
 _FIELDS = fields_of(ScheduleOptions) | fields_of(CaptureOptions)
 # Where the output goes to no terminal, which would have a width.
 _PIPE_WIDTH = 100
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, _FIELDS)
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run(prog, functools.partial(_run, prog=prog), argv, _FIELDS)
 
 
-def _run(args: list[str]) -> None:
-    options = parse({"schedule": ScheduleOptions, "capture": CaptureOptions}, _PROG, __doc__, args)
+def _run(args: list[str], prog: str) -> None:
+    options = parse({"schedule": ScheduleOptions, "capture": CaptureOptions}, prog, __doc__, args)
     if isinstance(options, ScheduleOptions):
         show_schedule(options, _console())
     elif isinstance(options, CaptureOptions):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from jgraph.cli import Count, File, Name, optional, write_file
-from jgraph.errors import ConfigError, JgraphError, require
+from jgraph.cli import Count, File, Name, optional
+from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import settings_of
@@ -67,8 +67,8 @@ def show_capture(options: CaptureOptions, console: Console) -> None:
         said = f"{type(e).__name__}: {e}".strip().splitlines()[0]
         raise ConfigError(f"{options.name} cannot be compiled: {said}", field="name") from e
     if options.json:
-        text = report.to_json() + "\n"
-        write_file("json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        with os_errors("json", options.json):
+            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
 

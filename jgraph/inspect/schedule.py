@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jgraph import schedule as schedules
-from jgraph.cli import Count, File, write_file
-from jgraph.errors import ConfigError, require
+from jgraph.cli import Count, File
+from jgraph.errors import ConfigError, os_errors, require
 from jgraph.schedule import draw
 
 # Sums of more could be infinite.
@@ -84,10 +84,12 @@ def show_schedule(options: ScheduleOptions, console: Console) -> None:
     run = schedules.simulate(schedule, costs, latency=options.latency, execution=execution)
     slots = schedules.assign(schedule)
     if options.svg:
-        write_file("svg", options.svg, lambda path: draw.write_svg(run, path))
+        with os_errors("svg", options.svg):
+            draw.write_svg(run, options.svg)
     if options.json:
         text = json.dumps(_numbers(options, run, slots, execution)) + "\n"
-        write_file("json", options.json, lambda path: path.write_text(text, encoding="utf-8"))
+        with os_errors("json", options.json):
+            options.json.write_text(text, encoding="utf-8")
     # The 16 colours of the oldest terminals are the user's own, and too few for tints.
     colour = console.color_system in ("256", "truecolor") and not console.no_color
     console.print(draw.timeline(run, width=console.width, colour=colour), soft_wrap=True)
@@ -103,7 +105,7 @@ def show_schedule(options: ScheduleOptions, console: Console) -> None:
 
 def _schedule(options: ScheduleOptions) -> schedules.Schedule:
     if options.order is not None:
-        return schedules.read(options.order)
+        return schedules.read(options.order, field="order")
     if options.name not in schedules.NAMES:
         file = f"; a file is given as `order` {options.name}" if options.name.endswith((".csv", ".json")) else ""
         known = ", ".join(schedules.NAMES)

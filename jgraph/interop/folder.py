@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors gives
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, download_hint, os_errors
 from jgraph.interop.names import Box, HuggingFace, Part, fill
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -33,8 +33,9 @@ class Folder:
 
     def __init__(self, path: Path, *, field: str):
         self.path, self._field = Path(path), field
+        check_exists(path, field=field)
         if not self.path.is_dir():
-            raise self.error("a file; name its folder" if self.path.exists() else "no such folder")
+            raise self.error("a file; name its folder")
 
     def error(self, wrong: str) -> ConfigError:
         """Returns the error of something wrong in the folder."""
@@ -141,6 +142,21 @@ class Folder:
         if not isinstance(found, dict):
             raise self.error(f"{name} is not an object")
         return found
+
+
+def check_exists(path: str | Path, *, field: str) -> None:
+    """Checks that a model folder exists. The error for an id on the Hugging Face Hub gives the command to download it.
+
+    Args:
+        path: The folder.
+        field: The argument that holds the path, for errors.
+
+    Raises:
+        ConfigError: If there is nothing at `path`, or the path cannot be read.
+    """
+    with os_errors(field, path, "read"):
+        if not Path(path).exists():
+            raise ConfigError(f"`{field}` is {path}: no such folder{download_hint(path)}", field=field)
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, os_errors
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from jgraph.interop.names import Part
 
@@ -20,8 +20,18 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 
 def check_empty(to: Path, *, field: str) -> None:
-    """Raises ConfigError where a folder cannot be written because something is there."""
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+    """Checks that a folder can be created.
+
+    Args:
+        to: The folder.
+        field: The argument that holds the path, for errors.
+
+    Raises:
+        ConfigError: If `to` exists and is not an empty directory, or cannot be read.
+    """
+    with os_errors(field, to):
+        is_occupied = to.exists() and not (to.is_dir() and not any(to.iterdir()))
+    if is_occupied:
         raise ConfigError(f"`{field}` is {to}: it exists and is not an empty directory; name another", field=field)
 
 
@@ -51,7 +61,8 @@ def write(
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    with os_errors("to", to):
+        partial.mkdir(parents=True)
     try:
         for file in beside:
             shutil.copyfile(file, partial / file.name)

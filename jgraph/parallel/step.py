@@ -146,6 +146,13 @@ def train_step(
     if fp8 is not None:
         binding = in_fp8(binding, fp8, loss, strategy, batch)
     bound = strategy.bind(loss, binding)
+    names = leaf_names(strategy.shapes)
+    frozen = frozenset(name for pattern in freeze for name in matching(pattern, names, field="freeze"))
+    if freeze and len(frozen) == len(names):
+        patterns = " ".join(map(repr, freeze))
+        raise ConfigError(
+            f"`freeze` is {patterns}: must leave at least one parameter to train, but matches all {len(names)}", field="freeze"
+        )
     return TrainStep(
         bound,
         transform.make(bound.is_matrix) if is_elementwise else transform,
@@ -156,7 +163,7 @@ def train_step(
         key=jax.random.key(key) if isinstance(key, int) else key,
         params_dtype=params_dtype,
         read_dtype=read_dtype,
-        frozen=frozenset(name for pattern in freeze for name in matching(pattern, leaf_names(strategy.shapes), field="freeze")),
+        frozen=frozen,
     )
 
 

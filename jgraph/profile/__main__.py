@@ -7,6 +7,7 @@
 Writes profile.html, which needs nothing else and opens anywhere, and profile.json.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ import tyro
 from rich.console import Console
 
 from jgraph.cli import FlagConsole, fields_of, parse, run
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError, os_errors, require
 
-_PROG = "jgraph.profile"
+_PROG = "python -m jgraph.profile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,21 @@ class Options:
 _FIELDS = fields_of(Options)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run(_PROG, _run, argv, _FIELDS)
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run(prog, functools.partial(_run, prog=prog), argv, _FIELDS)
 
 
-def _run(args: list[str]) -> None:
-    options = parse(Options, _PROG, __doc__, args)
+def _run(args: list[str], prog: str) -> None:
+    options = parse(Options, prog, __doc__, args)
     if options is not None:
         show(options, FlagConsole(_FIELDS))
 
@@ -69,7 +78,9 @@ def show(options: Options, console: Console) -> None:
         profile = report.of_trace(path, program=program, steps=options.steps or None)
         out = path if path.is_dir() else path.parent
     summary.show(profile, console)
-    files = report.write(profile, Path(options.out) if options.out else out)
+    out = Path(options.out) if options.out else out
+    with os_errors("out", out):
+        files = report.write(profile, out)
     console.print(f"written to {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
 
 

@@ -15,9 +15,10 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import File, run_options, write_file
+from jgraph.cli import File, run_options
+from jgraph.errors import os_errors
 
-_PROG = "jgraph.report"
+_PROG = "python -m jgraph.report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,17 @@ class Options:
     """The file to write; report.html of the first run by default."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
-    return run_options(Options, write, _PROG, __doc__, argv, positional="runs")
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
+    return run_options(Options, write, prog, __doc__, argv, positional="runs")
 
 
 def write(options: Options) -> None:
@@ -41,7 +50,8 @@ def write(options: Options) -> None:
     from jgraph.report.runs import compared
 
     page, to = render("jgraph.report", compared(options.runs)), options.to or options.runs[0] / "report.html"
-    write_file("to", to, lambda path: path.write_text(page, encoding="utf-8"))
+    with os_errors("to", to):
+        to.write_text(page, encoding="utf-8")
     print(f"written to {to}")
 
 

@@ -123,24 +123,37 @@ def from_json(text: str) -> Schedule:
 def write(schedule: Schedule, path: str | Path) -> None:
     """Writes a schedule: `.csv` is PyTorch's table, `.json` signed numbers for each rank."""
     path = Path(path)
-    to_text, _ = _format(path)
+    to_text, _ = _format(path, str(path))
     path.write_text(to_text(schedule), encoding="utf-8")
 
 
-def read(path: str | Path) -> Schedule:
-    """Reads a schedule as `write` writes it. Raises OrderError if it cannot run or the file cannot be read."""
+def read(path: str | Path, *, field: str = "") -> Schedule:
+    """Reads a schedule file in one of the formats of `write`.
+
+    Args:
+        path: A .csv or .json file.
+        field: The argument that holds the path, for errors.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        OrderError: If the file cannot be read or its schedule cannot run.
+    """
     path = Path(path)
-    _, from_text = _format(path)
+    named = f"`{field}` is {path}" if field else str(path)
+    _, from_text = _format(path, named)
     try:
         return from_text(path.read_text(encoding="utf-8"))
     except OrderError as error:
-        raise OrderError(f"{path}: {error}", position=error.position, rank=error.rank) from None
+        raise OrderError(f"{named}: {error}", position=error.position, rank=error.rank, field=field) from None
     except (OSError, ValueError) as error:
-        raise OrderError(f"cannot read the schedule {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OrderError(f"{named}: cannot be read as a schedule ({reason})", field=field) from None
 
 
-def _format(path: Path) -> tuple[Callable[[Schedule], str], Callable[[str], Schedule]]:
+def _format(path: Path, named: str) -> tuple[Callable[[Schedule], str], Callable[[str], Schedule]]:
     formats = {".csv": (to_csv, from_csv), ".json": (to_json, from_json)}
     if path.suffix.lower() not in formats:
-        raise OrderError(f"{path} is neither .csv nor .json; a schedule file is one of them")
+        raise OrderError(f"{named}: must be a .csv or .json file")
     return formats[path.suffix.lower()]

@@ -1,6 +1,7 @@
-"""What a run is: frozen dataclasses, checked once where they are made. No jax here, so that a wrong flag is told in no time.
+"""Configuration of a run, as frozen dataclasses that check their fields when they are created.
 
-A field's docstring is the help text of its flag.
+The docstring of a field is the help text of its flag. This module does not import jax, so that an invalid flag is reported at
+once.
 """
 
 import math
@@ -15,41 +16,42 @@ from jgraph.training.model import settings_from, settings_of
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
 
-class Usual(int):
-    """A number of steps that nobody asked for. It shrinks with the run; one that was asked for does not."""
+class DefaultSteps(int):
+    """A default number of steps. `TrainConfig` reduces it in short runs, unlike a number that the user set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay and clipping by global norm."""
+    """AdamW with linear warmup, cosine decay and clipping by global norm."""
 
     learning_rate: float = 3e-4
     """Peak learning rate."""
-    warmup_steps: int = Usual(100)
-    """Steps of linear warm-up; the first already moves. If not given, at most a tenth of `steps`."""
+    warmup_steps: int = DefaultSteps(100)
+    """Steps of linear warmup. The first step has a positive rate. The default is at most a tenth of `steps`."""
     final_learning_rate: float = 0.1
-    """Where the cosine ends, as a fraction of the peak."""
+    """Learning rate at the end of the cosine, as a fraction of the peak."""
     decay_steps: int = 0
-    """Steps after which the cosine has ended, and the rate stays; 0 for `steps`."""
+    """The cosine ends after this step, and the learning rate stays constant. 0 means `steps`."""
     extend: Literal["no", "cosine", "constant"] = "no"
-    """How the rate goes on where a run goes on with other `steps` than before: by a cosine over all of them from the beginning,
-    so that it jumps to where that is by now; or along the old cosine to its end, and constant from there."""
+    """Learning rate of a run that is resumed with another number of `steps`. `cosine` recomputes the cosine over all steps, so
+    the rate jumps. `constant` follows the old cosine to its end and stays constant."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """Constant added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices (not of vectors such as norm scales)."""
+    """Decoupled weight decay. It applies to matrices, not to vectors such as norm scales."""
     clip_norm: float = 1.0
-    """Largest global norm of the gradient."""
+    """Maximum global norm of the gradient."""
     first_moment_dtype: DtypeName = "float32"
-    """Dtype in which the mean of gradients is kept."""
+    """Dtype of the first moment."""
     second_moment_dtype: DtypeName = "float32"
-    """Dtype in which the mean of squared gradients is kept."""
+    """Dtype of the second moment."""
 
     def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
         check_types(self, prefix="optimizer.")
         require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
         must = partial(_must, self, "optimizer.")
@@ -58,36 +60,37 @@ class OptimizerConfig:
         must("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
         must("final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
         must("decay_steps", self.decay_steps >= 0, "0 or positive")
-        must("decay_steps", self.extend != "cosine" or not self.decay_steps, "0 where `optimizer.extend` is cosine")
+        must("decay_steps", self.extend != "cosine" or not self.decay_steps, "0 if `optimizer.extend` is cosine")
         must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Says which process of a run this is. Slurm and Open MPI tell it; elsewhere, the last three go together."""
+    """Processes of a distributed run. Slurm and Open MPI set these options; otherwise set the last three together."""
 
     setup: Literal["auto", "off"] = "auto"
-    """`auto` connects to the other processes if Slurm, Open MPI or the three below tell of any; `off` never does."""
+    """`auto` connects to the other processes that Slurm, Open MPI or the options below define. `off` runs one process."""
     coordinator: str = ""
-    """HOST:PORT at which process 0 can be reached by all; the port must be free there."""
+    """HOST:PORT of process 0. All processes must be able to reach it, and the port must be free."""
     num_processes: int | None = None
-    """Processes of the run."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this one is, from 0."""
+    """Index of this process, from 0."""
 
     def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
         check_types(self, prefix="distributed.")
         flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
         given = [name for name, value in flags.items() if value is not None]
         for name, value in flags.items() if given else ():
-            require(value is not None, f"distributed.{name}", value, f"given where `distributed.{given[0]}` is")
+            require(value is not None, f"distributed.{name}", value, f"set together with `distributed.{given[0]}`")
         if self.num_processes is None or self.process_id is None:
             return
         must = partial(_must, self, "distributed.")
-        must("setup", self.setup != "off", "auto where `distributed.coordinator` is given")
+        must("setup", self.setup != "off", "auto if `distributed.coordinator` is set")
         host, _, port = self.coordinator.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        must("coordinator", is_address, "HOST:PORT, as all processes reach process 0")
+        must("coordinator", is_address, "HOST:PORT of process 0")
         require_positive(self, "num_processes", prefix="distributed.")
         allowed = f"at least 0 and less than `distributed.num_processes` {self.num_processes}"
         must("process_id", 0 <= self.process_id < self.num_processes, allowed)
@@ -95,120 +98,124 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Says everything about a run of `python -m jgraph.train`: each field is a flag, and its docstring that flag's help."""
+    """Complete configuration of a run of `python -m jgraph.train`. Each field is a flag."""
 
     preset: str = ""
-    """Named configuration that the others override."""
+    """Named configuration. The other options override it."""
     module: str = "jgraph_models.gpt:GPT"
-    """Class of the model, Flax NNX or Linen: `package.module:Class`."""
+    """Model class, Flax NNX or Linen, as `package.module:Class`."""
     model: Any = None
-    """Settings of the model: the dataclass that its constructor takes first, if it takes one."""
+    """Settings of the model: the dataclass that its constructor takes as first argument, or None."""
     steps: int = 1000
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps."""
     batch_size: int = 32
-    """Sequences per step, over all microbatches."""
+    """Sequences per step, summed over microbatches and devices."""
     seq_len: int = 256
-    """Tokens per sequence that the model predicts."""
+    """Predicted tokens per sequence."""
     num_microbatches: int = 1
-    """Slices of the batch whose gradients are summed before the update; must divide batch_size."""
+    """Microbatches per step. Their gradients are accumulated before the update. Must divide batch_size."""
     dp: int = 1
-    """Replicas of the model, each with its part of the batch."""
+    """Data-parallel replicas. Each processes its shard of the batch."""
     fsdp: int = 1
-    """Devices that share parameters, gradients and optimizer state, each with its part of the batch too."""
+    """Devices that parameters, gradients and optimizer state are sharded over. Each processes its shard of the batch."""
     ep: int = 1
-    """Devices that a layer's experts are spread over; tokens are sent to them. They are of those of `fsdp`, or of `dp` where
-    `fsdp` is 1, and must divide them."""
+    """Devices that the experts of a layer are sharded over. Tokens are exchanged between them. Must divide `fsdp`, or `dp` if
+    `fsdp` is 1."""
     reshard_after_forward: bool = False
-    """With `fsdp`: gather the parameters a second time for the backward, instead of keeping them: less memory, more traffic."""
+    """With `fsdp`: gather parameters again for the backward instead of keeping them. Saves memory, adds traffic."""
     shard_rules: tuple[str, ...] = ()
-    """With `fsdp`: PATTERN=AXIS, the axis along which parameters that match are sharded, e.g. '*/down/kernel=1'."""
+    """With `fsdp`: PATTERN=AXIS, the axis to shard the matching parameters along, e.g. '*/down/kernel=1'."""
     freeze: tuple[str, ...] = ()
-    """Patterns of the names of parameters that are not trained, e.g. 'embedding_VD' 'blocks/0/*'."""
+    """Name patterns of parameters that are not trained, e.g. 'embedding_VD' 'blocks/0/*'."""
     main_params_dtype: DtypeName = "float32"
-    """Dtype of the parameters that the optimizer updates."""
+    """Dtype of the main parameters, which the optimizer updates."""
     main_grads_dtype: DtypeName = "float32"
-    """Dtype in which gradients are summed, over microbatches and over devices."""
+    """Dtype of the gradient accumulator, over microbatches and devices."""
     decoupled_grad: bool = False
-    """The optimizer reads gradients in `main_grads_dtype` though the parameters have another one."""
+    """Pass gradients to the optimizer in `main_grads_dtype`, even if the parameters have another dtype."""
     on_dtype_mismatch: Literal["error", "copy"] = "error"
-    """Where these two dtypes differ and the gradient is not decoupled: refuse, or cast it to the parameters' dtype."""
+    """If the two dtypes differ without `decoupled_grad`: raise an error, or cast the gradient to the parameter dtype."""
     precision: Literal["bf16", "fp8"] = "bf16"
-    """Dtype in which the blocks multiply matrices; with fp8, all else stays as the model computes it."""
+    """Dtype of the matmuls in the blocks. With fp8, other operations keep the dtype of the model."""
     pp: int = 1
-    """Ranks of the pipeline, each with its part of the layers and of the vocabulary."""
+    """Pipeline ranks. Layers and vocabulary are divided between them."""
     chunks: int = 1
-    """Stages of each pipeline rank."""
+    """Stages per pipeline rank."""
     schedule: str = "aligned"
-    """aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (`python -m jgraph.inspect schedule`); a .csv or
-    .json file; or `auto`, which measures and takes the fastest that fits."""
+    """Pipeline schedule: aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (see
+    `python -m jgraph.inspect schedule`), a .csv or .json file, or `auto`. `auto` measures the model and selects the fastest
+    schedule that fits."""
     pp_engine: Literal["program", "dispatch", "auto"] = "program"
-    """What plays the schedule: one program over all ranks, or executables of each rank that the host hands over; `auto` times
-    the best of both, of all schedules with `schedule` auto, and keeps the faster one with the run."""
+    """`program` compiles one SPMD program for all ranks. `dispatch` compiles one executable per rank and stage, started by the
+    host (MPMD). `auto` times both and stores the faster one in the run directory. With `schedule` auto, it times the best
+    schedule of each."""
     memory_limit: float = 0.0
-    """With `schedule` auto: GiB of a device for arrays that wait between the parts of the backward; 0 for no limit."""
+    """With `schedule` auto: GiB per device for arrays kept between forward, dgrad and wgrad. 0 means no limit."""
     remat: Literal["nothing", "wide", "layer"] = "nothing"
-    """`layer` keeps only the input of a layer, and computes the rest again in the backward: less memory, a third more FLOPs.
-    In a pipeline, `wide` computes products again that widen by four or more, as an MLP's first: less memory, 11% more FLOPs."""
+    """Recomputation in the backward. `layer` keeps only the input of each layer: saves memory, a third more FLOPs. `wide`
+    (pipelines only) recomputes matmuls with an output at least four times as wide as the input, such as the first of an MLP:
+    saves memory, 11% more FLOPs."""
     data: tuple[str, ...] = ("python-docs",)
-    """`python-docs`, `python-source`, `synthetic`, files, directories and globs of text, JSON Lines or Parquet, directories of
-    token files (see `python -m jgraph.data`); NAME:WEIGHT for a mixture, e.g. code:0.7 prose:0.3."""
+    """Training data: `python-docs`, `python-source`, `synthetic`; files, directories and globs of text, JSON Lines or Parquet;
+    directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets mixture weights, e.g. code:0.7 prose:0.3."""
     data_field: str = "text"
-    """Field of a JSON line, or column of a Parquet file, that holds the text."""
+    """Field of a JSON line, or column of a Parquet file, with the text."""
     data_shuffle: Literal["windows", "documents"] = "windows"
-    """What comes in another order in each epoch: `windows` of the text, whose documents follow each other as they are, or the
-    `documents` and then windows of those."""
+    """Unit of shuffling in each epoch. `windows` shuffles windows of the text in its stored order. `documents` shuffles the
+    documents first, and then the windows."""
     data_documents: Literal["joined", "separate"] = "joined"
-    """Whether the tokens of a document see those of other documents before it in their row. `separate`: they do not, as if each
-    document had a row to itself, and its last token, the end of text, predicts nothing."""
+    """`joined`: tokens attend to earlier documents in their row. `separate`: attention stays within a document, and its last
+    token, the end of text, has no target."""
     init_from: str = ""
-    """A Hugging Face folder whose weights the run begins with. Its config.json says the model's sizes, and its tokenizer.json
-    reads `data` that is text. A run that goes on does not read it again."""
+    """Local Hugging Face folder with the initial weights. Its config.json sets the sizes of the model, and its tokenizer.json
+    tokenizes text in `data`. Not needed to resume."""
     continue_from: str = ""
-    """Another run's directory, with whose newest weights this run begins, at step 0; or RUN/checkpoints/STEP. The model's
-    settings, the tokenizer and, if none is given, the preset are that run's. A run that goes on does not read it again."""
+    """Start a new run at step 0 with the latest weights of another run directory, or with RUN/checkpoints/STEP. The settings of
+    the model, the tokenizer and the default preset are those of the other run. Not needed to resume."""
     continue_with: Literal["weights", "optimizer"] = "weights"
-    """With `continue_from`: the weights and what the model carries, or the optimizer's moments and their count too."""
+    """With `continue_from`: load the weights and other model state (`weights`), or the moments and step count of Adam, too."""
     run_dir: str = ""
-    """Where everything is written; runs/PRESET when empty. On a disk that all processes share."""
+    """Output directory. Empty means runs/PRESET. Must be on a disk that all processes share."""
     seed: int = 0
-    """Seeds the weights and the order of the data."""
+    """Random seed of the weights and of the data order."""
     resume: bool = True
-    """Go on from the last checkpoint of the run directory; off, it starts over and replaces what is there."""
+    """Resume from the last checkpoint in the run directory. Off: start over and replace the run in this directory."""
     graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers (CUDA graphs): XLA's default, none, or everything that XLA can record, including collectives."""
+    """Command buffers (CUDA graphs). `auto`: XLA's default. `off`: none. `full`: every operation that XLA can record, including
+    collectives."""
     xla_options: tuple[str, ...] = ()
-    """Further XLA options of the compiled step, as name=value; checked against the installed XLA."""
+    """Additional XLA options of the compiled step, as name=value. Checked against the installed XLA."""
     compile_cache: str = ""
-    """Where compiled programs are kept for the next start: a directory, or `off`. Empty for the user's cache. Whoever can write
-    there can run code in a run that reads it."""
+    """Directory for compiled programs, which the next start loads, or `off`. Empty means the user's cache directory. Anyone
+    with write access to this directory can execute code in this run."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when the loss or a gradient is not finite: stop the run, or skip that update and count it."""
+    """Action if the loss or a gradient is not finite: stop the run, or skip the update and count it."""
     log_every: int = 10
-    """Steps between progress lines and entries in metrics.jsonl (and one of the first step)."""
+    """Steps between progress lines and entries in metrics.jsonl. The first step is always logged."""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where those entries go too: TensorBoard's event files in the run directory, a run of Weights & Biases."""
+    """Additional destinations of the metrics: TensorBoard event files in the run directory, or Weights & Biases."""
     eval_every: int = 250
-    """Steps between evaluations on held-out text (and one at the end)."""
+    """Steps between evaluations on held-out text. The last step is always evaluated."""
     eval_batches: int = 16
-    """Largest number of batches in an evaluation."""
+    """Maximum number of batches per evaluation."""
     checkpoint_every: int = 250
-    """Steps between checkpoints (and one at the end)."""
+    """Steps between checkpoints. The last step is always saved."""
     checkpoint_keep: int = 2
-    """Checkpoints kept."""
+    """Number of checkpoints to keep."""
     hang_seconds: float = 1800.0
-    """End the run (exit code 75) where it waits so long for one program of the devices; 0 never does. More than the slowest
-    step takes, and than one process keeps the others waiting, as where it compiles what they have compiled already."""
+    """Exit with code 75 if the run waits this long for one program on the devices; 0 disables the check. Must be longer than
+    the slowest step, and than the delay of one process by another, for example while the other compiles."""
     profile: str = ""
-    """FIRST:STOP, the steps to trace: those after the FIRST up to STOP, e.g. 10:13 for the 11th to the 13th, as they are
-    captured, then as many without capture, where kernels have names; profile/profile.html and profile.json are written in
-    the run directory."""
+    """FIRST:STOP, the steps to trace, e.g. 10:13 for steps 11 to 13. The same number of steps is then traced without command
+    buffers, to record the names of kernels. Writes profile/profile.html and profile/profile.json in the run directory."""
     sample_tokens: int = 256
-    """Length of the text generated at the end; 0 for none."""
+    """Tokens of sample text generated at the end of the run; 0 for none."""
     fp8: FP8Config = field(default_factory=FP8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
+        """Checks the fields and fills in those that depend on others. Raises ConfigError."""
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         check_types(self)
@@ -229,129 +236,145 @@ class TrainConfig:
         shared = f"such that `dp` {self.dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
         must("fsdp", rows // self.dp % self.fsdp == 0, shared)
         self._check_experts(must)
-        must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "unset where `fsdp` is 1")
-        must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty where `fsdp` is 1")
+        must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
+        must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
-            require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS with an axis from 0")
+            require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS, AXIS counted from 0")
         if self.is_pipeline:
-            # Before the rule on differing dtypes, whose advice it would refuse.
-            advice = "whose products add onto float32; parameters may be bfloat16 (`main_params_dtype`)"
-            must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline, {advice}")
-            advice = "where a rank gathers its stages once a step; for less memory, take more ranks (`pp`) or `remat` layer"
-            must("reshard_after_forward", not self.reshard_after_forward, f"unset in a pipeline, {advice}")
-            for name, usual in self._of_program.items():
-                is_usual = getattr(self, name) == usual
-                must("pp_engine", self.pp_engine != "dispatch" or is_usual, f"program with `{name}` {getattr(self, name)}")
+            # Checked before the rule on different dtypes, because its advice does not work in a pipeline.
+            advice = "the parameters may be bfloat16 (`main_params_dtype`)"
+            must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline; {advice}")
+            advice = "a rank gathers its stages once per step; to save memory, use more ranks (`pp`) or `remat` layer"
+            must("reshard_after_forward", not self.reshard_after_forward, f"False in a pipeline; {advice}")
+            for name, default in self._program_only.items():
+                is_default = getattr(self, name) == default
+                must("pp_engine", self.pp_engine != "dispatch" or is_default, f"program with `{name}` {getattr(self, name)}")
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         must(
             "main_grads_dtype",
             not differ or self.on_dtype_mismatch == "copy",
-            f"`main_params_dtype` {self.main_params_dtype}, or take `decoupled_grad` (the optimizer reads "
-            f"{self.main_grads_dtype}), or `on_dtype_mismatch` copy (one cast more)",
+            f"`main_params_dtype` {self.main_params_dtype}; or set `decoupled_grad` (the optimizer reads "
+            f"{self.main_grads_dtype}) or `on_dtype_mismatch` copy (casts the gradient)",
         )
-        must("remat", self.is_pipeline or self.remat != "wide", "nothing or layer where `pp` is 1")
+        must("remat", self.is_pipeline or self.remat != "wide", "nothing or layer without a pipeline")
         must("memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
-        must("memory_limit", self.schedule == "auto" or not self.memory_limit, "0 where `schedule` is not auto")
+        must("memory_limit", self.schedule == "auto" or not self.memory_limit, "0 unless `schedule` is auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
-            must("chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which says it itself")
+            must("chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which sets the number of chunks")
         if self.schedule == "interleaved-1f1b":
-            must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; with 1, take `schedule` 1f1b")
-        must("continue_from", not (self.continue_from and self.init_from), "empty where `init_from` is given")
-        must("continue_with", bool(self.continue_from) or self.continue_with == "weights", "given with `continue_from` only")
+            must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; for 1, use `schedule` 1f1b")
+        must("continue_from", not (self.continue_from and self.init_from), "empty if `init_from` is set")
+        must(
+            "continue_with",
+            bool(self.continue_from) or self.continue_with == "weights",
+            "weights unless `continue_from` is set",
+        )
         for option in self.xla_options:
             require("=" in option, "xla_options", option, "name=value")
         if self.precision == "bf16" and self.fp8 != FP8Config():
             name = next(f.name for f in fields(FP8Config) if getattr(self.fp8, f.name) != getattr(FP8Config(), f.name))
-            require(False, f"fp8.{name}", getattr(self.fp8, name), "left out where `precision` is bf16")
+            require(False, f"fp8.{name}", getattr(self.fp8, name), "left out if `precision` is bf16")
         if self.profile:
             first, stop = self.profile_steps
             must("profile", self.profile.replace(":", "", 1).isdecimal() and first < stop, "FIRST:STOP with FIRST < STOP")
             needed = first + 2 * (stop - first) + 2
-            room = f"in a run of at least {needed} steps (the window twice, and two more); `steps` is {self.steps}"
+            room = f"in a run of at least {needed} steps (the traced steps twice, and two more); `steps` is {self.steps}"
             must("profile", needed <= self.steps, room)
         warmup = self.optimizer.warmup_steps
-        if not isinstance(warmup, Usual):
+        if not isinstance(warmup, DefaultSteps):
             require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")
         elif warmup > self.steps // 10:
-            object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=Usual(self.steps // 10)))
+            object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=DefaultSteps(self.steps // 10)))
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
 
     def _check_experts(self, must: Any) -> None:
-        """Raises ConfigError where experts cannot be spread over so many devices."""
+        """Checks that experts can be sharded over `ep` devices. Raises ConfigError."""
         if self.ep == 1:
             return
         among = "fsdp" if self.fsdp > 1 else "dp"
         ranks = getattr(self, among)
-        must("ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}")
+        both = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
+        must("ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
         if (moe := getattr(self.model, "moe", None)) is None:
             return
         experts = getattr(moe, "num_experts", 0)
         must("ep", experts > 0, "1 for a model without experts")
         ranks = self.shards
-        must("ep", experts % ranks == 0, f"such that {ranks} devices divide the `model.moe.num_experts` {experts}")
+        must("ep", experts % ranks == 0, f"such that {ranks} devices divide `model.moe.num_experts` {experts}")
 
     @property
     def shards(self) -> int:
-        """Devices that share some parameters: all of them, or the experts alone where `fsdp` is 1."""
+        """Number of devices that parameters are sharded over; only those of experts if `fsdp` is 1."""
         return max(self.fsdp, self.ep)
 
     @property
     def replicas(self) -> int:
-        """Devices that have the same parameters, each with its part of the batch."""
+        """Number of devices with the same parameter shards and different shards of the batch."""
         return self.dp * self.fsdp // self.shards
 
     @property
     def tokens_per_step(self) -> int:
+        """Number of predicted tokens per step."""
         return self.batch_size * self.seq_len
 
     @property
     def profile_steps(self) -> tuple[int, int]:
-        """First step of `profile` and the one to stop at; (0, 0) where nothing is to be traced."""
+        """`profile` as (first, stop): steps first + 1 to stop are traced. (0, 0) without a profile."""
         first, _, stop = self.profile.partition(":")
         return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
 
     @property
     def read_dtype(self) -> DtypeName:
-        """Dtype of the gradient that the optimizer reads; where it is `main_grads_dtype`, that gradient is the accumulator."""
+        """Dtype of the gradient passed to the optimizer. If it is `main_grads_dtype`, the accumulator itself is passed."""
         if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
             return self.main_grads_dtype
         return self.main_params_dtype
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `jgraph.parallel.fsdp` makes and sums gradients; on one device too, where other dtypes are asked for."""
+        """True if the step uses `jgraph.parallel.fsdp`: for sharded parameters, or for dtypes other than float32."""
         return not self.is_pipeline and (self.shards > 1 or (self.main_params_dtype, self.main_grads_dtype) != ("float32",) * 2)
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the step plays a schedule; it does on one rank too, where anything about it was asked for."""
+        """True if the step runs a pipeline schedule: with several ranks, or on one rank with a pipeline option set."""
         return (self.pp, self.chunks, self.schedule, self.pp_engine) != (1, 1, "aligned", "program")
 
     @property
     def is_delayed(self) -> bool:
-        """Whether arrays in FP8 are scaled by the amax of the steps before."""
+        """True if FP8 scales come from the amax of earlier steps (delayed scaling)."""
         return self.precision == "fp8" and self.fp8.recipe == "delayed"
 
     @property
     def pp_engines(self) -> tuple[str, ...]:
-        """What may play the schedule."""
+        """The engines to choose from."""
         if self.pp_engine != "auto":
             return (self.pp_engine,)
-        can_dispatch = all(getattr(self, name) == usual for name, usual in self._of_program.items())
+        can_dispatch = all(getattr(self, name) == default for name, default in self._program_only.items())
         return ("program", "dispatch") if can_dispatch else ("program",)
 
     @property
-    def _of_program(self) -> dict[str, Any]:
-        """What only one program does, by field: its value where nothing of the kind is asked for."""
-        # A mixture's balance loss is of all tokens of a microbatch, and a device that is handed its own knows of no others.
+    def _program_only(self) -> dict[str, Any]:
+        """Fields that only the engine `program` supports, with the value that both engines support."""
+        # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
         mixture = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
         return {"fsdp": 1, "profile": ""} | ({"dp": 1} if mixture else {})
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
+        """Restores a configuration from JSON, the inverse of `dataclasses.asdict`.
+
+        Args:
+            fields: The decoded JSON object.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: If a field is missing, unknown or invalid.
+        """
         try:
             fields = _with_tuples(fields)
             kind, model = settings_of(fields["module"]), fields.pop("model")
@@ -361,7 +384,7 @@ class TrainConfig:
             parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
             return cls(**fields, **parts, model=model)
         except (TypeError, KeyError) as e:
-            raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e
+            raise ConfigError(f"the configuration does not fit this version of jgraph: {e}", field="run_dir") from e
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
@@ -369,5 +392,5 @@ def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _must(config: Any, prefix: str, name: str, condition: bool, allowed: str) -> None:
-    """Raises ConfigError where a field does not meet its condition."""
+    """Raises ConfigError if `condition` is false for a field."""
     require(condition, prefix + name, getattr(config, name), allowed)

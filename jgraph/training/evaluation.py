@@ -15,6 +15,7 @@ from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
 from jgraph.parallel.state import TrainState
+from jgraph.processes import devices_of_ranks
 from jgraph.training.config import TrainConfig
 from jgraph.training.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
 from jgraph.training.saved import SavedRun
@@ -124,6 +125,9 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     fields = _kept(model.config) | {"model": model.config.model}
     if "batch_size" in asked:
         fields["num_microbatches"] = 1
+    # Checked before the batch: too few devices is the cause to report first.
+    ranks = {name: count for name in ("dp", "fsdp") if isinstance(count := asked.get(name), int) and count > 1}
+    devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
     config = TrainConfig(**fields | asked)
     if not model.reads_text and is_text(config.data):
         data, must = " ".join(config.data), f"directories of token files, as {model.source} has no tokenizer that reads text"

@@ -7,7 +7,7 @@ from typing import Any
 
 from jgraph.data import is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError, download_hint, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
 from jgraph.interop.names import HuggingFace
 from jgraph.training.config import TrainConfig
@@ -50,6 +50,11 @@ def config_of_run(continue_from: str, run_dir: str) -> TrainConfig:
     """Returns the configuration of the run that another begins with, or, where it is gone, of the one that began with it."""
     there, here = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
     is_gone = not there.path.exists() and here.config.exists()
+    if not is_gone and not there.path.exists() and download_hint(continue_from):
+        raise ConfigError(
+            f"`continue_from` is {continue_from}: no such run directory; for a model of the Hugging Face Hub, use `init_from`",
+            field="continue_from",
+        )
     return (here if is_gone else there).saved_config(field="continue_from")
 
 

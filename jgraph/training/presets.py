@@ -1,4 +1,4 @@
-"""Named configurations. Their sizes are a model's, so they are where the models are."""
+"""Named configurations. They are defined next to the models, which determine their sizes."""
 
 import importlib
 
@@ -9,10 +9,19 @@ PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets
 
 
 def preset(name: str) -> TrainConfig:
-    """Returns the named configuration. Raises ConfigError, which lists the names, for any other name.
+    """Returns a named configuration.
 
     >>> jgraph.preset("cpu-tiny").batch_size
     8
+
+    Args:
+        name: A key of `PRESETS`.
+
+    Returns:
+        The configuration. Change it with `dataclasses.replace`.
+
+    Raises:
+        ConfigError: If there is no preset of this name. The message lists the names.
     """
     require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]

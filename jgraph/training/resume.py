@@ -1,18 +1,19 @@
-"""What a run may change when it goes on: one table by field; and how its rate goes on where it has other steps than before."""
+"""Rules for resuming a run: the settings that may change, and the learning rate if the number of steps changes."""
 
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from jgraph.training.config import TrainConfig, Usual
+from jgraph.training.config import DefaultSteps, TrainConfig
 
 
 class Rule(NamedTuple):
-    """Says whether fields may change when a run goes on.
+    """States whether settings may change when a run is resumed.
 
     Attributes:
-        fields: their names; that of a nested configuration means all in it that no rule names.
-        may: `yes`, `no`, or `by extend`: where `optimizer.extend` says how the rate goes on.
-        why: in a few words, for the guide.
+        fields: Names of the settings, separated by spaces. The name of a nested configuration covers the fields without a rule
+            of their own.
+        may: `yes`; `no`; or `by extend`, which requires `optimizer.extend`.
+        why: The reason, for the table in the guide.
     """
 
     fields: str
@@ -21,84 +22,117 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("steps", "by extend", "more steps, or fewer, but not fewer than are done"),
-    Rule("optimizer.extend optimizer.decay_steps", "by extend", "follow from the steps"),
-    Rule("run_dir resume", "yes", "they say which run goes on"),
-    Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "looking changes no step"),
-    Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "nor do saving and stopping"),
-    Rule("dp fsdp ep reshard_after_forward shard_rules", "yes", "the same steps over other devices, to rounding"),
-    Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "the same steps over other devices, to rounding"),
-    Rule("remat graph xla_options compile_cache", "yes", "the same steps as another program, to rounding"),
-    Rule("model.moe.capacity", "yes", "room for rows, which changes no step unless rows are dropped"),
+    Rule("steps", "by extend", "more steps, or fewer, but at least the steps already done"),
+    Rule("optimizer.extend optimizer.decay_steps", "by extend", "they set the learning rate of the new steps"),
+    Rule("run_dir resume", "yes", "they select the run to resume"),
+    Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "monitoring does not change the training"),
+    Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "saving and stopping do not change the training"),
+    Rule("dp fsdp ep reshard_after_forward shard_rules", "yes", "same training on other devices, up to rounding"),
+    Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "same training on other devices, up to rounding"),
+    Rule("remat graph xla_options compile_cache", "yes", "same training in another program, up to rounding"),
+    Rule("model.moe.capacity", "yes", "the capacity changes no step unless tokens are dropped"),
     Rule("preset module model", "no", "another model"),
-    Rule("init_from continue_from continue_with", "no", "another beginning"),
+    Rule("init_from continue_from continue_with", "no", "other initial weights"),
     Rule("data data_field data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),
-    Rule("optimizer freeze", "no", "another optimizer, whose state would not be this one's"),
-    Rule("precision fp8 main_params_dtype", "no", "other numbers"),
-    Rule("main_grads_dtype decoupled_grad on_dtype_mismatch", "no", "other numbers"),
+    Rule("optimizer freeze", "no", "the saved optimizer state would not match"),
+    Rule("precision fp8 main_params_dtype", "no", "other numerics"),
+    Rule("main_grads_dtype decoupled_grad on_dtype_mismatch", "no", "other numerics"),
 )
 _BY_FIELD = {name: rule for rule in RULES for name in rule.fields.split()}
 
 
 def rule_of(name: str) -> Rule:
-    """Returns the rule for a field by its dotted name."""
+    """Returns the rule of a setting.
+
+    Args:
+        name: The dotted name, for example `optimizer.beta1`.
+
+    Returns:
+        The rule of the name, else of its first part. Unknown settings may not change.
+    """
     return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
 
 
 def resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
-    """Returns a run that goes on, with the rate that follows from what it was before.
+    """Sets the learning-rate schedule of a run that is resumed.
 
-    Where its steps are those of before, so is the rate, however it came about. Where they are others, `optimizer.extend` says
-    where the cosine ends, and the warm-up is that of before unless one is asked for.
+    With the same number of steps, the schedule stays the saved one. With another number, `optimizer.extend` decides where the
+    cosine ends. The warmup stays the saved one unless the flags set it or the new run is shorter than the warmup.
 
     Args:
-        before: the fields of the run so far, by dotted name.
+        config: The configuration from the flags.
+        before: The saved configuration, flattened to dotted names.
+
+    Returns:
+        `config` with another schedule. `differences` reports a schedule that cannot be resumed.
     """
-    asked, was = config.optimizer, before.get("optimizer.extend", "no")
-    had = before.get("optimizer.decay_steps", 0)
+    flags, saved_extend = config.optimizer, before.get("optimizer.extend", "no")
+    saved_decay = before.get("optimizer.decay_steps", 0)
     if "steps" not in before:
-        return config  # which is no run's
+        return config  # `before` is not a run's configuration
     if config.steps == before["steps"]:
-        if was == "no":
-            return replace(config, optimizer=replace(asked, extend="no"))
-        if asked.extend not in ("no", was):
+        if saved_extend == "no":
+            return replace(config, optimizer=replace(flags, extend="no"))
+        if flags.extend not in ("no", saved_extend):
             return config
-        extend, decay_steps = was, asked.decay_steps or had
-    elif asked.extend == "no":
-        extend, decay_steps = "no", asked.decay_steps  # which is refused, for its steps alone
+        extend, decay_steps = saved_extend, flags.decay_steps or saved_decay
+    elif flags.extend == "no":
+        extend, decay_steps = "no", flags.decay_steps  # `differences` refuses it because of `steps`
     else:
-        extend, decay_steps = asked.extend, asked.decay_steps
+        extend, decay_steps = flags.extend, flags.decay_steps
         if extend == "constant":
-            decay_steps = decay_steps or had or before["steps"]
-    warmup_steps = asked.warmup_steps
-    if isinstance(warmup_steps, Usual):
+            decay_steps = decay_steps or saved_decay or before["steps"]
+    warmup_steps = flags.warmup_steps
+    if isinstance(warmup_steps, DefaultSteps) and _warmup(before) <= config.steps:
         warmup_steps = before.get("optimizer.warmup_steps", warmup_steps)
-    optimizer = replace(asked, extend=extend, decay_steps=decay_steps, warmup_steps=warmup_steps)
+    optimizer = replace(flags, extend=extend, decay_steps=decay_steps, warmup_steps=warmup_steps)
     return replace(config, optimizer=optimizer)
 
 
 def differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
-    """Returns what a run may not change and did, a text each.
+    """Lists the settings that prevent a run from being resumed.
 
     Args:
-        here, before: fields by dotted name, of `resumed` and of the run so far.
-        done: steps that are done.
+        here: The configuration that `resumed` returned, flattened to dotted names.
+        before: The saved configuration, flattened to dotted names.
+        done: Number of steps already done.
+
+    Returns:
+        One text per setting, with its new and its saved value.
     """
-    extends = _extends(here, before, done)
-    names = [name for name in here | before if rule_of(name).may == "no" or (rule_of(name).may != "yes" and not extends)]
-    if here.get("steps") != before.get("steps") and here["optimizer.extend"] == "no":
-        names = [name for name in names if name not in ("optimizer.extend", "optimizer.decay_steps")]  # they follow from it
-    told = {name: f"`{name}` is {here.get(name, 'absent')} and was {before.get(name, 'absent')}" for name in names}
-    if "steps" in told and here["steps"] < done:
-        told["steps"] += f" ({done} are done)"
-    elif "steps" in told and here["optimizer.extend"] == "no":
-        told["steps"] += " (`optimizer.extend` cosine or constant would say how the rate goes on)"
-    return [told[name] for name in names if here.get(name) != before.get(name)]
+    names = [name for name in here | before if here.get(name) != before.get(name) and rule_of(name).may != "yes"]
+    if _is_extended(here, before, done):
+        return [_difference(name, here, before) for name in names if rule_of(name).may != "by extend"]
+    # The schedule follows from the steps. If those are refused, it is not reported as well.
+    derived, reason = set(), ""
+    if here.get("steps") != before.get("steps"):
+        if here["steps"] < done:
+            reason = f" ({done} are done)"
+        elif here["steps"] < _warmup(before):
+            reason = f" (the warmup takes {_warmup(before)})"
+        elif here["optimizer.extend"] == "no":
+            reason = " (set `optimizer.extend` to cosine or constant to choose the learning rate of the new steps)"
+        if reason:
+            derived |= {"optimizer.extend", "optimizer.decay_steps"}
+        if here["steps"] < _warmup(before):
+            derived.add("optimizer.warmup_steps")
+    return [_difference(name, here, before) + reason * (name == "steps") for name in names if name not in derived]
 
 
-def _extends(here: dict[str, Any], before: dict[str, Any], done: int) -> bool:
-    """Returns whether a run has other steps than before, and may: with a cosine that ends where `resumed` has it end."""
+def _difference(name: str, here: dict[str, Any], before: dict[str, Any]) -> str:
+    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (here, before))
+    return f"`{name}` is {now} and was {saved}"
+
+
+def _is_extended(here: dict[str, Any], before: dict[str, Any], done: int) -> bool:
+    """True if the number of steps changes in a way that `resumed` allows."""
     steps = before.get("steps")
     ends = {"cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
-    is_said = ends.get(here["optimizer.extend"]) == here["optimizer.decay_steps"]
-    return is_said and steps is not None and here["steps"] != steps and here["steps"] >= done
+    has_schedule = ends.get(here["optimizer.extend"]) == here["optimizer.decay_steps"]
+    fewest = max(done, _warmup(before))
+    return has_schedule and steps is not None and here["steps"] != steps and here["steps"] >= fewest
+
+
+def _warmup(before: dict[str, Any]) -> int:
+    saved = before.get("optimizer.warmup_steps", 0)
+    return saved if isinstance(saved, int) else 0

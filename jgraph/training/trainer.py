@@ -20,7 +20,7 @@ from rich.console import Console
 from jgraph.checkpoint.store import Checkpoints, check_space
 from jgraph.data import Ahead, Batch, Batches, Corpus, heldout_batches, load, verify_in_background
 from jgraph.dispatch import check_devices, in_turn
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, os_errors
 from jgraph.inference.generate import generate
 from jgraph.interop.folder import Folder
 from jgraph.parallel.compiled import CompiledStep
@@ -64,7 +64,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     connect(**dataclasses.asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.run_dir))
-    with all_or_raise():
+    with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
         config = run_dir.resumed(config)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config)
     began = time.perf_counter()
@@ -72,7 +72,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         compiles = held.enter_context(cache.watch())
         with all_or_raise():
             where = config.compile_cache
-            kept_in = "" if where == "off" else cache.enable(Path(where) if where else None)
+            kept_in = "" if where == "off" else cache.enable(Path(where) if where else None, field="compile_cache")
             source = origin.opened(config, run_dir) or continued.opened(config, run_dir)
             if isinstance(source, SavedRun):
                 held.callback(source.close)
@@ -80,11 +80,12 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             tokenizer = origin.tokenizer_of(config, run_dir)
             sizes |= {"field": config.data_field, "documents": config.data_documents}
             corpus = load(config.data, **sizes, tokenizer=tokenizer)
-            run_dir.check(config, corpus.fingerprint)
-            if is_process_zero():
-                held.enter_context(run_dir.locked(reporter.warn))
-                # Again: until now another process may have been there.
+            with os_errors("run_dir", run_dir.path):
                 run_dir.check(config, corpus.fingerprint)
+                if is_process_zero():
+                    held.enter_context(run_dir.locked(reporter.warn))
+                    # Another process may have written there before this one held the lock.
+                    run_dir.check(config, corpus.fingerprint)
             config, engine = settle_engine(config, corpus.sources, run_dir, reporter)
             setup = TrainSetup.of(config)
             if isinstance(source, Folder):
@@ -96,16 +97,16 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         size = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
         reporter.begins(parameters=size, corpus=corpus, devices=_devices(setup))
         if kept_in:
-            reporter.line(f"compiled programs are kept in {kept_in}")
+            reporter.line(f"compile cache: {kept_in}")
         if source is not None and (doubt := origin.doubt(config)):
             reporter.warn(doubt)
         if no_sample:
-            reporter.warn(f"no sample at the end: {no_sample}; `sample_tokens` 0 asks for none")
+            reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to disable samples")
         stop = held.enter_context(StopRequest())
         held.enter_context(_memory_errors(config, run_dir))
 
         def started() -> None:
-            reporter.line(f"first step done {time.perf_counter() - began:.1f} s after the start: {compiles}")
+            reporter.line(f"first step finished {time.perf_counter() - began:.1f} s after the start; {compiles}")
 
         def hung(wait: Wait) -> None:
             end(partial(_last_words, wait, config, run_dir, reporter))
@@ -196,21 +197,21 @@ def _train(
             checkpoints.check_space(shapes)
         done, state = _start(setup, init, checkpoints, shapes)
         if done >= config.steps:
-            reporter.line(f"this run is finished: {done} of `steps` {config.steps} are done; for more, see `optimizer.extend`")
+            reporter.line(f"this run is finished: {done} of `steps` {config.steps}; to add steps, see `optimizer.extend`")
             outcome = "already finished"
         else:
             if done:
                 reporter.line(f"resumed from step {done}")
             elif source:
                 after = f" after {source.step} steps" if isinstance(source, SavedRun) else ""
-                beside = " and the optimizer's state" * (config.continue_with == "optimizer")
-                reporter.line(f"began with the weights{beside} of {source.path}{after}")
+                beside = " and the optimizer state" * (config.continue_with == "optimizer")
+                reporter.line(f"started with the weights{beside} of {source.path}{after}")
             epochs = batches.epochs(config.steps)
-            reporter.line(f"epochs of this run: {', '.join(f'{times:.3g} of {name}' for name, times in epochs)}")
+            reporter.line(f"epochs in this run: {', '.join(f'{times:.3g} of {name}' for name, times in epochs)}")
             step = step or _compile(setup, reporter)
             recorder = None
             if config.profile and done > config.profile_steps[0]:
-                reporter.warn(f"no profile: `profile` is {config.profile}, and {done} steps are done already")
+                reporter.warn(f"no profile: `profile` is {config.profile}, but {done} steps are already done")
             elif config.profile:
                 recorder = _recorder(setup, step, run_dir)
             metrics = run_dir.metrics if is_process_zero() else Path(os.devnull)
@@ -229,7 +230,7 @@ def _train(
         checkpoints.close()
     is_done = done >= config.steps
     if not is_done:
-        reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to go on")
+        reporter.line(f"{outcome} at step {done}; saved in {run_dir.path}; run the same command to resume")
     entries = read_metrics(run_dir.metrics)
     last = entries[-1] if entries else {}
     summary = Summary(
@@ -285,7 +286,7 @@ def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
     """Compiles the step and reports its XLA options, capture and pipeline."""
     step = setup.compile_step()
     if chosen := setup.chosen_options(jax.default_backend()):
-        reporter.line(f"XLA options, as `xla_options` would give them: {' '.join(chosen)}")
+        reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
     if step.capture is not None:
         reporter.line(str(step.capture))
     for about in filter(None, (setup.about_pipeline(step), setup.about_fp8(step))):

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jgraph.device import DEVICES
-from jgraph.errors import TargetError
+from jgraph.errors import TargetError, os_errors
 from jgraph.xla.cache import for_elsewhere, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.options import option_errors
@@ -175,9 +175,11 @@ def install(directory: Path | None = None) -> Path:
 def _install_plugin(final: Path) -> Path:
     if (sys.platform, platform.machine()) not in (("linux", "x86_64"), ("linux", "aarch64")):
         raise TargetError(f"NVIDIA's plugin exists for Linux only, not for {sys.platform} {platform.machine()}")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling, so that the rename is atomic: others see the whole plugin or none of it.
-    with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent) as scratch:
+    with os_errors("directory", final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        # A sibling, so that the rename is atomic: other processes see the whole plugin or none of it.
+        created = tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent)
+    with created as scratch:
         new = Path(scratch) / "plugin"
         _pip("install", "jax-cuda13-pjrt", "--target", str(new))
         try:

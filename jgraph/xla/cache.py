@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jgraph.errors import ConfigError
+from jgraph.errors import os_errors
 
 _HIT = "/jax/compilation_cache/cache_hits"
 _CONFIG: Any = jax.config  # whose options a type checker does not see
@@ -35,7 +35,10 @@ class Compiles:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.programs} programs in {self.seconds:.1f} s, {self.hits} of them from the cache"
+        return (
+            f"compiled {self.programs} XLA programs in {self.seconds:.1f} s (summed over threads), "
+            f"{self.hits} of them loaded from the compile cache"
+        )
 
 
 def user_cache() -> Path:
@@ -43,12 +46,13 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
 
 
-def enable(directory: Path | None = None) -> str:
+def enable(directory: Path | None = None, *, field: str = "directory") -> str:
     """Turns on jax's persistent compilation cache in this process, for programs of every size; returns where it is.
 
     Args:
         directory: where programs are kept. None: where jax was told to keep them, else in the user's cache. Whoever can write
             there can run code in every process that reads it.
+        field: The argument that holds the directory, for errors.
 
     Raises:
         ConfigError: the directory cannot be made or written.
@@ -56,11 +60,9 @@ def enable(directory: Path | None = None) -> str:
     place = str(directory or _CONFIG.jax_compilation_cache_dir or user_cache() / "compiled")
     if "://" not in place:
         place = str(Path(place).expanduser().absolute())
-        try:
+        with os_errors(field, place):
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=place).close()
-        except OSError as e:
-            raise ConfigError(f"`directory` is {place}: cannot be written ({e.strerror})", field="directory") from e
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -7,7 +7,7 @@ Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-
 from typing import Any
 
 from jgraph.moe.config import MoEConfig
-from jgraph.training.config import OptimizerConfig, TrainConfig, Usual
+from jgraph.training.config import DefaultSteps, OptimizerConfig, TrainConfig
 from jgraph_models.gpt_config import GPTConfig
 
 _GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matrix product has whole tiles
@@ -43,7 +43,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
         # gpt-1b3 on an H200, notes/develop/measurements.md); small products, as in launch-bound, are faster with Triton.
         xla_options=("xla_gpu_enable_triton_gemm=false",),
         model=model,
-        optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=Usual(500)),
+        optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=DefaultSteps(500)),
     )
 
 
@@ -59,7 +59,7 @@ def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
         eval_batches=512 // batch_size,
         checkpoint_every=300,
         model=model,
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=Usual(50), weight_decay=0.1, beta2=0.99),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=DefaultSteps(50), weight_decay=0.1, beta2=0.99),
     )
 
 

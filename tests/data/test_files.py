@@ -53,7 +53,10 @@ def test_parquet_holds_a_document_a_row(tmp_path, text_file, stories):
     path = tmp_path / "pages.parquet"
     parquet.write_table(pyarrow.table({"body": [*stories, None], "id": range(len(stories) + 1)}), path)
     assert open_corpus(path, field="body").fingerprint == open_corpus(text_file).fingerprint
-    for field, message in (("text", "has the columns body, id: must have one called text"), ("id", "must be of strings")):
+    for field, message in (
+        ("text", "has the columns 'body', 'id', not 'text': set `data_field`"),
+        ("id", "must be of strings"),
+    ):
         with pytest.raises(DataError, match=message):
             open_corpus(path, field=field)
     path.write_bytes(b"no such thing")
@@ -71,9 +74,17 @@ def test_parquet_without_its_library_is_refused_with_the_install_command(tmp_pat
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
-        ("a.jsonl", b'{"text": "one"}\n{"text"\n', r"a.jsonl: line 2 is no JSON"),
-        ("a.jsonl", b'{"body": "one", "id": 1}\n', r"a.jsonl: line 1 is an object of body, id: must be .* called text"),
-        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 is no object"),
+        (
+            "a.jsonl",
+            b'{"text": "one"}\n{"text"\n',
+            r"a.jsonl: line 2 is not valid JSON .*must be an object",
+        ),
+        (
+            "a.jsonl",
+            b'{"body": "one", "id": 1}\n',
+            r"a.jsonl: line 1 has the fields 'body', 'id', not 'text'",
+        ),
+        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 is an array: must be an object"),
         ("a.png", b"\x89PNG\0", r"a.png: no text .*'.*texts/\*.txt'"),
     ],
 )

@@ -236,6 +236,7 @@ def test_a_state_goes_on_under_another_strategy(name, other, transform, batch):
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"reductions": "median", "carried": {"a": jnp.zeros(())}}, "reductions"),
         ({"freeze": ("nothing*",)}, "freeze"),
+        ({"freeze": ("*",)}, "freeze"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused_by_its_name(arguments, field):

@@ -273,4 +273,4 @@ def test_a_window_that_is_past_is_told(tmp_path, capsys):
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"steps": 5', '"steps": 9'))
     capsys.readouterr()
     assert tiny.train(tmp_path, "--steps", "9", "--checkpoint-every", "3", "--profile", "1:2") == 0
-    assert "no profile: --profile is 1:2, and 5 steps are done already" in capsys.readouterr().out
+    assert "no profile: --profile is 1:2, but 5 steps are already done" in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_name_of_any_letters_is_kept(tmp_path):
 
 
 def test_a_suffix_that_is_no_schedule_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(OrderError, match=r"a\.txt is neither \.csv nor \.json"):
+    with pytest.raises(OrderError, match=r"a\.txt: must be a \.csv or \.json file"):
         write(generate("1f1b", pp=2, microbatches=2), tmp_path / "a.txt")
     assert not list(tmp_path.iterdir())
 
@@ -187,9 +187,9 @@ def test_json_that_says_no_schedule_is_refused(text, match):
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.txt", b"", "neither"),
-        ("a.csv", None, "cannot read"),
-        ("a.json", b"\xff", "cannot read"),
+        ("a.txt", b"", r"must be a \.csv or \.json file"),
+        ("a.csv", None, "cannot be read as a schedule"),
+        ("a.json", b"\xff", "cannot be read as a schedule"),
         ("a.csv", b"x", "no action"),
     ],
 )
@@ -223,7 +223,7 @@ def test_an_error_in_an_order_of_a_file_has_rank_and_position(tmp_path):
 def test_a_folder_and_an_empty_file_are_no_schedules(tmp_path, suffix):
     (tmp_path / f"folder{suffix}").mkdir()
     (tmp_path / f"empty{suffix}").write_bytes(b"")
-    with pytest.raises(OrderError, match=r"cannot read the schedule .*folder"):
+    with pytest.raises(OrderError, match=r"folder.*: cannot be read as a schedule \(Is a directory\)"):
         read(tmp_path / f"folder{suffix}")
     with pytest.raises(OrderError, match="empty"):
         read(tmp_path / f"empty{suffix}")
@@ -327,7 +327,7 @@ def test_a_table_that_the_csv_module_refuses_is_an_order_error(text):
 
 
 def test_a_path_that_no_file_can_have_is_refused(tmp_path):
-    with pytest.raises(OrderError, match="cannot read"):
+    with pytest.raises(OrderError, match="cannot be read as a schedule"):
         read(tmp_path / "a\0.csv")
 
 

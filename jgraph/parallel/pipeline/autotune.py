@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,7 +47,7 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
                 f"`schedule` is {name}: must be auto, one of {', '.join(NAMES)}, or a .csv or .json file", field="schedule"
             )
         return generate(name, pp=pp, microbatches=microbatches, chunks=chunks)
-    schedule = read(Path(name))
+    schedule = read(name, field="schedule")
     if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
         raise ConfigError(
             f"`schedule` {name} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches: must be for "
