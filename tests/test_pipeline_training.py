@@ -264,7 +264,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
         ("zb-h1 with chunks=2: it has 1 chunk a rank", {"schedule": "zb-h1", "chunks": 2}),
         (r"cannot read the schedule no/such\.csv: ", {"schedule": "no/such.csv"}),
         (
-            r"no schedule fits into 1 bytes a rank; the nearest is .*; raise the memory limit",
+            r"no schedule fits into 1 bytes per rank; the smallest is .*; raise the memory limit",
             {"schedule": "auto", "memory_limit": 2.0**-30},
         ),
     ],
