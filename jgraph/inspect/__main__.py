@@ -1,4 +1,4 @@
-"""Look at things before they run.
+"""Inspect schedules and compiled programs before they run.
 
     python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8
     python -m jgraph.inspect schedule aligned --pp 4 --microbatches 16 --chunks 2 --costs 1,1.1,0.8 --svg aligned.svg
@@ -6,7 +6,7 @@
     python -m jgraph.inspect capture jgraph_models.gpt:gpt_124m --target h200
     python -m jgraph.inspect capture my_module:my_example --graph full --json report.json
 
-Schedules need no jax; captures need jax and, with --target, no GPU.
+`schedule` does not import jax. `capture` needs jax; with --target it needs no GPU.
 """
 
 import io
@@ -22,12 +22,19 @@ from jgraph.inspect.schedule import ScheduleOptions, show_schedule
 
 _PROG = "jgraph.inspect"
 _FIELDS = fields_of(ScheduleOptions) | fields_of(CaptureOptions)
-# Where the output goes to no terminal, which would have a width.
+# Columns if the output is not a terminal.
 _PIPE_WIDTH = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as `jgraph.cli.run`."""
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program name. None for those of the process.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`.
+    """
     return run(_PROG, _run, argv, _FIELDS)
 
 
@@ -41,7 +48,7 @@ def _run(args: list[str]) -> None:
 
 def _console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Dots and lines become question marks, not errors, where the encoding has none.
+        # Replace dots and lines by question marks if the encoding lacks them, instead of raising.
         sys.stdout.reconfigure(errors="replace")
     return FlagConsole(_FIELDS, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
 
