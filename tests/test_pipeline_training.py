@@ -261,7 +261,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
     ("message", "fields"),
     [
         (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
-        ("zb-h1 with chunks=2: it has 1 chunk a rank", {"schedule": "zb-h1", "chunks": 2}),
+        ("zb-h1 with chunks=2: supports only 1 chunk per rank", {"schedule": "zb-h1", "chunks": 2}),
         (r"cannot read the schedule no/such\.csv: ", {"schedule": "no/such.csv"}),
         (
             r"no schedule fits into 1 bytes per rank; the smallest is .*; raise the memory limit",

@@ -26,8 +26,8 @@ class CaptureOptions:
     """Report which operations of a program XLA captures in command buffers, why others stay outside, and its donations."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")]
-    """The program: the training step of a model, as MODULE:CLASS with --preset, MODULE:PRESET, or the name of a preset
-    (gpt_124m or gpt-124m); or a function without arguments that returns (fn, args) or (fn, args, donate_argnums)."""
+    """The program. A training step: MODULE:CLASS with --preset, MODULE:PRESET, or a preset such as gpt_124m or gpt-124m. Or a
+    function without arguments that returns (fn, args) or (fn, args, donate_argnums)."""
     target: Annotated[str | None, optional(str, "GPU"), tyro.conf.arg(help_behavior_hint="")] = None
     """h200, h100 or b200: GPU to compile for; it need not be installed. Default: the device of this machine."""
     preset: Name = None

@@ -37,8 +37,8 @@ class ScheduleOptions:
     latency: float = 0.0
     """Time of a transfer to another rank, in the unit of the costs; the sender does not wait for it."""
     execution: Literal["auto", "dataflow", "neighbours", "lockstep"] = "auto"
-    """Synchronization of ranks: by data only (dataflow), with neighbours per tick (neighbours), or with all ranks per tick
-    (lockstep); auto is lockstep for aligned and dataflow otherwise."""
+    """Synchronization of ranks: by data only (dataflow), per tick with neighbours, or per tick with all ranks (lockstep);
+    auto is lockstep for aligned and dataflow otherwise."""
     order: File = None
     """File with a schedule: .csv in PyTorch's format, or .json with signed numbers."""
     svg: File = None

@@ -239,7 +239,7 @@ def phases(table: TickTable) -> tuple[Phase, ...]:
         The phases, in the order of their ticks.
 
     Raises:
-        OrderError: If a tick mixes kinds other than a wgrad with one other kind, or is idle on all ranks.
+        OrderError: If a tick is idle on all ranks, or has two kinds of actions besides wgrad.
     """
     found = [np.unique(row[row != IDLE]) for row in table.kind]
     leads = []
