@@ -261,10 +261,10 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
     ("message", "fields"),
     [
         (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
-        ("zb-h1 with chunks=2: it has 1 chunk a rank", {"schedule": "zb-h1", "chunks": 2}),
+        ("zb-h1 with chunks=2: supports only 1 chunk per rank", {"schedule": "zb-h1", "chunks": 2}),
         (r"`schedule` is no/such\.csv: cannot be read as a schedule \(No such", {"schedule": "no/such.csv"}),
         (
-            r"no schedule fits into 1 bytes a rank; the nearest is .*; raise the memory limit",
+            r"no schedule fits into 1 bytes per rank; the smallest is .*; raise the memory limit",
             {"schedule": "auto", "memory_limit": 2.0**-30},
         ),
     ],

@@ -1,1 +1,1 @@
-"""Looks at schedules and programs before they run."""
+"""Inspects schedules and compiled programs before they run."""

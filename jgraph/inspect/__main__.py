@@ -1,4 +1,4 @@
-"""Look at things before they run.
+"""Inspect schedules and compiled programs before they run.
 
     python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8
     python -m jgraph.inspect schedule aligned --pp 4 --microbatches 16 --chunks 2 --costs 1,1.1,0.8 --svg aligned.svg
@@ -6,7 +6,7 @@
     python -m jgraph.inspect capture jgraph_models.gpt:gpt_124m --target h200
     python -m jgraph.inspect capture my_module:my_example --graph full --json report.json
 
-Schedules need no jax; captures need jax and, with --target, no GPU.
+`schedule` does not import jax. `capture` needs jax; with --target it needs no GPU.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jgraph.inspect.schedule import ScheduleOptions, show_schedule
 
 _PROG = "python -m jgraph.inspect"
 _FIELDS = fields_of(ScheduleOptions) | fields_of(CaptureOptions)
-# Where the output goes to no terminal, which would have a width.
+# Columns if the output is not a terminal.
 _PIPE_WIDTH = 100
 
 
@@ -50,7 +50,7 @@ def _run(args: list[str], prog: str) -> None:
 
 def _console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Dots and lines become question marks, not errors, where the encoding has none.
+        # Replace dots and lines by question marks if the encoding lacks them, instead of raising.
         sys.stdout.reconfigure(errors="replace")
     return FlagConsole(_FIELDS, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
 

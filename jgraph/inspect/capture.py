@@ -1,4 +1,4 @@
-"""Shows which parts of a training step, or of a function of one's own, become command buffers."""
+"""Reports the command buffers of a training step or of a user function."""
 
 import dataclasses
 import importlib
@@ -23,30 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """Say what of a program becomes command buffers, what stays outside and why, and what became of donated buffers."""
+    """Report which operations of a program XLA captures in command buffers, why others stay outside, and its donations."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")]
-    """A model's training step: MODULE:CLASS with --preset, MODULE:PRESET or a preset alone (gpt_124m or gpt-124m). Or a
+    """The program. A training step: MODULE:CLASS with --preset, MODULE:PRESET, or a preset such as gpt_124m or gpt-124m. Or a
     function without arguments that returns (fn, args) or (fn, args, donate_argnums)."""
     target: Annotated[str | None, optional(str, "GPU"), tyro.conf.arg(help_behavior_hint="")] = None
-    """h200, h100 or b200: compile for that GPU without having one; left out, for the device at hand."""
+    """h200, h100 or b200: GPU to compile for; it need not be installed. Default: the device of this machine."""
     preset: Name = None
-    """Sizes of the training step of a MODULE:CLASS."""
+    """Preset with the sizes of the training step of a MODULE:CLASS."""
     batch_size: Count = None
-    """Sequences per step, instead of the preset's."""
+    """Sequences per step; overrides the preset."""
     seq_len: Count = None
-    """Tokens per sequence, instead of the preset's."""
+    """Tokens per sequence; overrides the preset."""
     graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers: XLA's default, none, or all that XLA can record on one device."""
+    """Command buffers: XLA's default (auto), none (off), or every command that XLA can record on one device (full)."""
     xla_options: tuple[str, ...] = ()
-    """Further XLA options as name=value, besides those of the preset."""
+    """Additional XLA options as name=value; appended to those of the preset."""
     precision: Literal["bf16", "fp8"] = "bf16"
-    """Dtype in which the training step multiplies matrices."""
+    """Dtype of the matmuls of the training step."""
     fp8: FP8Config = field(default_factory=FP8Config)
     json: File = None
-    """Write the report here."""
+    """File for the report as JSON."""
 
     def __post_init__(self):
+        """Validates the sizes and the name of the preset."""
         for name, value in (("batch_size", self.batch_size), ("seq_len", self.seq_len)):
             require(value is None or value >= 1, name, value, "at least 1")
         if self.preset is not None:
@@ -54,18 +55,22 @@ class CaptureOptions:
 
 
 def show_capture(options: CaptureOptions, console: Console) -> None:
-    """Compiles the program, runs nothing, writes the report to the file that was asked for, and prints it.
+    """Compiles the program without running it, writes the report to `options.json` and prints it.
+
+    Args:
+        options: The program and how to compile it.
+        console: Console for the report.
 
     Raises:
-        JgraphError: there is no such program, it cannot be compiled as asked, or a file cannot be written.
+        JgraphError: If the program does not exist or cannot be compiled, or the file cannot be written.
     """
     try:
         report = _explain(options)
     except (JgraphError, OSError):
         raise
-    except (Exception, SystemExit) as e:  # of the user's code, or of jax about it
-        said = f"{type(e).__name__}: {e}".strip().splitlines()[0]
-        raise ConfigError(f"{options.name} cannot be compiled: {said}", field="name") from e
+    except (Exception, SystemExit) as e:  # user code and jax may raise any exception
+        reason = f"{type(e).__name__}: {e}".strip().splitlines()[0]
+        raise ConfigError(f"{options.name} cannot be compiled: {reason}", field="name") from e
     if options.json:
         with os_errors("json", options.json):
             options.json.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -73,8 +78,9 @@ def show_capture(options: CaptureOptions, console: Console) -> None:
 
 
 def _explain(options: CaptureOptions) -> "Explanation":
+    """Compiles the program and returns the report."""
     config = _training_config(options)
-    # Only now: jax takes its time.
+    # Imported after the options are checked, because importing jax is slow.
     import jax
 
     from jgraph.dispatch import check_devices
@@ -98,37 +104,41 @@ def _explain(options: CaptureOptions) -> "Explanation":
     name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
     notes = report.notes
     if options.target is not None and getattr(config.model, "attention", "") == "xla":
-        notes += ("attention is XLA's: cuDNN's, which a run on the GPU would take, cannot be compiled without one",)
+        notes += ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     return dataclasses.replace(report, name=name, notes=notes)
 
 
 def _training_config(options: CaptureOptions) -> TrainConfig | None:
-    """Returns the run whose step is meant; None if the name is not that of a model or preset."""
+    """Returns the training configuration of a model or preset, or None if the name is a function.
+
+    Raises:
+        ConfigError: If the name is unknown, or an option does not apply to it.
+    """
     module, _, name = options.name.rpartition(":")
-    called = name.replace("_", "-")
+    preset_name = name.replace("_", "-")
     sizes = {field: value for field in ("batch_size", "seq_len") if (value := getattr(options, field)) is not None}
-    if called in PRESETS and (not module or not hasattr(_import(module), name)):
-        base = preset(called)
+    if preset_name in PRESETS and (not module or not hasattr(_import(module), name)):
+        base = preset(preset_name)
         if module and base.module.partition(":")[0] != module:
-            raise ConfigError(f"{options.name} names no class: give {module}:CLASS `preset` {called}", field="name")
+            raise ConfigError(f"{options.name} is not a class: use {module}:CLASS `preset` {preset_name}", field="name")
         if options.preset is not None:
-            raise ConfigError(f"{options.name} is a preset: leave out `preset` {options.preset}", field="preset")
+            raise ConfigError(f"{options.name} is a preset: omit `preset` {options.preset}", field="preset")
     elif not module:
         raise ConfigError(f"{name!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
     elif inspect.isclass(_find(options.name)):
         if options.preset is None:
-            raise ConfigError(f"{options.name} is a class: give its sizes, `preset` {'|'.join(PRESETS)}", field="preset")
+            raise ConfigError(f"{options.name} is a class: select its sizes with `preset` {'|'.join(PRESETS)}", field="preset")
         base, settings = preset(options.preset), settings_of(options.name)
-        # In the preset's sizes, if it has the same settings.
+        # The sizes of the preset apply only to models with the same settings class.
         model = base.model if settings and isinstance(base.model, settings) else None
         base = dataclasses.replace(base, module=options.name, model=model)
     else:
         given = [f"`{field}`" for field in ("preset", *sizes) if getattr(options, field) is not None]
         if given:
-            raise ConfigError(f"{options.name} is no class, and says everything: leave out {', '.join(given)}", field="name")
+            raise ConfigError(f"{options.name} is a function and determines all sizes: omit {', '.join(given)}", field="name")
         return None
     if options.target is not None and getattr(base.model, "attention", "") == "auto":
-        # cuDNN's attention cannot be compiled without a GPU, also where there is one of another kind.
+        # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
         base = dataclasses.replace(base, model=dataclasses.replace(base.model, attention="xla"))
     xla_options = (*base.xla_options, *options.xla_options)
     in_fp8 = {"precision": options.precision, "fp8": options.fp8}
@@ -136,27 +146,29 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
 
 
 def _example(name: str) -> tuple[Any, Sequence[Any], Any]:
-    """Returns function, arguments and donate_argnums, as the function of that name gives them."""
+    """Calls the named user function and returns its function, arguments and donate_argnums."""
     match _find(name)():
         case (fn, (*args,)) if callable(fn):
             return fn, args, ()
         case (fn, (*args,), donated) if callable(fn):
             return fn, args, donated
-    raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), args a tuple", field="name")
+    raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
 
 
 def _find(name: str) -> Any:
+    """Imports the module of MODULE:NAME and returns the class or function."""
     module, _, attribute = name.rpartition(":")
     found = getattr(_import(module), attribute, None)
     if not callable(found):
-        what = "nothing" if found is None else f"no function but a {type(found).__name__}"
-        raise ConfigError(f"{module} has {what} called {attribute!r}: must be a class or a function", field="name")
+        problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, of type {type(found).__name__}"
+        raise ConfigError(f"{module} {problem}: must be a class or a function", field="name")
     return found
 
 
 def _import(module: str) -> Any:
+    """Imports a module; raises ConfigError for any exception."""
     try:
         return importlib.import_module(module)
-    except (Exception, SystemExit) as e:  # whatever the module does when it is imported
-        said = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise ConfigError(f"{module} cannot be imported from here: {said}", field="name") from e
+    except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ConfigError(f"{module} cannot be imported: {reason}", field="name") from e

@@ -1,4 +1,4 @@
-"""What runs when in a pipeline: orders said, checked, generated, simulated and drawn. No jax."""
+"""Pipeline schedules: parse, check, generate, simulate and draw them. Does not import jax."""
 
 from jgraph.schedule.action import Action as Action
 from jgraph.schedule.choose import Candidate as Candidate

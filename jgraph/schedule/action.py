@@ -1,8 +1,10 @@
-"""Actions: what a rank can do with one microbatch of one chunk, and how that is written.
+"""Actions of a pipeline rank and their text forms.
 
-Two text forms. Transformer Engine's signed numbers say the chunk, 1-based, and leave the microbatch to the counting: `2`
-forward, `-2` dgrad, `-2.5` wgrad of chunk 2. The form of PyTorch's schedule files says everything: `5F3`, `5I3`, `5W3`, `5B3`
-are forward, dgrad, wgrad, and both at once, of stage 5 and microbatch 3.
+An action is a forward, a dgrad, a wgrad or a full backward (dgrad and wgrad in one action) of one chunk for one microbatch.
+
+Actions have two text forms. Transformer Engine's signed numbers give the 1-based chunk and leave the microbatch implicit: `2`
+is a forward, `-2` a dgrad and `-2.5` a wgrad of chunk 2. PyTorch's schedule files give the stage, the kind and the microbatch:
+`5F3`, `5I3`, `5W3` and `5B3` are the forward, dgrad, wgrad and full backward of stage 5 for microbatch 3.
 """
 
 import re
@@ -14,7 +16,7 @@ from jgraph.errors import OrderError
 
 Kind = Literal["forward", "dgrad", "wgrad", "backward"]
 
-# A kind in an array is its place in KINDS. "backward" is dgrad and wgrad in one action.
+# Arrays store a kind as its index in KINDS. "backward" is the full backward: dgrad and wgrad in one action.
 KINDS: tuple[Kind, ...] = ("forward", "dgrad", "wgrad", "backward")
 FORWARD, DGRAD, WGRAD, BACKWARD = range(4)
 IDLE = 4
@@ -25,34 +27,66 @@ _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 
 @dataclass(frozen=True)
 class Action:
-    """One forward, dgrad, wgrad or whole backward of a chunk for a microbatch, both 0-based."""
+    """One forward, dgrad, wgrad or full backward.
+
+    Attributes:
+        kind: One of `KINDS`.
+        chunk: Index of the chunk on its rank, 0-based.
+        microbatch: Index of the microbatch, 0-based.
+    """
 
     kind: Kind
     chunk: int
     microbatch: int
 
     def __str__(self) -> str:
+        """Returns the action for messages, with the 1-based chunk of signed numbers."""
         return f"{self.kind} of chunk {self.chunk + 1}, microbatch {self.microbatch}"
 
 
 def cell(kind: int, stage: int, microbatch: int) -> str:
-    """Returns the text of an action in a schedule file, e.g. `5F3`."""
+    """Formats an action for a schedule file, for example `5F3`.
+
+    Args:
+        kind: Index in `KINDS`.
+        stage: Stage of the model, 0-based.
+        microbatch: Index of the microbatch, 0-based.
+
+    Returns:
+        The stage, the letter of the kind and the microbatch.
+    """
     return f"{stage}{LETTERS[kind]}{microbatch}"
 
 
-def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raises OrderError if the value of an argument is no whole number, or too small."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise OrderError(f"`{name}` is {value!r}: must be a whole number >= {least}", field=name)
+def check_integer(name: str, value: object, minimum: int = 1) -> None:
+    """Checks that an argument is an integer of at least `minimum`.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: Value of the argument. Bools are not integers here.
+        minimum: Smallest allowed value.
+
+    Raises:
+        OrderError: If `value` is not an integer, or smaller than `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
+        raise OrderError(f"`{name}` is {value!r}: must be an integer >= {minimum}", field=name)
 
 
 def parse_cell(text: str) -> tuple[int, int, int]:
-    """`5F3` -> (kind, stage, microbatch). Raises OrderError."""
+    """Parses one cell of a schedule file: `5F3` is (FORWARD, 5, 3).
+
+    Returns:
+        The kind as index in `KINDS`, the stage and the microbatch.
+
+    Raises:
+        OrderError: If `text` is not an action.
+    """
     match = _CELL.fullmatch(text.strip())
     if match is None:
         shown = text if len(text) <= 40 else text[:37] + "..."
         raise OrderError(
-            f"{shown!r} is no action; an action is stage, letter, microbatch, e.g. 5F3, with a letter of F, I, W, B"
+            f"{shown!r} is not an action; write the stage, one of the letters F, I, W, B, and the microbatch, e.g. 5F3"
         )
     stage, letter, microbatch = match.groups()
     return LETTERS.index(letter), int(stage), int(microbatch)

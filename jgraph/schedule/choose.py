@@ -1,4 +1,4 @@
-"""The fastest schedule that fits, and why the others lost."""
+"""Chooses the fastest schedule that fits into memory, and reports every candidate."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from jgraph.schedule.slots import check_sizes
 
 @dataclass(frozen=True)
 class Engine:
-    """Says what playing a schedule takes besides its actions.
+    """Cost model of an engine that runs a schedule.
 
     Attributes:
-        name: for the reader.
-        execution: as in `simulate`.
-        head: what it adds to the last stage's forward.
-        of_step: (schedule, makespan) -> time of a step; None where that is the makespan.
+        name: Name of the engine in the report.
+        execution: How ranks synchronize, as in `simulate`.
+        head: Time added to the forward of the last stage, in the unit of the costs.
+        of_step: Maps (schedule, makespan) to the time of a step. None if a step takes exactly the makespan.
     """
 
     name: str = "program"
@@ -31,15 +31,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule that was looked at.
+    """One candidate schedule and its simulated results.
 
     Attributes:
-        name, chunks: what `generate` was given.
-        verdict: why it won or lost, in a few words.
-        makespan: of a step, in the unit of the costs; None where there is no such schedule.
-        bubble: idle share, 0 to 1.
-        peak_bytes: of the rank that needs most.
-        engine: that plays it.
+        name: Name of the schedule, as in `generate`.
+        chunks: Number of chunks per rank, as in `generate`.
+        verdict: Short reason why the candidate won or lost.
+        makespan: Time of a step, in the unit of the costs. None if the schedule cannot be generated.
+        bubble: Idle fraction of all ranks' time, from 0 to 1. None if the schedule cannot be generated.
+        peak_bytes: Peak memory of the fullest rank. None if the schedule cannot be generated.
+        engine: Name of the engine that runs it.
     """
 
     name: str
@@ -53,7 +54,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule to take, and all candidates: the winner first, then by makespan, then those that are impossible."""
+    """The chosen schedule and the report.
+
+    Attributes:
+        schedule: The fastest schedule that fits.
+        candidates: All candidates: the winner, then the others by time of a step, then the schedules that cannot be generated.
+    """
 
     schedule: Schedule
     candidates: tuple[Candidate, ...]
@@ -71,20 +77,28 @@ def best(
     latency: float = 0.0,
     engines: Sequence[Engine] = (Engine(),),
 ) -> Choice:
-    """Simulates every schedule and takes the fastest that fits; of equally fast ones, the one that needs least memory.
+    """Simulates candidate schedules and returns the fastest one that fits into memory.
+
+    If several are equally fast, the one with the smallest peak memory wins.
 
     Args:
-        pp, microbatches: as in `generate`.
-        costs: of all layers of a rank, to be divided by the number of chunks.
-        sizes: bytes per pool (`slots.POOLS`) of all layers of a rank, to be divided likewise, but not those between layers
-            (activation, gradient).
-        memory_limit: bytes for the pools of a rank; None for no limit.
-        names, chunks: schedules and numbers of chunks to try.
-        latency: as in `simulate`.
-        engines: that could play it.
+        pp: Number of ranks of the pipeline.
+        microbatches: Number of microbatches per step.
+        costs: Costs of all layers of a rank. They are divided by the number of chunks.
+        sizes: Bytes per array in each pool (`slots.POOLS`), for all layers of a rank. They are divided by the number of chunks,
+            except those of `activation` and `gradient`, which do not depend on it.
+        memory_limit: Bytes available for the pools of a rank. None for no limit.
+        names: Names of the schedules to try.
+        chunks: Numbers of chunks per rank to try.
+        latency: Time of a transfer to another rank, as in `simulate`.
+        engines: Engines to try.
+
+    Returns:
+        The fastest schedule that fits, and all candidates.
 
     Raises:
-        OrderError: nothing fits; the message names what comes nearest, and by how much it is over.
+        OrderError: If an argument is invalid, no schedule can be generated, or none fits. In the last case the message names
+            the schedule with the smallest peak memory and the bytes that are missing.
     """
     sizes = dict(sizes or {})
     limit = float("inf") if memory_limit is None else memory_limit
@@ -92,7 +106,7 @@ def best(
         raise OrderError(f"`memory_limit` is {memory_limit!r}: must be bytes >= 0, or None for no limit", field="memory_limit")
     for field, value in (("names", names), ("chunks", chunks)):
         if isinstance(value, (int, str)):
-            raise OrderError(f"`{field}` is {value!r}: must be a sequence of those to try", field=field)
+            raise OrderError(f"`{field}` is {value!r}: must be a sequence of values to try", field=field)
     check_sizes(sizes)
     found: list[tuple[float, float, Schedule, Candidate]] = []
     generated: list[tuple[Candidate, Schedule]] = []
@@ -112,20 +126,20 @@ def best(
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
         makespan = run.makespan if engine.of_step is None else engine.of_step(schedule, run.makespan)
-        # Rounded, so that sums in another order do not decide between equals.
+        # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
         time = float(f"{makespan:.9g}")
-        told = replace(candidate, makespan=makespan, bubble=run.bubble, peak_bytes=peak, engine=engine.name)
-        found.append((time, peak, schedule, told))
+        simulated = replace(candidate, makespan=makespan, bubble=run.bubble, peak_bytes=peak, engine=engine.name)
+        found.append((time, peak, schedule, simulated))
     found.sort(key=lambda row: row[:2])
     if not found:
-        why = next((c.verdict for c in refused.values()), "`names` and `chunks` leave no schedule")
-        raise OrderError(f"no schedule is possible: {why}", field="names")
+        why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
+        raise OrderError(f"no schedule can be generated: {why}", field="names")
     fits = [row for row in found if row[1] <= limit]
     if not fits:
-        _, least, _, nearest = min(found, key=lambda row: row[1])
+        _, least, _, smallest = min(found, key=lambda row: row[1])
         raise OrderError(
-            f"no schedule fits into {limit:,.0f} bytes a rank; the nearest is {nearest.name} with {nearest.chunks} chunks, "
-            f"which needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
+            f"no schedule fits into {limit:,.0f} bytes per rank; the smallest is {smallest.name} with {smallest.chunks} chunks "
+            f"and needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
             field="memory_limit",
         )
     fastest, least, schedule, winner = fits[0]
@@ -141,7 +155,7 @@ def best(
 
 
 def _with_head(costs: Costs, num_stages: int, head: float) -> Costs:
-    """Returns a chunk's costs, where the last stage's forward takes so much more."""
+    """Returns `costs` with `head` added to the forward of the last stage."""
     if not head:
         return costs
     forward = costs.table(num_stages)[FORWARD]

@@ -1,7 +1,7 @@
-"""Pictures of a simulated schedule: a timeline for the terminal, and an SVG with the memory curve beneath it.
+"""Draws a simulated schedule as a timeline for the terminal, or as an SVG with the memory use below the timeline.
 
-Colours are Okabe and Ito's (jfly.uni-koeln.de/color, 2008), told apart by colour-blind readers; all, and their tints for later
-chunks, carry black text. Ranks are rows, rank 0 on top; time runs to the right, to scale.
+Ranks are rows, rank 0 on top; time runs to the right, to scale. The colors are the colorblind-safe palette of Okabe and Ito
+(jfly.uni-koeln.de/color, 2008). Black text is readable on all of them and on their tints for later chunks.
 """
 
 from __future__ import annotations
@@ -22,54 +22,68 @@ if TYPE_CHECKING:
 
 COLOURS = {FORWARD: "#56B4E9", DGRAD: "#E69F00", WGRAD: "#009E73", BACKWARD: "#D55E00"}
 TEXT = "#000000"
-NAMES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "dgrad and wgrad at once"}
-IDLE, GAP, GOES_ON = "·", " … ", "-"
+GAP = " … "
 
-_MOST_ROWS, _MOST_LINES = 16, 40
-# Text is what makes an SVG slow to lay out: 10 ms per hundred numbers.
-_MOST_NUMBERS = 2500
-# Beyond, the bars are pixels: as paths they take 215 bytes each, and no viewer opens the file.
-_MOST_PATHS = 20_000
-_LEAST_INCHES, _MOST_INCHES = 8.0, 18.0
+_LABELS = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "full backward"}
+_IDLE_CELL, _CONTINUED = "·", "-"
+_MAX_ROWS, _MAX_LINES = 16, 40
+# The layout of 100 numbers takes 10 ms.
+_MAX_NUMBERS = 2500
+# Larger schedules are rasterized: a path takes 215 bytes, and viewers fail to open the file.
+_MAX_PATHS = 20_000
+_MIN_INCHES, _MAX_INCHES = 8.0, 18.0
 _RC: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "jgraph", "hatch.linewidth": 0.5, "font.size": 9.0}
 _HATCH = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "/////", "linewidth": 0.0}
 
 
 def tint(kind: int, chunk: int, chunks: int) -> str:
-    """Returns the colour of an action, `#RRGGBB`: the later the chunk, the lighter."""
+    """Returns the color of an action; later chunks are lighter.
+
+    Args:
+        kind: Index of the kind in `KINDS`.
+        chunk: Chunk of the action, 0-based.
+        chunks: Number of chunks per rank.
+
+    Returns:
+        The color as `#RRGGBB`.
+    """
     share = 0.55 * chunk / max(chunks - 1, 1)
     parts = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in parts)
 
 
 def rows_shown(count: int) -> list[int | None]:
-    """Returns the ranks to show: all, or the first and the last with None for those between."""
-    if count <= _MOST_ROWS:
+    """Returns the ranks to show: all of `count` ranks, or the first and the last 7 with None between them if there are many."""
+    if count <= _MAX_ROWS:
         return list(range(count))
-    half = _MOST_ROWS // 2 - 1
+    half = _MAX_ROWS // 2 - 1
     return [*range(half), None, *range(count - half, count)]
 
 
 def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
-    """Returns a line for each rank and one of times: cells with their microbatch where it fits, dots where the rank is idle.
+    """Draws the timeline of a schedule as text, with a line per rank and a line of times.
 
-    Where the shortest action would get less than two columns, the picture goes on below. Where that takes too many lines, only
-    its first and its last part are shown.
+    A cell is an action, with its microbatch if it fits; dots are idle time. If the shortest action would be narrower than two
+    columns, the timeline is wrapped into several bands of lines. If the bands would exceed 40 lines, only the first and the
+    last part of the timeline are shown.
 
     Args:
-        run: what to draw.
-        width: columns, at least 40.
-        colour: cells in colours. Without, they begin with their letter, a small one for later chunks; where a cut one goes on,
-            with a dash.
+        run: The simulated schedule.
+        width: Number of columns; smaller values than 40 count as 40.
+        colour: Whether to color the cells. Without colors, a cell starts with the letter of its kind, in lower case for chunks
+            after the first, or with a dash if the start of the cell is cut off.
+
+    Returns:
+        The lines.
     """
     ranks = run.schedule.num_ranks
     label = len(f"rank {ranks - 1} ")
-    scale, bands = _fit(run, max(width, 40) - label)
+    scale, bands = _layout(run, max(width, 40) - label)
     text = Text(no_wrap=True, end="")
     for windows in bands:
         for r in rows_shown(ranks):
             if r is None:
-                gap = f"ranks {_MOST_ROWS // 2 - 1} to {ranks - _MOST_ROWS // 2} are not shown"
+                gap = f"ranks {_MAX_ROWS // 2 - 1} to {ranks - _MAX_ROWS // 2} are not shown"
                 text.append(f"{'...':{label}}{gap}\n", style="dim")
                 continue
             text.append(f"rank {r}".ljust(label))
@@ -81,17 +95,17 @@ def timeline(run: Simulation, *, width: int, colour: bool) -> Text:
     return text
 
 
-def _fit(run: Simulation, columns: int) -> tuple[float, list[list[tuple[int, int]]]]:
-    """Returns columns per time, and which columns of the whole picture are side by side, for each band of it."""
+def _layout(run: Simulation, columns: int) -> tuple[float, list[list[tuple[int, int]]]]:
+    """Returns the columns per unit of time, and for each band the ranges of columns that it shows side by side."""
     shortest = _shortest(run)
-    # Whole columns, so that equal actions look equal.
+    # An integer number of columns, so that equal actions have equal widths.
     cell = int(columns * shortest / run.makespan)
     if cell < 2:
         cell = len(str(run.schedule.num_microbatches - 1)) + 1
     scale = cell / shortest
     total = int(np.ceil(run.makespan * scale - 1e-6))
     count = -(-total // (columns - columns % cell)) if total > columns else 1
-    if count == 1 or count * (run.schedule.num_ranks + 1) <= _MOST_LINES:
+    if count == 1 or count * (run.schedule.num_ranks + 1) <= _MAX_LINES:
         step = -(-total // count // cell) * cell
         return scale, [[(at, min(at + step, total))] for at in range(0, total, step)]
     half = (columns - len(GAP)) // 2
@@ -100,38 +114,38 @@ def _fit(run: Simulation, columns: int) -> tuple[float, list[list[tuple[int, int
 
 
 def _shortest(run: Simulation) -> float:
-    """Returns the time of the shortest action, > 0."""
+    """Returns the duration of the shortest action, but at least 1/16 of the longest."""
     spans = np.concatenate([end - start for start, end in zip(run.starts, run.ends, strict=True)])
-    # An action of next to no time may vanish rather than stretch all others; after a far longer one it rounds to none at all.
+    # Limits the width: a very short action may vanish instead. After a far longer action its duration even rounds to 0.
     return float(max(spans.min(), spans.max() / 16))
 
 
 def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], colour: bool) -> None:
-    """Appends the cells of a rank in the window."""
+    """Appends the cells of rank `r` within the range of columns `window`."""
     order, chunks, at = run.schedule[r], _chunks(run), window[0]
-    # Whole numbers of Python's, which have no end: a latency can be as long as it likes.
+    # Python integers, because a large latency would overflow an int64 array.
     begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
     cells = zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True)
     for first, last, kind, chunk, microbatch in cells:
         left, right = max(first, at), min(last, window[1])
         if right <= left:
             continue
-        text.append(IDLE * (left - at), style="dim")
-        # Of what is cut in two, the larger part has the number.
+        text.append(_IDLE_CELL * (left - at), style="dim")
+        # The larger part of a cut cell shows the microbatch.
         number = microbatch if 2 * (right - left) >= last - first + (first < left) else ""
         if colour:
-            # Two neighbours of one colour need something between their numbers; without a number, a line at the start.
+            # Adjacent cells of the same color need a separator: a space beside the number, or a line at the start.
             cell = number.center(right - left) if len(number) < right - left else "▏".ljust(right - left)
             text.append(cell, style=Style(color=TEXT, bgcolor=tint(kind, chunk, chunks)))
         else:
-            letter = GOES_ON if first < left else LETTERS[kind] if chunk == 0 else LETTERS[kind].lower()
+            letter = _CONTINUED if first < left else LETTERS[kind] if chunk == 0 else LETTERS[kind].lower()
             text.append((letter + number if len(number) < right - left else letter).ljust(right - left))
         at = right
-    text.append(IDLE * (window[1] - at), style="dim")
+    text.append(_IDLE_CELL * (window[1] - at), style="dim")
 
 
 def _axis(makespan: float, scale: float, windows: list[tuple[int, int]]) -> str:
-    """Returns the times at both ends of each part, as far as there is room."""
+    """Returns the line of times: the start and the end of each window, or the start only if it is too narrow."""
     parts = []
     for first, last in windows:
         start, stop = f"{first / scale:.4g}", f"{min(last / scale, makespan):.4g}"
@@ -141,24 +155,40 @@ def _axis(makespan: float, scale: float, windows: list[tuple[int, int]]) -> str:
 
 
 def legend(run: Simulation, *, colour: bool) -> Text:
-    """Returns the meaning of the cells."""
+    """Returns the legend of the timeline.
+
+    Args:
+        run: The simulated schedule; only its kinds of actions are listed.
+        colour: Whether the timeline is colored.
+
+    Returns:
+        One line.
+    """
     text = Text()
     for kind in _kinds(run):
         style = Style(color=TEXT, bgcolor=COLOURS[kind]) if colour else ""
-        text.append(f" {LETTERS[kind]} " if colour else LETTERS[kind], style=style).append(f" {NAMES[kind]}   ")
-    text.append(IDLE * 3 if colour else IDLE, style="dim").append(" idle   number: microbatch")
+        text.append(f" {LETTERS[kind]} " if colour else LETTERS[kind], style=style).append(f" {_LABELS[kind]}   ")
+    text.append(_IDLE_CELL * 3 if colour else _IDLE_CELL, style="dim").append(" idle   number: microbatch")
     chunks = _chunks(run)
     if chunks > 1 and colour:
         text.append("   chunks ")
         for chunk in range(chunks) if chunks <= 8 else (0, chunks - 1):
             text.append(f" {chunk + 1} ", style=Style(color=TEXT, bgcolor=tint(FORWARD, chunk, chunks)))
     elif chunks > 1:
-        text.append(f"   small letter: chunk 2{f' to {chunks}' if chunks > 2 else ''}")
+        text.append(f"   lower case: chunk 2{f' to {chunks}' if chunks > 2 else ''}")
     return text
 
 
 def write_svg(run: Simulation, path: Path) -> None:
-    """Writes the picture; the same bytes for the same run. Raises OSError."""
+    """Writes the figure as SVG. The same run gives the same bytes.
+
+    Args:
+        run: The simulated schedule.
+        path: File to write.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     import matplotlib
 
     with matplotlib.rc_context(_RC):
@@ -166,12 +196,12 @@ def write_svg(run: Simulation, path: Path) -> None:
 
 
 def figure(run: Simulation) -> Figure:
-    """Returns the picture as a matplotlib figure: the timeline, and beneath it the memory over time."""
+    """Returns a matplotlib figure with the timeline and, below it, the memory use over time."""
     from matplotlib.figure import Figure
 
     ranks = run.schedule.num_ranks
     digits = len(str(run.schedule.num_microbatches - 1))
-    width = float(np.clip(run.makespan / _shortest(run) * (0.075 * digits + 0.07), _LEAST_INCHES, _MOST_INCHES))
+    width = float(np.clip(run.makespan / _shortest(run) * (0.075 * digits + 0.07), _MIN_INCHES, _MAX_INCHES))
     row = float(np.clip(6 / ranks, 0.14, 0.34))
     result = Figure(figsize=(width, row * ranks + 2.9), layout="constrained")
     top, bottom = result.subplots(2, 1, sharex=True, height_ratios=[row * ranks, 1.4])
@@ -180,8 +210,8 @@ def figure(run: Simulation) -> Figure:
         top.broken_barh([(0, run.makespan)], (r - 0.42, 0.84), **_HATCH)
     for r in range(ranks):
         _bars(run, top, r, inches)
-    if sum(map(len, run.schedule)) <= _MOST_NUMBERS:
-        _numbers(run, top, inches, 7 if width < _MOST_INCHES else 6)
+    if sum(map(len, run.schedule)) <= _MAX_NUMBERS:
+        _draw_microbatches(run, top, inches, 7 if width < _MAX_INCHES else 6)
     step = -(-ranks // 32)
     top.set(ylim=(ranks - 0.5, -0.5), yticks=range(0, ranks, step), yticklabels=[f"rank {r}" for r in range(0, ranks, step)])
     top.set_title(_title(run), loc="left", fontsize=10, pad=22)
@@ -196,8 +226,9 @@ def figure(run: Simulation) -> Figure:
 
 
 def _title(run: Simulation) -> str:
+    """Returns the title: name, sizes, makespan and bubble."""
     ranks, chunks, microbatches = run.schedule.num_ranks, _chunks(run), run.schedule.num_microbatches
-    # Dollars would be mathematics, and half of a pair of surrogates, which JSON may hold, is no letter.
+    # matplotlib parses dollars as math. A name from JSON may hold lone surrogates, which cannot be encoded.
     name = run.schedule.name.encode(errors="replace").decode().replace("$", r"\$")
     return (
         f"{name}: {ranks} rank{'s' * (ranks > 1)}{f' of {chunks} chunks' * (chunks > 1)}, "
@@ -206,18 +237,19 @@ def _title(run: Simulation) -> str:
 
 
 def _bars(run: Simulation, axes: Axes, r: int, inches: float) -> None:
-    """Draws the actions of a rank, one collection for each colour."""
+    """Draws the actions of rank `r`, one collection per color."""
     order, starts, spans = run.schedule[r], run.starts[r], run.ends[r] - run.starts[r]
-    # Thin lines between thin bars, or the lines are all there is.
+    # Thin bars need thin edges, which would otherwise cover them.
     style = {"edgecolor": TEXT, "linewidth": min(0.5, 5 * inches * float(spans.min()))}
-    style["rasterized"] = sum(map(len, run.schedule)) > _MOST_PATHS
+    style["rasterized"] = sum(map(len, run.schedule)) > _MAX_PATHS
     for kind, chunk in np.unique(np.stack([order.kinds, order.chunks], axis=1), axis=0).tolist():
         own = (order.kinds == kind) & (order.chunks == chunk)
         bars = np.stack([starts[own], spans[own]], axis=1).tolist()
         axes.broken_barh(bars, (r - 0.42, 0.84), facecolor=tint(kind, chunk, _chunks(run)), **style)
 
 
-def _numbers(run: Simulation, axes: Axes, inches: float, size: int) -> None:
+def _draw_microbatches(run: Simulation, axes: Axes, inches: float, size: int) -> None:
+    """Writes the microbatch into every bar that is wide enough; `inches` is the width of a unit of time."""
     for r, order in enumerate(run.schedule):
         for start, end, m in zip(run.starts[r].tolist(), run.ends[r].tolist(), order.microbatches.tolist(), strict=True):
             if (end - start) * inches > 0.009 * size * len(str(m)) + 0.02:
@@ -226,10 +258,11 @@ def _numbers(run: Simulation, axes: Axes, inches: float, size: int) -> None:
 
 
 def _legend(run: Simulation, axes: Axes) -> None:
+    """Adds the legend above the timeline."""
     from matplotlib.patches import Patch
 
     kinds, chunks = _kinds(run), _chunks(run)
-    handles = [Patch(facecolor=COLOURS[kind], edgecolor=TEXT, linewidth=0.5, label=NAMES[kind]) for kind in kinds]
+    handles = [Patch(facecolor=COLOURS[kind], edgecolor=TEXT, linewidth=0.5, label=_LABELS[kind]) for kind in kinds]
     if chunks > 1:
         label = "lighter: chunk 2" + f" to {chunks}" * (chunks > 2)
         handles.append(Patch(facecolor=tint(kinds[0], chunks - 1, chunks), edgecolor=TEXT, linewidth=0.5, label=label))
@@ -239,7 +272,7 @@ def _legend(run: Simulation, axes: Axes) -> None:
 
 
 def _memory(run: Simulation, axes: Axes) -> None:
-    """Draws the residuals that wgrad still needs: of every rank, or of the first, the last and the fullest of many."""
+    """Draws the residuals held for wgrads over time, for up to 8 ranks, or else for the first, the last and the fullest."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
@@ -249,21 +282,23 @@ def _memory(run: Simulation, axes: Axes) -> None:
     shown = list(range(ranks)) if ranks <= 8 else sorted({0, fullest, ranks - 1})
     for i, r in enumerate(shown):
         times, level = curves[r]
-        # Of what changes at one time only the last counts; and thin lines lie on thick ones, so that equal curves are seen.
+        # Keep the last level at each time. Later ranks have thinner lines, so that equal curves stay visible.
         last = np.append(np.diff(times) > 0, True)
         label = f"rank {r}" + " (fullest)" * (ranks > 8 and r == fullest)
         share = i / max(len(shown) - 1, 1)
         line = {"color": colormaps["magma"](0.75 * share), "linewidth": 3 - 2 * share}
         axes.step([*times[last], run.makespan], [*level[last], 0], where="post", label=label, **line)
-    axes.set_title("held by a rank, in microbatches' residuals of all its layers", loc="left", fontsize=9)
-    axes.set(xlabel="time, in the unit of the costs", ylim=(0, None))
+    axes.set_title("residuals held by a rank, in microbatches (all layers)", loc="left", fontsize=9)
+    axes.set(xlabel="time (unit of the costs)", ylim=(0, None))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=1.2, borderaxespad=0.2)
 
 
 def _kinds(run: Simulation) -> list[int]:
+    """Returns the kinds of actions that occur, ascending."""
     return np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist()
 
 
 def _chunks(run: Simulation) -> int:
+    """Returns the largest number of chunks of a rank."""
     return max(order.num_chunks for order in run.schedule)

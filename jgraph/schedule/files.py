@@ -1,4 +1,4 @@
-"""Schedules as files: CSV as PyTorch writes it, one row a rank and one cell a tick; JSON with signed numbers."""
+"""Reads and writes schedules: CSV in PyTorch's format (a row per rank, a cell per tick), or JSON with signed numbers."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ from jgraph.schedule.schedule import Schedule
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Returns a table of a row per rank and a cell per tick: `5F3`, or nothing where the rank is idle."""
+    """Formats a schedule as CSV with a row per rank and a cell per tick, for example `5F3`. Idle cells are empty."""
     rows = [[""] * schedule.num_ticks for _ in schedule.orders]
     for row, order, stages, ticks in zip(rows, schedule.orders, schedule.stages, schedule.ticks, strict=True):
         columns = (ticks.tolist(), order.kinds.tolist(), stages.tolist(), order.microbatches.tolist())
@@ -28,19 +28,23 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """Returns the schedule of a table in PyTorch's format.
+    """Parses a CSV table in PyTorch's format.
 
-    A cell's column is its tick if every cell comes after those that it needs, as where the writer left idle cells empty;
-    otherwise the columns only say the sequence, as in the compact tables that PyTorch writes.
+    The column of a cell is its tick if all dependencies are met in an earlier column, as in tables with empty idle cells.
+    Otherwise columns give only the sequence, as in the compact tables that PyTorch writes.
+
+    Returns:
+        The schedule.
 
     Raises:
-        OrderError: with the rank and the position, counted over the cells that are not empty.
+        OrderError: If the text is not such a table, or the schedule cannot run. `rank` is the row, and `position` the index
+            among its non-empty cells.
     """
     ranks: list[list[tuple[int, int, int, int]]] = []
     try:
         rows = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise OrderError(f"this is no table of comma-separated values: {error}") from None
+        raise OrderError(f"this is not CSV: {error}") from None
     for r, row in enumerate(rows):
         ranks.append([])
         for tick, value in enumerate(row):
@@ -50,9 +54,9 @@ def from_csv(text: str) -> Schedule:
                 except OrderError as error:
                     raise OrderError.of_rank(r, f", cell {tick}: {error}", len(ranks[r])) from None
         if not ranks[r]:
-            raise OrderError.of_rank(r, " has no action; every rank is one row of the table")
+            raise OrderError.of_rank(r, " has no action; write one row with at least one action per rank")
     if not ranks:
-        raise OrderError("the table is empty; it needs one row per rank")
+        raise OrderError("the table is empty; write one row per rank")
     placement = tuple(tuple(sorted({stage for _, _, stage, _ in row})) for row in ranks)
     orders = []
     for r, (row, stages) in enumerate(zip(ranks, placement, strict=True)):
@@ -69,10 +73,12 @@ def from_csv(text: str) -> Schedule:
 
 
 def to_json(schedule: Schedule) -> str:
-    """Signed numbers of each rank, with placement and ticks. A chunk that splits only some backwards is written with all
-    split."""
+    """Formats a schedule as JSON: the name, the placement, the signed numbers of each rank and the ticks.
+
+    Full backwards of a chunk that also has separate wgrads are written as dgrad and wgrad. This lengthens the order, so the
+    ticks are omitted and the reader assigns the earliest ones. `wgrads` is written only if it is not the default.
+    """
     numbers = [order.to_list() for order in schedule.orders]
-    # Splitting lengthens an order, so its ticks no longer fit; then they are left out, and read as the earliest.
     ticks = [t.tolist() for t in schedule.ticks]
     keep = all(len(row) == len(entries) for row, entries in zip(ticks, numbers, strict=True))
     body = {"name": schedule.name, "placement": schedule.placement, "orders": numbers} | ({"ticks": ticks} if keep else {})
@@ -81,11 +87,16 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Returns the schedule of an object with `orders`, and, where wanted, `placement`, `ticks`, `wgrads` and `name`; or of a
-    bare list of orders.
+    """Parses a schedule from JSON.
+
+    The text is an object with `orders` and optionally `placement`, `ticks`, `wgrads` and `name`, or a list of orders. An order
+    is a list of signed numbers.
+
+    Returns:
+        The schedule.
 
     Raises:
-        OrderError: the text says no schedule that can run.
+        OrderError: If the text is not such JSON, or the schedule cannot run. `rank` and `position` locate the entry.
     """
     try:
         body = json.loads(text)
@@ -94,10 +105,10 @@ def from_json(text: str) -> Schedule:
     if isinstance(body, list):
         body = {"orders": body}
     if not isinstance(body, dict) or not isinstance(body.get("orders"), list):
-        raise OrderError('a schedule is {"orders": [[1, -1], ...]}, one list of signed numbers per rank')
+        raise OrderError('a schedule must be {"orders": [[1, -1], ...]} with one list of signed numbers per rank')
     unknown = sorted(set(body) - {"name", "placement", "orders", "ticks", "wgrads"})
     if unknown:
-        raise OrderError(f"a schedule has no field {unknown[0]!r}; it has orders, placement, ticks, wgrads and name")
+        raise OrderError(f"a schedule has no field {unknown[0]!r}; the fields are orders, placement, ticks, wgrads and name")
     orders = []
     for r, numbers in enumerate(body["orders"]):
         try:
@@ -113,7 +124,7 @@ def from_json(text: str) -> Schedule:
         if not isinstance(value, list) or not all(
             isinstance(row, list) and all(type(item) is int and 0 <= item < 2**31 for item in row) for row in value
         ):
-            raise OrderError(f"{name} must be one list of whole numbers >= 0 per rank")
+            raise OrderError(f"{name} must be one list of integers >= 0 per rank")
         rows[name] = value
     placement = tuple(tuple(row) for row in rows["placement"])
     ticks = tuple(np.array(row, np.int64) for row in rows["ticks"])
@@ -121,7 +132,16 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule: `.csv` is PyTorch's table, `.json` signed numbers for each rank."""
+    """Writes a schedule to a file.
+
+    Args:
+        schedule: The schedule.
+        path: A path ending in `.csv` for PyTorch's table, or `.json` for signed numbers.
+
+    Raises:
+        OrderError: If the path has another suffix.
+        OSError: If the file cannot be written.
+    """
     path = Path(path)
     to_text, _ = _format(path, str(path))
     path.write_text(to_text(schedule), encoding="utf-8")
@@ -153,6 +173,7 @@ def read(path: str | Path, *, field: str = "") -> Schedule:
 
 
 def _format(path: Path, named: str) -> tuple[Callable[[Schedule], str], Callable[[str], Schedule]]:
+    """Returns the formatter and the parser for the suffix of a path. `named` names the file in the error."""
     formats = {".csv": (to_csv, from_csv), ".json": (to_json, from_json)}
     if path.suffix.lower() not in formats:
         raise OrderError(f"{named}: must be a .csv or .json file")

@@ -1,10 +1,12 @@
-"""Schedules by name, each as a formula for what a rank does: no search, no costs.
+"""Generates pipeline schedules by name, each from a closed formula: no search and no costs.
 
-gpipe: all forwards, then all backwards (Huang et al. 2019). 1f1b: at most P - r microbatches in flight on rank r
-(PipeDream-Flush, Narayanan et al. 2021). interleaved-1f1b: the same over several chunks a rank (Megatron-LM, 2021). zb-h1,
-zb-h2, zb-v: wgrads are moved to where a rank would be idle (Qi et al., Zero Bubble Pipeline Parallelism, 2023; Pipeline
-Parallelism with Controllable Memory, 2024). dualpipe-v: the V-shaped half of DualPipe (DeepSeek, 2025). aligned: see
-`_aligned`.
+- gpipe: all forwards, then all backwards (Huang et al. 2019).
+- 1f1b: at most P - r microbatches in flight on rank r (PipeDream-Flush, Narayanan et al. 2021).
+- interleaved-1f1b: 1f1b over several chunks per rank (Megatron-LM, 2021).
+- zb-h1, zb-h2, zb-v: wgrads fill idle ticks (Qi et al., Zero Bubble Pipeline Parallelism, 2023; Pipeline
+  Parallelism with Controllable Memory, 2024).
+- dualpipe-v: the V-shaped half of DualPipe (DeepSeek, 2025).
+- aligned: all ranks run the same kind of action in a tick (see `_aligned`).
 """
 
 from collections.abc import Callable
@@ -12,56 +14,78 @@ from collections.abc import Callable
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD, check_whole
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD, check_integer
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule, loop, vee
 
-# P ranks, r this rank, M microbatches, C chunks per rank, n = M * C forwards of a rank
+# P ranks, r index of a rank, M microbatches, C chunks per rank, n = M * C forwards per rank
 
 
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Makes a pipeline schedule by name.
+    """Generates a pipeline schedule by name.
 
     >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
     Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
 
     Args:
-        name: one of `NAMES`.
-        pp: ranks of the pipeline.
-        microbatches: per step.
-        chunks: stages per rank. zb-v and dualpipe-v have 2 in any case; interleaved-1f1b needs at least 2.
+        name: One of `NAMES`.
+        pp: Number of ranks of the pipeline.
+        microbatches: Number of microbatches per step. dualpipe-v needs at least 2 * pp.
+        chunks: Number of stages per rank. zb-v and dualpipe-v always have 2; interleaved-1f1b needs at least 2; 1f1b, zb-h1 and
+            zb-h2 have 1.
 
     Returns:
-        Schedule: a sequence of one Order per rank, each with `.to_list()`.
+        The schedule, a sequence with one `Order` per rank. `Order.to_list` returns the signed numbers of a rank.
 
     Raises:
-        OrderError: no schedule has this name, or it cannot have so many ranks, microbatches or chunks.
+        OrderError: If `name` is unknown, or the schedule does not support this number of ranks, microbatches or chunks.
     """
     if not isinstance(name, str) or name not in _GENERATORS:
-        raise OrderError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}", field="name")
+        raise OrderError(f"no schedule is called {name!r}; choose one of {', '.join(NAMES)}", field="name")
     for what, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
-        check_whole(what, value)
+        check_integer(what, value)
     make, allowed = _GENERATORS[name]
     if name == "interleaved-1f1b" and chunks == 1:
-        raise OrderError("interleaved-1f1b with chunks=1: it has at least 2 chunks a rank; with one, take 1f1b", field="chunks")
+        raise OrderError("interleaved-1f1b with chunks=1: needs at least 2 chunks per rank; use 1f1b for one", field="chunks")
     if allowed is not None and chunks not in allowed:
-        most = f"{allowed[-1]} chunk{'s' * (allowed[-1] > 1)}"
-        raise OrderError(f"{name} with chunks={chunks}: it has {most} a rank", field="chunks")
+        supported = f"{allowed[-1]} chunk{'s' * (allowed[-1] > 1)}"
+        raise OrderError(f"{name} with chunks={chunks}: supports only {supported} per rank", field="chunks")
     return make(int(pp), int(microbatches), int(chunks))
 
 
 def forward_sequence(M: int, C: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns chunks and microbatches of a rank's forwards if `group` of them go through a chunk before the next one's turn."""
+    """Returns the forwards of a rank in groups of microbatches.
+
+    A group passes through all chunks of the rank before the next group starts.
+
+    Args:
+        M: Number of microbatches.
+        C: Number of chunks per rank.
+        group: Microbatches per group. The last group has the remainder.
+
+    Returns:
+        The chunks and the microbatches of the forwards, int arrays of shape [M * C].
+    """
     microbatches = np.arange(M)
     first = microbatches - microbatches % group
-    # Sorted by (group, chunk, microbatch) with one stable sort.
+    # A stable sort by (group, chunk) keeps the microbatches of a group in ascending order.
     chunk, microbatch = np.divmod(np.arange(C * M), M)
     at = np.argsort(first[microbatch] * C + chunk, kind="stable")
     return chunk[at], microbatch[at]
 
 
 def alternate(forwards: np.ndarray, backwards: np.ndarray, warmup: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns kinds and chunks: `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Interleaves forwards and full backwards one to one after a warm-up.
+
+    Args:
+        forwards: Chunks of the forwards, int [n].
+        backwards: Chunks of the backwards, int [n].
+        warmup: Number of forwards before the first backward.
+
+    Returns:
+        The kinds and the chunks of all actions, int [2 * n]: `warmup` forwards, then one forward and one backward in turn, then
+        the remaining backwards.
+    """
     n = len(forwards)
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()
     chunks = np.concatenate([forwards[:warmup], steady, backwards[n - warmup :]])
@@ -82,11 +106,11 @@ def _one_f_one_b(P: int, M: int, C: int) -> Schedule:
 
 
 def _interleaved(P: int, M: int, C: int) -> Schedule:
-    """Groups of P microbatches, as in `_grouped`."""
+    """Interleaved 1F1B in groups of P microbatches, as in `_grouped`."""
     forwards = _grouped(P, M, C)[0]
     orders = []
     for r in range(P):
-        # The last chunk's first forward comes after this many, and its dgrad may follow at once on the last rank.
+        # The last rank runs a dgrad right after the first forward of its last chunk; each rank before it adds 2 forwards.
         warmup = 2 * (P - 1 - r) + int(np.argmax(forwards == C - 1))
         orders.append(Order(*alternate(forwards, C - 1 - forwards, min(warmup, M * C))))
     return Schedule(tuple(orders), loop(P, C), name="interleaved-1f1b")
@@ -94,12 +118,15 @@ def _interleaved(P: int, M: int, C: int) -> Schedule:
 
 def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[int], int]):
     def make(P: int, M: int, C: int) -> Schedule:
-        """Rank r starts with `warmup` forwards, then dgrad and forward in turn, and before a forward that would be more than
-        `limit` ahead of its wgrads, a wgrad; after the last forward, dgrad and wgrad in turn, then the wgrads that are left."""
+        """Generates a schedule that holds the residuals of at most `limit` microbatches per rank.
+
+        Rank r starts with `warmup` forwards. Then dgrads and forwards alternate, with a wgrad before each forward that would
+        exceed the limit. After the last forward, dgrads and wgrads alternate; the remaining wgrads come last.
+        """
         orders = []
         for r in range(P):
             ahead, most = min(warmup(P, r), M), limit(P)
-            lean = max(0, min(M, most) - ahead)  # dgrad and forward, without a wgrad
+            lean = max(0, min(M, most) - ahead)  # pairs of dgrad and forward without a wgrad
             full = M - ahead - lean
             kinds = (
                 [FORWARD] * ahead
@@ -115,8 +142,8 @@ def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[
 
 
 def _zb_v(P: int, M: int, C: int) -> Schedule:
-    """Both ends of the V are on rank 0, so a microbatch's dgrad starts on the rank where its forward ended."""
-    count = max(2 * P - 1, M)  # of a schedule that fills the V; what is beyond M is left out
+    """Zero bubble on a V: both ends of the V are on rank 0, so a dgrad starts on the rank that ran the last forward."""
+    count = max(2 * P - 1, M)  # the V needs at least 2P - 1 microbatches; `order` drops the ones from M on
     orders = []
     for r in range(P):
         row = _Row()
@@ -136,10 +163,13 @@ def _zb_v(P: int, M: int, C: int) -> Schedule:
 
 
 def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
-    """Forwards of one chunk alternate with backwards of the other; wgrads are delayed only at both ends of the step."""
+    """DualPipe on a V: forwards of one chunk alternate with backwards of the other.
+
+    Only backwards near the start and the end of the step are split into dgrad and wgrad.
+    """
     if M < 2 * P:
         raise OrderError(
-            f"dualpipe-v on {P} ranks needs at least {2 * P} microbatches, got {M}; take more, or zb-v", field="microbatches"
+            f"dualpipe-v on {P} ranks needs at least {2 * P} microbatches, got {M}; use more, or zb-v", field="microbatches"
         )
     orders = []
     for r in range(P):
@@ -149,7 +179,7 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
         row.add((DGRAD, 1), (WGRAD, 1), (FORWARD, 1), times=rest)
         row.add((FORWARD, 0), (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0), times=M - 2 * P + r + 1)
         row.add((BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0), times=rest)
-        # Of the last 2 * (r + 1) backwards, in turn of chunk 1 and chunk 0, the later half is split.
+        # The last 2 * (r + 1) backwards alternate between chunk 1 and chunk 0. The second half of them is split.
         tail = [(DGRAD if i >= r + 1 else BACKWARD, 1 - i % 2) for i in range(2 * (r + 1))]
         row.add(*tail)
         pending = [(WGRAD, chunk) for kind, chunk in tail if kind == DGRAD]
@@ -162,19 +192,20 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
 
 
 class _Row:
-    """The actions of a rank, collected while a generator counts them."""
+    """Collects the actions of a rank and counts them by kind and chunk."""
 
     def __init__(self):
         self.entries: list[tuple[int, int]] = []
         self.done = {(kind, chunk): 0 for kind in range(4) for chunk in range(2)}
 
     def add(self, *entries: tuple[int, int], times: int = 1) -> None:
+        """Appends the (kind, chunk) entries, repeated `times` times."""
         self.entries += entries * times
         for entry in entries:
             self.done[entry] += max(times, 0)
 
     def order(self, M: int) -> Order:
-        """Returns the order without the entries of microbatches from M on."""
+        """Returns the order of the microbatches below M."""
         kinds, chunks = np.array(self.entries, np.int8).T
         keep = np.ones(len(kinds), bool)
         for kind, chunk in set(self.entries):
@@ -184,8 +215,11 @@ class _Row:
 
 
 def _grouped(P: int, M: int, C: int) -> tuple[np.ndarray, np.ndarray]:
-    """`forward_sequence` in groups of P microbatches. What P leaves over joins the first group: a group smaller than P would
-    leave every rank waiting for itself, and one larger than the first would be needed by its dgrads before it is there."""
+    """Returns `forward_sequence` in groups of P microbatches.
+
+    The remainder M % P joins the first group. A group smaller than P would deadlock the ring, and a later group larger than the
+    first would have dgrads before their forwards.
+    """
     first = min(M, P + M % P)
     start = forward_sequence(first, C, first)
     rest = forward_sequence(M - first, C, P)
@@ -193,15 +227,17 @@ def _grouped(P: int, M: int, C: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _aligned(P: int, M: int, C: int) -> Schedule:
-    """Phase-aligned rounds: in a tick all ranks do the same kind of action, so one SPMD program needs no branch.
+    """Aligned rounds: all ranks run the same kind of action in a tick, so an SPMD program needs no branch.
 
-    Rank r does the k-th forward of the step in round k + r, and the k-th dgrad in round start + k + P - 1 - r. A round is a
-    tick of forwards, one of dgrads, one of wgrads, each left out where no rank has one. That leaves a rank idle in P - 1 of
-    the ticks after its first dgrad: where the others still have forwards, or still have dgrads. It does a pending wgrad
-    there, so these ticks alone are mixed, and with M >= 2P - 1 there are M * C + P - 1 ticks of forwards, as many of dgrads,
-    and M * C - (P - 1) of wgrads: 3 * M * C + P - 1. With fewer microbatches there is no wgrad yet for some of the idle places.
+    A round is a tick of forwards, a tick of dgrads and a tick of wgrads. A tick is omitted if no rank has such an action. Rank
+    r runs its k-th forward in round k + r, and its k-th dgrad in round start + k + P - 1 - r.
+
+    In P - 1 of the ticks after its first dgrad, a rank has no forward or dgrad while other ranks still do. It runs a pending
+    wgrad instead; only these ticks are mixed. With M >= 2P - 1 there are M * C + P - 1 ticks of forwards, as many of dgrads and
+    M * C - (P - 1) of wgrads, in total 3 * M * C + P - 1. With fewer microbatches some of these ticks come before any wgrad is
+    pending and stay idle.
     """
-    # With fewer microbatches than ranks a group would be too short for the ring: the places beyond M stay empty.
+    # Fewer microbatches than ranks are padded to P, because a group must not be shorter than the ring. The padding stays idle.
     chunk, microbatch = _grouped(P, max(M, P) if C > 1 else M, C)
     back_chunk = C - 1 - chunk
     n = len(chunk)
@@ -209,16 +245,15 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     start = int(np.flatnonzero(chunk == C - 1)[0]) + P - 1
     rounds = np.arange(start + n + P - 1)[:, None]
 
-    def turns(index: np.ndarray) -> np.ndarray:
-        """[rounds, P]: which turn of its sequence a rank has; n, the empty place, where it has none."""
+    def actions(index: np.ndarray) -> np.ndarray:
+        """Replaces indices outside the sequence, and those of padding, by n; shape [rounds, P]."""
         index = np.where((index >= 0) & (index < n), index, n)
         return np.where(np.append(microbatch < M, False)[index], index, n)
 
-    forward, dgrad = turns(rounds - rank), turns(rounds - start - (P - 1 - rank))
+    forward, dgrad = actions(rounds - rank), actions(rounds - start - (P - 1 - rank))
     has_forward, has_dgrad = rounds[:, 0] < n + P - 1, rounds[:, 0] >= start
 
-    # Idle places take a wgrad where one is pending. Counted before any tick of wgrads is placed, so `pending` is the most
-    # there are.
+    # Fill idle positions with pending wgrads. No tick of wgrads is placed yet, so `pending` is an upper bound.
     pending = np.zeros(P, np.int64)
     idle_forward, idle_dgrad = (forward == n) & has_forward[:, None], (dgrad == n) & has_dgrad[:, None]
     fill_forward, fill_dgrad = np.zeros_like(idle_forward), np.zeros_like(idle_dgrad)
@@ -231,7 +266,8 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
         pending = pending + (dgrad[t] < n)
         end_of_round[t] = pending.min()
 
-    # A tick of wgrads as early as may be: all ranks have one to do, and can still fill every idle place to come.
+    # Place each tick of wgrads as early as possible, while all ranks have one pending and enough remain for later idle
+    # positions.
     later = np.minimum.accumulate(np.append(least[1:], end_of_round[-1])[::-1])[::-1]
     wgrad_ticks, has_wgrad = 0, np.zeros(len(rounds), bool)
     for t in range(start, len(rounds)):

@@ -1,7 +1,7 @@
-"""Megatron-LM's order of one rank, entry for entry, as it hands it to Transformer Engine's `make_graphed_callables`.
+"""Generates the order that Megatron-LM passes to Transformer Engine's `make_graphed_callables`, entry for entry.
 
-Facts: Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`; checked against what they print
-(tests/schedule/goldens/orders.json).
+The rules are those of Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`. The tests
+compare the orders with its output (tests/schedule/goldens/orders.json).
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from itertools import zip_longest
 import numpy as np
 
 from jgraph.errors import OrderError
-from jgraph.schedule.action import check_whole
+from jgraph.schedule.action import check_integer
 from jgraph.schedule.generate import alternate, forward_sequence
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
@@ -27,42 +27,47 @@ def megatron_order(
     overlap_moe_ep: bool = False,
     delay_wgrad: bool = False,
 ) -> Order:
-    """Returns the order in which Megatron-LM's pipeline plays rank `pp_rank`: 1F1B, or interleaved with `vpp`.
+    """Returns Megatron-LM's order of one pipeline rank: 1F1B, or interleaved 1F1B if `vpp` is given.
 
     Args:
-        pp_size: ranks on the pipeline axis. A single one without overlap gets one microbatch: it has nothing to interleave.
-        pp_rank: 0 to pp_size - 1.
-        num_microbatches: per step.
-        vpp: chunks per rank (virtual pipeline size); None for no virtual pipeline.
-        microbatch_group_size: microbatches that go through a chunk before the next chunk's turn; None for `pp_size`.
-        num_layers_per_chunk: layers of each chunk, 0 allowed; None for one each. In the order itself only with
-            `overlap_moe_ep`.
-        overlap_moe_ep: expert-parallel communication of a forward overlaps with a backward: every layer is a chunk of its own,
+        pp_size: Number of ranks on the pipeline axis. With one rank and no overlap there is nothing to interleave, so the order
+            has one microbatch.
+        pp_rank: Rank of the order, from 0 to pp_size - 1.
+        num_microbatches: Number of microbatches per step.
+        vpp: Number of chunks per rank (virtual pipeline size). None for no virtual pipeline.
+        microbatch_group_size: Number of microbatches that pass through a chunk before the next chunk starts. None for
+            `pp_size`.
+        num_layers_per_chunk: Number of layers of each chunk; 0 is allowed. None for one layer each. Layers become entries of
+            the order only with `overlap_moe_ep`.
+        overlap_moe_ep: Overlaps the expert-parallel communication of a forward with a backward: every layer is its own chunk,
             and forward and backward layers alternate.
-        delay_wgrad: wgrads are entries of their own; needs `overlap_moe_ep`, as upstream does.
+        delay_wgrad: Makes wgrads separate entries. Requires `overlap_moe_ep`, as upstream does.
+
+    Returns:
+        The order of rank `pp_rank`.
 
     Raises:
-        OrderError: the parameters make no order.
+        OrderError: If an argument is invalid, or the ranks deadlock with these groups of microbatches.
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
-    for name, value, least in (
+    for name, value, minimum in (
         ("pp_size", pp_size, 1),
         ("pp_rank", pp_rank, 0),
         ("num_microbatches", num_microbatches, 1),
         ("vpp", chunks, 1),
         ("microbatch_group_size", group, 1),
     ):
-        check_whole(name, value, least)
+        check_integer(name, value, minimum)
     given = (1,) * chunks if num_layers_per_chunk is None else num_layers_per_chunk
     layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
     for number in layers:
-        check_whole("num_layers_per_chunk", number, 0)
-    needs = "needs overlap_moe_ep=True: Megatron-LM's order splits the backward only there"
+        check_integer("num_layers_per_chunk", number, 0)
+    needs = "needs overlap_moe_ep=True: Megatron-LM splits the backward only with it"
     for name, is_wrong, problem in (
         ("pp_rank", pp_rank >= pp_size, f"is {pp_rank}: with pp_size={pp_size} it must be 0 to {pp_size - 1}"),
-        ("vpp", pp_size == 1 and chunks > 1, f"is {vpp}: with pp_size=1 a rank has one chunk; leave it out"),
-        ("num_layers_per_chunk", len(layers) != chunks, f"is {given!r}: must be one number for each of {chunks} chunks"),
+        ("vpp", pp_size == 1 and chunks > 1, f"is {vpp}: with pp_size=1 a rank has one chunk; omit it"),
+        ("num_layers_per_chunk", len(layers) != chunks, f"is {given!r}: must be one integer for each of {chunks} chunks"),
         ("delay_wgrad", delay_wgrad and not overlap_moe_ep, needs),
         ("num_layers_per_chunk", overlap_moe_ep and not any(layers), f"is {given!r}: overlap_moe_ep needs at least one layer"),
     ):
@@ -84,13 +89,13 @@ def megatron_order(
         return Order.parse(_by_layer(by_chunk, layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
 
     if vpp is not None and (group < pp_size or 0 < num_microbatches % group < pp_size):
-        # Groups shorter than the ring are where ranks can wait for each other; some run all the same.
+        # Groups shorter than the ring can deadlock, but do not always: check the schedule of all ranks.
         try:
             Schedule(tuple(map(order_of, range(pp_size))), _placement(pp_size, layers if overlap_moe_ep else (1,) * chunks))
         except OrderError as error:
             raise OrderError(
-                f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; take groups "
-                f"of at least pp_size, and so many microbatches that the last group is not shorter either",
+                f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; use groups "
+                f"of at least pp_size microbatches, the last group included",
                 position=error.position,
                 rank=error.rank,
             ) from None
@@ -98,7 +103,15 @@ def megatron_order(
 
 
 def _placement(pp_size: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the stages of each rank if every layer is one and all ranks have as many: chunk by chunk round the ranks."""
+    """Returns the stages of each rank if every layer is a stage, and chunks go round the ranks.
+
+    Args:
+        pp_size: Number of ranks.
+        layers: Number of layers of each chunk, the same on all ranks.
+
+    Returns:
+        The stages of each rank, ascending.
+    """
     first = np.cumsum([0, *layers])[:-1] * pp_size
     return tuple(
         tuple(int(at + rank * number + i) for at, number in zip(first, layers, strict=True) for i in range(number))
@@ -107,35 +120,44 @@ def _placement(pp_size: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 
 def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:
-    """Returns the order in which every layer is a chunk of its own.
+    """Expands the chunks of an order into one chunk per layer.
 
-    After `warmup` forwards and one more, each backward is paired with the forward that follows it, layer by layer; the
-    backwards that are left stand alone.
+    After `warmup` + 1 forwards, each backward is paired with the next forward, and their layers alternate. The remaining
+    backwards are not paired.
+
+    Args:
+        order: Signed numbers by chunk.
+        layers: Number of layers of each chunk.
+        warmup: Number of forwards before the first backward in `order`.
+        delay_wgrad: Adds an entry for the wgrad of every layer.
+
+    Returns:
+        Signed numbers by layer.
     """
     first = np.concatenate([[0], np.cumsum(layers)]).tolist()
 
-    def of(entry: int | float) -> list[int]:
+    def layers_of(entry: int | float) -> list[int]:
         chunk = int(abs(entry)) - 1
         own = list(range(first[chunk] + 1, first[chunk + 1] + 1))
         return own if entry > 0 else own[::-1]
 
-    steady = [entry for entry in order if entry > 0]
+    forwards = [entry for entry in order if entry > 0]
     backwards = [entry for entry in order if entry < 0]
-    ahead = min(warmup + 1, len(steady))
-    entries: list[int | float] = [layer for entry in steady[:ahead] for layer in of(entry)]
-    for forward, backward in zip(steady[ahead:], backwards, strict=False):
-        down = of(backward)
-        for i, (up, layer) in enumerate(zip_longest(of(forward), down)):
+    ahead = min(warmup + 1, len(forwards))
+    entries: list[int | float] = [layer for entry in forwards[:ahead] for layer in layers_of(entry)]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        down = layers_of(backward)
+        for i, (up, layer) in enumerate(zip_longest(layers_of(forward), down)):
             if up is not None:
                 entries.append(up)
             if layer is not None:
                 entries.append(-layer)
-                # The pair's last wgrad waits until the pair's forwards are through.
+                # The last wgrad of a pair comes after its last forward.
                 if delay_wgrad and i < len(down) - 1:
                     entries.append(-layer - 0.5)
         if delay_wgrad and down:
             entries.append(-down[-1] - 0.5)
-    for backward in backwards[len(steady) - ahead :]:
-        for layer in of(backward):
+    for backward in backwards[len(forwards) - ahead :]:
+        for layer in layers_of(backward):
             entries += [-layer, -layer - 0.5] if delay_wgrad else [-layer]
     return entries

@@ -1,7 +1,7 @@
-"""An Order: everything one rank does in a step, in sequence. Made only if it can run.
+"""The order of one rank: the sequence of its actions in a step. An `Order` is validated when it is constructed.
 
-The microbatch of an entry is not said but counted: the k-th forward of a chunk is microbatch k, and so are its k-th dgrad and,
-first in, first out, its k-th wgrad. An order may say instead that a wgrad is that of the newest dgrad that still waits.
+Microbatches are implicit: the k-th forward, k-th dgrad and k-th wgrad of a chunk are those of microbatch k (first in, first
+out). With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its chunk instead (last in, first out).
 """
 
 import math
@@ -21,19 +21,19 @@ Wgrads = Literal["oldest", "newest"]
 
 @dataclass(frozen=True, eq=False)
 class Order(Sequence[Action]):
-    """A checked sequence of the actions of one rank. `Order.parse` makes one of signed numbers.
+    """A validated sequence of the actions of one rank. `Order.parse` constructs one from signed numbers.
 
     Attributes:
-        kinds: int8 [N], places in `KINDS`.
-        chunks: int32 [N], 0-based; every chunk of the rank appears.
-        num_layers_per_chunk: of each chunk; () says one each. Exactly one where a chunk's wgrad is delayed: an entry says the
-            chunk, so it could not say which layer's wgrad it means.
-        wgrads: which of the dgrads that wait a wgrad belongs to: the `oldest`, as everywhere else, or the `newest`, whose
-            arrays a program has at hand.
-        microbatches: int32 [N], counted from the entries.
+        kinds: Index of each action's kind in `KINDS`, int8 [N].
+        chunks: Chunk of each action, int32 [N], 0-based. Every chunk of the rank appears.
+        num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with delayed wgrads,
+            because an entry names only the chunk and could not distinguish the wgrads of its layers.
+        wgrads: Which pending dgrad of a chunk a wgrad belongs to: `oldest`, as in Transformer Engine, or `newest`. The arrays
+            of the newest dgrad may still be in the carry of a program, so they need no slot.
+        microbatches: Microbatch of each action, int32 [N]. Computed from the other fields.
 
     Raises:
-        OrderError: the order cannot run; `position` is the first entry at fault.
+        OrderError: If the order cannot run. `position` is the index of the first invalid entry.
     """
 
     kinds: np.ndarray
@@ -43,6 +43,7 @@ class Order(Sequence[Action]):
     microbatches: np.ndarray = field(init=False)
 
     def __post_init__(self):
+        """Validates the entries, computes the microbatches and makes the arrays read-only."""
         kinds, chunks = np.asarray(self.kinds), np.asarray(self.chunks)
         _check_arrays(kinds, chunks)
         kinds, chunks = np.array(kinds, np.int8), np.array(chunks, np.int32)
@@ -63,58 +64,69 @@ class Order(Sequence[Action]):
         num_layers_per_chunk: int | Sequence[int] | None = None,
         delay_wgrad: bool | Sequence[bool] | None = None,
     ) -> Self:
-        """Returns the order of Transformer Engine's signed numbers.
+        """Parses Transformer Engine's signed numbers.
 
         >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
         Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
 
         Args:
-            numbers: `c` forward, `-c` dgrad, `-c-0.5` wgrad of chunk c, counted from 1. Without wgrads, `-c` is the whole
-                backward of chunk c. Whole entries are integers.
-            num_layers_per_chunk: one number for all chunks or one per chunk; None for one layer each.
-            delay_wgrad: whether wgrads are entries of their own, for all chunks or per chunk; None reads it off the entries.
+            numbers: Entries of the order. `c` is the forward, `-c` the dgrad and `-c-0.5` the wgrad of chunk c, 1-based. If a
+                chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
+            num_layers_per_chunk: Number of layers, for all chunks or per chunk. None for one layer each.
+            delay_wgrad: Whether wgrads are separate entries, for all chunks or per chunk. None infers it from the entries.
+
+        Returns:
+            The order.
 
         Raises:
-            OrderError: with `position`, the index of the first entry at fault.
+            OrderError: If the order cannot run, or contradicts `delay_wgrad`. `position` is the index of the first invalid
+                entry.
         """
         unordered = isinstance(numbers, (str, bytes, Mapping, Set)) or (isinstance(numbers, np.ndarray) and not numbers.ndim)
         if unordered or not isinstance(numbers, Iterable):
-            raise OrderError(f"an order is a sequence of signed numbers such as [1, -1]; got {_show(numbers)}")
+            raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {_show(numbers)}")
         entries = list(numbers)
         parsed = [_parse_entry(i, entry, len(entries)) for i, entry in enumerate(entries)]
         kinds, chunks = np.array(parsed, np.int32).reshape(-1, 2).T
-        # `-c` is the dgrad alone where chunk c has wgrads, and else the whole backward.
-        whole = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
-        order = cls(np.where(whole, BACKWARD, kinds), chunks, () if num_layers_per_chunk is None else num_layers_per_chunk)  # pyright: ignore[reportArgumentType]
+        full = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
+        order = cls(np.where(full, BACKWARD, kinds), chunks, () if num_layers_per_chunk is None else num_layers_per_chunk)  # pyright: ignore[reportArgumentType]
         if delay_wgrad is not None:
             order.check_delayed(one_each("delay_wgrad", delay_wgrad, order.num_chunks, bool))
         return order
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Self:
-        """Returns the order of these actions, whose microbatches must be counted as one of the choices of `wgrads` does."""
+        """Constructs an order from actions with explicit microbatches.
+
+        Sets `wgrads` to `newest` if only that choice yields the microbatches of `actions`.
+
+        Raises:
+            OrderError: If the order cannot run, or no choice of `wgrads` yields the microbatches. `position` is the index of
+                the first invalid action.
+        """
         actions = list(actions) if isinstance(actions, Iterable) else [actions]
         for i, action in enumerate(actions):
             if not isinstance(action, Action) or action.kind not in KINDS:
-                raise OrderError.at(i, f"{_show(action)}; an order is made of Actions, each one of {', '.join(KINDS)}")
-            # Looked at before the array is made, whose cast would make a chunk of anything.
-            if not _is_whole(action.chunk) or not 0 <= int(action.chunk) < len(actions):
-                raise OrderError.at(i, f"of chunk {_show(action.chunk)}; chunks are whole numbers from 0, without gaps")
+                raise OrderError.at(i, f"{_show(action)}; must be an Action of kind {', '.join(KINDS)}")
+            # Checked before the conversion to an array, which would cast floats and wrap large integers.
+            if not _is_integer(action.chunk) or not 0 <= int(action.chunk) < len(actions):
+                raise OrderError.at(i, f"of chunk {_show(action.chunk)}; chunks must be consecutive integers from 0")
         kinds, chunks = (
             np.array([KINDS.index(a.kind) for a in actions], np.int8),
             np.array([a.chunk for a in actions], np.int32),
         )
-        order, said = cls(kinds, chunks), [action.microbatch for action in actions]
-        if said != order.microbatches.tolist():
+        order, given = cls(kinds, chunks), [action.microbatch for action in actions]
+        if given != order.microbatches.tolist():
             newest = cls(kinds, chunks, wgrads="newest")
-            order = newest if said == newest.microbatches.tolist() else order
-        for i, (action, counted) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
-            if action.microbatch != counted:
-                remedy = f"microbatches go first in, first out, so this must be microbatch {counted}"
-                raise OrderError.at(i, f"the {action}; {remedy}")
+            order = newest if given == newest.microbatches.tolist() else order
+        for i, (action, expected) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
+            if action.microbatch != expected:
+                reason = f"microbatches go first in, first out, so this must be microbatch {expected}"
+                raise OrderError.at(i, f"the {action}; {reason}")
         return order
 
     def __len__(self) -> int:
+        """Returns the number of actions."""
         return len(self.kinds)
 
     @overload
@@ -122,15 +134,18 @@ class Order(Sequence[Action]):
     @overload
     def __getitem__(self, index: slice) -> list[Action]: ...
     def __getitem__(self, index):
+        """Returns the action at an index, or a list of actions for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return Action(KINDS[self.kinds[index]], int(self.chunks[index]), int(self.microbatches[index]))
 
     def __iter__(self) -> Iterator[Action]:
+        """Iterates over the actions."""
         columns = (self.kinds.tolist(), self.chunks.tolist(), self.microbatches.tolist())
         return (Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True))
 
     def __repr__(self) -> str:
+        """Returns the first 12 signed numbers and the numbers of actions and chunks."""
         numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
         return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
 
@@ -138,44 +153,58 @@ class Order(Sequence[Action]):
         return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()
 
     def __eq__(self, other: object) -> bool:
+        """Compares kinds, chunks, layers and microbatches."""
         return isinstance(other, Order) and self._key() == other._key()
 
     def __hash__(self) -> int:
+        """Hashes kinds, chunks, layers and microbatches."""
         return hash(self._key())
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks of the rank."""
         return len(self.num_layers_per_chunk)
 
     @property
     def num_microbatches(self) -> int:
+        """Number of microbatches of a step."""
         return int(self.microbatches.max()) + 1
 
     @property
     def delay_wgrad(self) -> tuple[bool, ...]:
-        """Whether any wgrad of a chunk is an action of its own, for each chunk."""
+        """For each chunk, True if any of its wgrads is a separate action."""
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
     def check_delayed(self, wanted: Sequence[bool]) -> None:
-        """Raises OrderError unless wgrads are actions of their own in the chunks of which this says so, and in no others."""
-        said, has = np.array(wanted)[self.chunks], np.array(self.delay_wgrad)[self.chunks]
-        wrong = np.flatnonzero(np.where(self.kinds == WGRAD, ~said, (self.kinds == BACKWARD) & said & ~has))
+        """Checks that exactly the chunks with `wanted` have separate wgrad actions.
+
+        Args:
+            wanted: One bool per chunk.
+
+        Raises:
+            OrderError: If a chunk has wgrads although `wanted` is False, or has only full backwards although it is True.
+        """
+        expected, has = np.array(wanted)[self.chunks], np.array(self.delay_wgrad)[self.chunks]
+        wrong = np.flatnonzero(np.where(self.kinds == WGRAD, ~expected, (self.kinds == BACKWARD) & expected & ~has))
         if len(wrong):
             position = int(wrong[0])
             c = int(self.chunks[position]) + 1
-            problem = f"{-c}, but no wgrad of chunk {c} comes, and delay_wgrad says that they are delayed"
+            problem = f"{-c}, but chunk {c} has no wgrad although delay_wgrad is True"
             remedy = f"add one {-c - 0.5:g} for each {-c}, or pass delay_wgrad=False"
             if self.kinds[position] == WGRAD:
-                problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, but delay_wgrad says that they are not delayed"
+                problem = f"{-c - 0.5:g}, a wgrad of chunk {c}, although delay_wgrad is False"
                 remedy = "remove it, or pass delay_wgrad=True"
             raise OrderError.at(position, f"{problem}; {remedy}")
 
     def split(self) -> "Order":
-        """Returns the same order with every backward as a dgrad and, at once after it, a wgrad."""
+        """Splits every full backward into a dgrad and a wgrad right after it."""
         return self._split(np.ones(self.num_chunks, bool))
 
     def to_list(self) -> list[int | float]:
-        """Inverts `parse`. In a chunk where some wgrads are delayed, a whole backward becomes a dgrad and a wgrad."""
+        """Returns the signed numbers of the order; inverts `parse`.
+
+        Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot mix both in a chunk.
+        """
         order = self._split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
         return [
@@ -184,56 +213,71 @@ class Order(Sequence[Action]):
         ]
 
     def _split(self, which: np.ndarray) -> "Order":
-        fused = (self.kinds == BACKWARD) & which[self.chunks]
-        if not fused.any():
+        """Splits the full backwards of the chunks selected by `which`, bool [C]."""
+        full = (self.kinds == BACKWARD) & which[self.chunks]
+        if not full.any():
             return self
-        kinds = np.repeat(np.where(fused, DGRAD, self.kinds), 1 + fused)
-        kinds[np.flatnonzero(fused) + np.arange(1, fused.sum() + 1)] = WGRAD
-        return Order(kinds, np.repeat(self.chunks, 1 + fused), self.num_layers_per_chunk, self.wgrads)
+        kinds = np.repeat(np.where(full, DGRAD, self.kinds), 1 + full)
+        kinds[np.flatnonzero(full) + np.arange(1, full.sum() + 1)] = WGRAD
+        return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
 
 def _parse_entry(position: int, entry: Any, length: int) -> tuple[int, int]:
-    """Returns kind and 0-based chunk of a signed number."""
-    if _is_whole(entry):
+    """Returns the kind and the 0-based chunk of a signed number in an order of `length` entries."""
+    if _is_integer(entry):
         value = int(entry)
         if value != 0 and abs(value) <= length:
             return (FORWARD if value > 0 else DGRAD), abs(value) - 1
-        what = "0" if value == 0 else f"{_show(value)}, but {length} entries cannot hold that many chunks"
-        remedy = "chunks count from 1, without gaps"
+        shown = "0" if value == 0 else f"{_show(value)}, but {length} entries cannot hold that many chunks"
+        remedy = "chunks must be numbered from 1 without gaps"
     elif isinstance(entry, (float, np.floating)):
         value = float(entry)
         if -length - 1 < value < -1 and (-value) % 1 == 0.5:
             return WGRAD, int(-value) - 1
-        what = _show(value)
+        shown = _show(value)
         if value != 0 and math.isfinite(value) and value == int(value):
-            remedy = f"forwards and dgrads are integers: {_show(int(value))}"
+            remedy = f"forwards and dgrads are integers: write {_show(int(value))}"
         else:
-            remedy = "only a wgrad has a fraction, and it is -c-0.5, e.g. -1.5 for chunk 1"
+            remedy = "only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"
     else:
-        what, remedy = _show(entry), "an entry is a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
-    raise OrderError.at(position, f"{what}; {remedy}")
+        shown, remedy = _show(entry), "must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
+    raise OrderError.at(position, f"{shown}; {remedy}")
 
 
 def _show(value: object) -> str:
-    """Returns a value for a message: short, whatever it is."""
+    """Returns the repr of a value, cut to 40 characters, and its type."""
     try:
         text = repr(value)
-    except Exception:  # a user's object may raise anything, and ours must be the error that is seen
-        text = "something that cannot be printed"
+    except Exception:  # an arbitrary object may raise anything in __repr__; report the invalid order instead
+        text = "an unprintable object"
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 
 
 def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk") -> tuple:
-    """Returns a bool, or an int >= 1, for each chunk, from one for all or one per chunk. Raises OrderError."""
+    """Broadcasts an argument to one value per chunk.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: One value for all chunks, or a sequence with one value per chunk.
+        count: Number of chunks.
+        kind: `bool`, or `int` for integers >= 1.
+        of: What the values belong to, for the error.
+
+    Returns:
+        A tuple of `count` values of type `kind`.
+
+    Raises:
+        OrderError: If a value has another type or is out of range, or the number of values is not `count`.
+    """
     values: list[Any] = [value] * count
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
         values = [value.item()] * count if isinstance(value, np.ndarray) and not value.ndim else list(value)
     for item in values:
-        if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_whole(item) and 1 <= int(item) < 2**31):
+        if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_integer(item) and 1 <= int(item) < 2**31):
             one = f"{kind.__name__}{' >= 1' * (kind is int)}"
             raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per {of}", field=name)
     if len(values) != count:
@@ -243,89 +287,103 @@ def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk"
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
-    """Raises OrderError unless these are two equally long rows of whole numbers that say actions."""
+    """Raises OrderError unless both are integer arrays of shape [N] with N > 0, and all kinds and chunks are in range."""
     if not kinds.size:
-        raise OrderError("the order is empty; it needs at least one forward and one backward, e.g. [1, -1]")
-    whole = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
-    if not whole or kinds.ndim != 1 or kinds.shape != chunks.shape:
+        raise OrderError("the order is empty; add at least one forward and one backward, e.g. [1, -1]")
+    integers = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
+    if not integers or kinds.ndim != 1 or kinds.shape != chunks.shape:
         raise OrderError(
-            f"kinds are {kinds.dtype}{list(kinds.shape)}, chunks {chunks.dtype}{list(chunks.shape)}; both must be one row of "
-            f"whole numbers, one of each per entry"
+            f"`kinds` is {kinds.dtype}{list(kinds.shape)} and `chunks` is {chunks.dtype}{list(chunks.shape)}: both must be "
+            f"integer arrays of shape [N]"
         )
     wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0) | (chunks >= len(chunks)))
     if len(wrong):
         position = int(wrong[0])
-        allowed = f"kinds are {FORWARD} to {BACKWARD}, chunks count from 0, without gaps"
+        allowed = f"kinds must be {FORWARD} to {BACKWARD}, and chunks numbered from 0 without gaps"
         raise OrderError.at(position, f"of kind {kinds[position]} and chunk {chunks[position]}; {allowed}")
 
 
 def _check_chunks(chunks: np.ndarray) -> None:
-    """Raises OrderError unless chunks count from 1 without gaps."""
+    """Raises OrderError unless the chunks are 0 to C - 1. Messages number them from 1."""
     seen = np.bincount(chunks) > 0
     if not seen.all():
         missing = int(np.argmin(seen))
         position = int(np.flatnonzero(chunks > missing)[0])
-        problem = f"of chunk {chunks[position] + 1}, but no entry is of chunk {missing + 1}"
-        raise OrderError.at(position, f"{problem}; number the chunks from 1, without gaps")
+        problem = f"of chunk {chunks[position] + 1}, but chunk {missing + 1} has no entry"
+        raise OrderError.at(position, f"{problem}; number the chunks from 1 without gaps")
 
 
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:
-    """Raises OrderError if the order cannot run; returns the microbatches."""
+    """Checks that the order can run.
+
+    Args:
+        kinds: Index of each action's kind in `KINDS`, int8 [N].
+        chunks: Chunk of each action, int32 [N].
+        layers: Number of layers of each chunk.
+        wgrads: Which pending dgrad of a chunk a wgrad belongs to.
+
+    Returns:
+        The microbatch of each action, int32 [N].
+
+    Raises:
+        OrderError: If the order cannot run. Errors within a chunk take precedence over errors between two chunks.
+    """
     _check_chunks(chunks)
     assert len(layers) == chunks.max() + 1
     microbatches: list[int] = []
-    # By chunk: how many there were so far, and the microbatches whose wgrad is to come.
+    # Per chunk: the number of forwards and dgrads so far, and the microbatches with a pending wgrad.
     forwards, dgrads = [0] * len(layers), [0] * len(layers)
-    waiting: list[deque[int]] = [deque() for _ in layers]
+    pending: list[deque[int]] = [deque() for _ in layers]
     dgrad_kinds = (DGRAD, BACKWARD)
-    where = {FORWARD: kinds == FORWARD, DGRAD: np.isin(kinds, dgrad_kinds)}
-    totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in where.items()}
+    masks = {FORWARD: kinds == FORWARD, DGRAD: np.isin(kinds, dgrad_kinds)}
+    totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in masks.items()}
 
-    def place(kind: int, c: int, m: int) -> int:
-        return int(np.flatnonzero(where[kind] & (chunks == c))[m])
+    def position_of(kind: int, c: int, m: int) -> int:
+        return int(np.flatnonzero(masks[kind] & (chunks == c))[m])
 
-    def fault(position: int, m: int, problem: str) -> OrderError:
+    def error_at(position: int, m: int, problem: str) -> OrderError:
         name = "dgrad" if kinds[position] in dgrad_kinds else KINDS[kinds[position]]
         return OrderError.at(position, f"the {name} of chunk {chunks[position] + 1}, microbatch {m}, {problem}")
 
-    def later(kind: int, c: int, m: int) -> str:
-        """Returns where the action that must come first is, if it comes at all."""
+    def remedy(kind: int, c: int, m: int) -> str:
+        """Suggests a move after the required action, or gives the number of such actions if it is missing."""
         total = totals[kind][c]
-        return f"move it after entry {place(kind, c, m)}" if m < total else f"only {total} come in all"
+        return f"move it after entry {position_of(kind, c, m)}" if m < total else f"the order has only {total} of them"
 
-    crossed = None  # what is wrong within a chunk is told before what is wrong between two
+    cross_chunk_error = None
     for position, (kind, c) in enumerate(zip(kinds.tolist(), chunks.tolist(), strict=True)):
         if kind == WGRAD:
-            if not waiting[c]:
-                raise fault(position, dgrads[c], f"before its dgrad; {later(DGRAD, c, dgrads[c])}")
-            m = waiting[c].popleft() if wgrads == "oldest" else waiting[c].pop()
+            if not pending[c]:
+                raise error_at(position, dgrads[c], f"which comes before its dgrad; {remedy(DGRAD, c, dgrads[c])}")
+            m = pending[c].popleft() if wgrads == "oldest" else pending[c].pop()
             if layers[c] > 1:
-                problem = f"which has {layers[c]} layers; where wgrad is delayed, make every layer a chunk of its own"
-                raise fault(position, m, problem)
+                problem = f"which has {layers[c]} layers; to delay its wgrad, make every layer a separate chunk"
+                raise error_at(position, m, problem)
         else:
-            # Forwards go up the chunks and dgrads come down: one works on the result of the other.
-            of, done, neighbour = (FORWARD, forwards, c - 1) if kind == FORWARD else (DGRAD, dgrads, c + 1)
+            # Forwards pass the chunks upwards and dgrads downwards; each depends on the same kind of the chunk before.
+            needed, done, neighbour = (FORWARD, forwards, c - 1) if kind == FORWARD else (DGRAD, dgrads, c + 1)
             m = done[c]
             if kind != FORWARD and m >= forwards[c]:
-                raise fault(position, m, f"before its forward; {later(FORWARD, c, m)}")
-            if 0 <= neighbour < len(layers) and done[neighbour] <= m < totals[of][neighbour]:
-                problem = f"before that of chunk {neighbour + 1}, which it needs; {later(of, neighbour, m)}"
-                crossed = crossed or fault(position, m, problem)
-            if kind == BACKWARD and waiting[c] and wgrads == "oldest":
-                pending = f"while the wgrad of microbatch {waiting[c][0]} is pending"
-                raise fault(position, m, f"with its wgrad, {pending}; wgrads go first in, first out: split it")
+                raise error_at(position, m, f"which comes before its forward; {remedy(FORWARD, c, m)}")
+            if 0 <= neighbour < len(layers) and done[neighbour] <= m < totals[needed][neighbour]:
+                name = "forward" if kind == FORWARD else "dgrad"
+                problem = f"which needs the {name} of chunk {neighbour + 1}, a later entry; {remedy(needed, neighbour, m)}"
+                cross_chunk_error = cross_chunk_error or error_at(position, m, problem)
+            if kind == BACKWARD and pending[c] and wgrads == "oldest":
+                problem = f"and includes its wgrad while the wgrad of microbatch {pending[c][0]} is pending"
+                raise error_at(position, m, f"{problem}; wgrads go first in, first out: split it")
             done[c] += 1
             if kind == DGRAD:
-                waiting[c].append(m)
+                pending[c].append(m)
         microbatches.append(m)
-    missing = [(place(FORWARD, c, m), m, "dgrad", -c - 1) for c, m in enumerate(dgrads) if m < forwards[c]]
-    missing += [(place(DGRAD, c, left[0]), left[0], "wgrad", -c - 1.5) for c, left in enumerate(waiting) if left]
+    missing = [(position_of(FORWARD, c, m), m, "dgrad", -c - 1) for c, m in enumerate(dgrads) if m < forwards[c]]
+    missing += [(position_of(DGRAD, c, left[0]), left[0], "wgrad", -c - 1.5) for c, left in enumerate(pending) if left]
     if missing:
         position, m, name, entry = min(missing)
-        raise fault(position, m, f"and its {name} never comes; add {entry:g} for it")
+        raise error_at(position, m, f"but its {name} is missing; add {entry:g}")
     if (fewest := min(forwards)) < max(forwards):
-        few = f"chunk {forwards.index(fewest) + 1} has only {fewest} microbatches; every chunk sees the same ones"
-        raise fault(place(FORWARD, forwards.index(max(forwards)), fewest), fewest, f"but {few}")
-    if crossed:
-        raise crossed
+        problem = f"but chunk {forwards.index(fewest) + 1} has only {fewest} microbatches; all chunks must have the same number"
+        raise error_at(position_of(FORWARD, forwards.index(max(forwards)), fewest), fewest, problem)
+    if cross_chunk_error:
+        raise cross_chunk_error
     return np.array(microbatches, np.int32)

@@ -1,7 +1,8 @@
-"""A Schedule: one Order per rank, where every stage is, and when each action may start. Made only if it can run.
+"""A pipeline schedule: one order per rank, the placement of the stages, and the tick of every action.
 
-Time is counted in ticks: every action takes one, a rank does at most one a tick, and what an action makes can be used from the
-next tick on. A schedule without ticks of its own gets the earliest ones, which exist exactly if it does not deadlock.
+Every action takes one tick, and a rank runs at most one action per tick. The result of an action is available from the next
+tick on. Without explicit ticks, every action gets the earliest possible one; these exist if and only if the schedule does not
+deadlock. A `Schedule` is validated when it is constructed.
 """
 
 from collections.abc import Sequence
@@ -15,37 +16,47 @@ from jgraph.errors import OrderError
 from jgraph.schedule.action import DGRAD, FORWARD, WGRAD
 from jgraph.schedule.order import Order
 
-# Tables have a row for every tick: a number in a file must not fill the memory.
+# Schedule tables have a row per tick. The limit keeps a large number in a file from exhausting memory.
 _SPARE_TICKS = 1000
 
 Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(pp: int, chunks: int) -> Placement:
-    """Returns the placement in which stages go round the ranks: chunk c of rank r is stage c * pp + r."""
+    """Returns the round-robin placement: chunk c of rank r is stage c * pp + r.
+
+    Args:
+        pp: Number of ranks.
+        chunks: Number of chunks per rank.
+
+    Returns:
+        The stages of each rank, ascending.
+    """
     return tuple(tuple(c * pp + r for c in range(chunks)) for r in range(pp))
 
 
 def vee(pp: int) -> Placement:
-    """Returns the placement of two chunks a rank, down and up again: rank r has stages r and 2 * pp - 1 - r."""
+    """Returns the V-shaped placement with two chunks per rank: rank r has stages r and 2 * pp - 1 - r."""
     return tuple((r, 2 * pp - 1 - r) for r in range(pp))
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Sequence[Order]):
-    """Says what every rank of a pipeline does, and when: an order for each, the place of every stage, the tick of every action.
+    """A validated pipeline schedule, a sequence of one `Order` per rank.
 
     >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
     Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
 
     Attributes:
-        orders: of each rank.
-        placement: stages of each rank, ascending, one for each chunk. () puts them round the ranks (`loop`).
-        ticks: of each rank's actions, int [N]; () for the earliest possible.
-        name: for messages and pictures.
+        orders: The order of each rank.
+        placement: The stages of each rank, ascending, one per chunk. () for the round-robin placement (`loop`).
+        ticks: The ticks of each rank's actions, int64 [N] per rank. () for the earliest possible ones.
+        name: Name in messages and pictures.
+        num_stages: Number of stages over all ranks. Computed from `placement`.
 
     Raises:
-        OrderError: a dependency is never met; `rank` and `position` say where.
+        OrderError: If the schedule deadlocks, the ticks violate a dependency, or the fields do not match each other. `rank` and
+            `position` locate the action.
     """
 
     orders: tuple[Order, ...]
@@ -55,11 +66,12 @@ class Schedule(Sequence[Order]):
     num_stages: int = field(init=False)
 
     def __post_init__(self):
+        """Validates the schedule and computes the placement, the number of stages and the ticks."""
         if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
-            wrong = "a schedule needs at least one rank's order, each an Order; Order.parse makes one of signed numbers"
-            raise OrderError(wrong, field="orders")
+            problem = "`orders` must be a sequence of at least one Order; Order.parse constructs one from signed numbers"
+            raise OrderError(problem, field="orders")
         if not isinstance(self.ticks, tuple):
-            raise OrderError("`ticks` must be a tuple of one row per rank", field="ticks")
+            raise OrderError("`ticks` must be a tuple with one row per rank", field="ticks")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
         object.__setattr__(self, "placement", placement)
         _check_counts(self)
@@ -69,72 +81,87 @@ class Schedule(Sequence[Order]):
             row.flags.writeable = False
 
     def __len__(self) -> int:
+        """Returns the number of ranks."""
         return len(self.orders)
 
     def __getitem__(self, index):
+        """Returns the order of a rank, or a tuple of orders for a slice."""
         return self.orders[index]
 
     def __repr__(self) -> str:
+        """Returns the name and the numbers of ranks, stages, microbatches and ticks."""
         counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches, "tick": self.num_ticks}
         words = (f"{count} {word}{('es' if word == 'microbatch' else 's') * (count > 1)}" for word, count in counts.items())
         return f"Schedule({self.name}: {', '.join(words)})"
 
     def split(self) -> "Schedule":
-        """Returns the schedule with every backward as a dgrad and a wgrad right after it, at the earliest ticks."""
+        """Splits every full backward into a dgrad and a wgrad right after it. The ticks become the earliest possible ones."""
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":
-        """Returns the same ticks, but every wgrad is that of the newest dgrad that waits on its rank, whatever the chunk.
+        """Assigns every wgrad to the newest pending dgrad of its rank, over all chunks. Ticks and kinds do not change.
 
-        Then a wgrad that comes right after a dgrad is that one's, whose arrays need not be kept, and only those few dgrads wait
-        whose wgrads fill idle ticks. Gradients are summed in another order.
+        A wgrad right after a dgrad then belongs to that dgrad, so its stash needs no slot. Only dgrads with a wgrad in an
+        otherwise idle tick stay pending. Gradients are accumulated in a different order, which changes rounding.
         """
         orders = []
         for order in self.orders:
-            chunks, waiting = order.chunks.copy(), []
+            chunks, pending = order.chunks.copy(), []
             for position, kind in enumerate(order.kinds.tolist()):
                 if kind == DGRAD:
-                    waiting.append(chunks[position])
+                    pending.append(chunks[position])
                 elif kind == WGRAD:
-                    chunks[position] = waiting.pop()
+                    chunks[position] = pending.pop()
             orders.append(Order(order.kinds, chunks, order.num_layers_per_chunk, "newest"))
         return Schedule(tuple(orders), self.placement, self.ticks, self.name)
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
         return len(self.orders)
 
     @property
     def num_microbatches(self) -> int:
+        """Number of microbatches of a step."""
         return self.orders[0].num_microbatches
 
     @property
     def num_ticks(self) -> int:
+        """Number of ticks of a step."""
         return int(max(t[-1] for t in self.ticks)) + 1
 
     @cached_property
     def rank_of_stage(self) -> np.ndarray:
-        """int [S]."""
+        """The rank of each stage, int64 [S]."""
         return self._by_stage([[r] * len(stages) for r, stages in enumerate(self.placement)])
 
     @cached_property
     def num_layers(self) -> list[int]:
-        """Layers of each stage."""
+        """The number of layers of each stage."""
         return self._by_stage([order.num_layers_per_chunk for order in self.orders]).tolist()
 
     def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
-        """Returns by stage what these rows say by rank and chunk."""
+        """Reorders values per rank and chunk to an array by stage, int64 [S]."""
         values = np.empty(self.num_stages, np.int64)
         values[np.concatenate(self.placement)] = np.concatenate(rows)
         return values
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
-        """The stage of every action, per rank; int [N]."""
+        """The stage of each action, int [N] per rank."""
         return tuple(np.array(row)[order.chunks] for row, order in zip(self.placement, self.orders, strict=True))
 
     def when(self, times: Sequence[np.ndarray], kinds: tuple[int, ...], missing: float = -1) -> np.ndarray:
-        """`times` (per rank, per action) of the actions of these kinds, as a table [S, M]; `missing` where there is none."""
+        """Arranges the times of actions by stage and microbatch.
+
+        Args:
+            times: Time of each action, [N] per rank.
+            kinds: Kinds of actions to include, as indices in `KINDS`.
+            missing: Value for a stage and microbatch without such an action.
+
+        Returns:
+            An array of shape [S, M] and the dtype of `times`.
+        """
         table = np.full((self.num_stages, self.num_microbatches), missing, np.asarray(times[0]).dtype)
         for order, stages, time in zip(self.orders, self.stages, times, strict=True):
             mask = np.isin(order.kinds, kinds)
@@ -143,30 +170,35 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def links(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Per rank and action, the flat index of the array that it needs, -1 for none, and of that which it makes.
+        """Flat indices of the array that each action needs and of the array that it makes, two tuples of int [N] per rank.
 
-        s * M + m is the activation of stage s, (S + s) * M + m its gradient; wgrads share the one past the end.
+        Index s * M + m is the activation that stage s makes for microbatch m, and (S + s) * M + m the gradient that it makes.
+        An action that needs no array of another stage has -1. Wgrads make the placeholder index 2 * S * M.
         """
         count, last = self.num_microbatches, self.num_stages - 1
         needs, makes = [], []
         for order, stages in zip(self.orders, self.stages, strict=True):
             forward, wgrad = order.kinds == FORWARD, order.kinds == WGRAD
             made = np.where(forward, stages, self.num_stages + stages)
-            nothing = wgrad | (stages == np.where(forward, 0, last))
-            needs.append(np.where(nothing, -1, (made + np.where(forward, -1, 1)) * count + order.microbatches))
+            needs_none = wgrad | (stages == np.where(forward, 0, last))
+            needs.append(np.where(needs_none, -1, (made + np.where(forward, -1, 1)) * count + order.microbatches))
             makes.append(np.where(wgrad, 2 * self.num_stages * count, made * count + order.microbatches))
         return tuple(needs), tuple(makes)
 
     @cached_property
     def home(self) -> np.ndarray:
-        """The rank that makes each array, by the index that `links` has; -1 for the one past the end."""
+        """The rank that makes each array, indexed like `links`; -1 for the placeholder."""
         return np.append(np.tile(np.repeat(self.rank_of_stage, self.num_microbatches), 2), -1)
 
 
 def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Returns the ticks of the actions if each comes as soon as its rank is free and what it needs is there.
+    """Returns the earliest ticks: each action runs as soon as its rank is free and the array that it needs is available.
 
-    Raises OrderError if the ranks wait for each other.
+    Returns:
+        The tick of each action, int64 [N] per rank.
+
+    Raises:
+        OrderError: If the schedule deadlocks.
     """
     needs, makes = ([row.tolist() for row in rows] for rows in schedule.links)
     made = [-1] * len(schedule.home)
@@ -192,7 +224,15 @@ def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderError:
-    """Returns an error that names the ranks that wait for each other, following who waits for whom until a rank comes twice."""
+    """Describes a deadlock by the cycle of ranks that wait for each other.
+
+    Args:
+        schedule: The schedule, without ticks.
+        stuck: For each blocked rank, the position of its next action and the index (as in `links`) of the array it needs.
+
+    Returns:
+        The error, with the position and the lowest rank of the cycle.
+    """
     home = schedule.home.tolist()
     chain, r = [], next(iter(stuck))
     while r not in chain:
@@ -204,51 +244,56 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
     for q in cycle[cycle.index(r) :] + cycle[: cycle.index(r)]:
         position, need = stuck[q]
         flat, m = divmod(need, schedule.num_microbatches)
-        what = f"forward of stage {flat}" if flat < schedule.num_stages else f"dgrad of stage {flat - schedule.num_stages}"
+        needed = f"forward of stage {flat}" if flat < schedule.num_stages else f"dgrad of stage {flat - schedule.num_stages}"
         action = schedule[q][position]
-        waits.append(f"rank {q} at entry {position} ({action}) waits for rank {home[need]}'s {what}, microbatch {m}")
-    told = "; ".join(waits[:3]) + " ..." * (len(waits) > 3)
-    return OrderError(f"the schedule deadlocks: {told}; place what is waited for earlier", position=stuck[r][0], rank=r)
+        waits.append(f"rank {q} at entry {position} ({action}) waits for rank {home[need]}'s {needed}, microbatch {m}")
+    shown = "; ".join(waits[:3]) + " ..." * (len(waits) > 3)
+    return OrderError(f"the schedule deadlocks: {shown}; move the needed actions forward", position=stuck[r][0], rank=r)
 
 
 def _check_counts(schedule: Schedule) -> None:
+    """Raises OrderError unless orders and placement agree on chunks, and every stage is on exactly one rank."""
     orders, placement = schedule.orders, schedule.placement
     if not isinstance(placement, Sequence) or not all(isinstance(row, (Sequence, np.ndarray)) for row in placement):
-        raise OrderError("`placement` must be one row of stages per rank", field="placement")
+        raise OrderError("`placement` must have one row of stages per rank", field="placement")
     _check_rows("placement", placement, orders)
     for r, (order, stages) in enumerate(zip(orders, placement, strict=True)):
         if order.num_chunks != len(stages):
-            placed = f"{len(stages)} stages are placed there; every stage of a rank is one chunk of its order"
-            raise OrderError.of_rank(r, f" has an order of {order.num_chunks} chunks, but {placed}")
+            placed = f"{len(stages)} stages in its placement; give one stage per chunk"
+            raise OrderError.of_rank(r, f" has {order.num_chunks} chunks in its order, but {placed}")
         if not all(isinstance(stage, (int, np.integer)) for stage in stages):
-            raise OrderError.of_rank(r, f" has stages {stages}; stages are whole numbers from 0")
+            raise OrderError.of_rank(r, f" has stages {stages}; stages must be integers >= 0")
         if list(stages) != sorted(stages):
             raise OrderError.of_rank(r, f" has stages {stages}; list them in ascending order, chunk by chunk")
         if order.num_microbatches != orders[0].num_microbatches:
-            others = f"rank 0 has {orders[0].num_microbatches}; every rank sees the same ones"
-            raise OrderError.of_rank(r, f" has {order.num_microbatches} microbatches, {others}")
-    everywhere = sorted(s for stages in placement for s in stages)
-    if everywhere != list(range(len(everywhere))):
-        raise OrderError(f"the ranks have stages {everywhere}; each of 0 to {len(everywhere) - 1} must be on exactly one")
+            expected = f"but rank 0 has {orders[0].num_microbatches}; all ranks must have the same number"
+            raise OrderError.of_rank(r, f" has {order.num_microbatches} microbatches, {expected}")
+    all_stages = sorted(s for stages in placement for s in stages)
+    if all_stages != list(range(len(all_stages))):
+        raise OrderError(f"the ranks have stages {all_stages}; each of 0 to {len(all_stages) - 1} must occur exactly once")
 
 
 def _check_rows(field: str, rows: Sequence[Any], orders: Sequence[Order]) -> None:
+    """Raises OrderError unless there is one row per order."""
     if len(rows) != len(orders):
         raise OrderError(f"`{field}` has {len(rows)} rows for {len(orders)} orders; give one row per order", field=field)
 
 
 def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Returns a copy of ticks that were given, in a type that differences fit into.
+    """Validates explicit ticks and returns a copy of them as int64.
+
+    Returns:
+        The tick of each action, int64 [N] per rank.
 
     Raises:
-        OrderError: they do not ascend on a rank, something is used before the tick after the one that made it, or there are
-            far more than there are actions.
+        OrderError: If the ticks of a rank do not ascend, an action needs an array that is not made in an earlier tick, or there
+            are far more ticks than actions.
     """
     made, (all_needs, all_makes) = np.full(len(schedule.home), -1, np.int64), schedule.links
     _check_rows("ticks", schedule.ticks, schedule.orders)
     rows = []
     for r, (order, row, makes) in enumerate(zip(schedule.orders, schedule.ticks, all_makes, strict=True)):
-        given, allowed = np.asarray(row), "ticks are whole numbers from 0 and go up"
+        given, allowed = np.asarray(row), "ticks must be ascending integers >= 0"
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.max(initial=0) > 2**62:
             raise OrderError.of_rank(r, f" has ticks {given.dtype}{list(given.shape)}; {allowed}")
         ticks = given.astype(np.int64)
@@ -265,10 +310,10 @@ def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
         if len(early):
             position = int(early[0])
             entry = f", entry {position} ({schedule[r][position]}) is at tick {ticks[position]}"
-            needed = f"what it needs is made at tick {made[needs[position]]}; it can start in the tick after that"
-            raise OrderError.of_rank(r, f"{entry}, but {needed}", position)
+            reason = f"it needs a result of tick {made[needs[position]]}; move it to a later tick"
+            raise OrderError.of_rank(r, f"{entry}, but {reason}", position)
     total, last = sum(map(len, schedule.orders)), max(int(ticks[-1]) for ticks in rows)
     if last >= (most := _SPARE_TICKS + 10 * total):
-        remedy = f"it may have {most:,}: leave out those in which no rank does anything"
+        remedy = f"at most {most:,} are allowed: remove ticks with all ranks idle"
         raise OrderError(f"the schedule has {last + 1:,} ticks for {total} actions; {remedy}")
     return tuple(rows)

@@ -1,4 +1,4 @@
-"""Simulation: from costs per action to the time of a step, who is idle when, and the memory each rank needs over time."""
+"""Simulates a schedule: the time of a step, the idle time and the memory use of each rank, from costs per action."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from jgraph.errors import OrderError, check_choice
-from jgraph.schedule.action import DGRAD, KINDS, WGRAD, check_whole
+from jgraph.schedule.action import DGRAD, KINDS, WGRAD, check_integer
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.slots import check_sizes, live_spans
 
@@ -17,11 +17,13 @@ Execution = Literal["dataflow", "neighbours", "lockstep"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Says how long an action takes, in any unit: one number for every stage, or one per stage.
+    """Costs of the kinds of actions, in any unit of time: one number > 0 for all stages, or one per stage.
 
     Attributes:
-        forward, dgrad, wgrad: > 0.
-        backward: of a backward that is not split; None for dgrad + wgrad.
+        forward: Time of a forward.
+        dgrad: Time of a dgrad.
+        wgrad: Time of a wgrad.
+        backward: Time of a full backward. None for the sum of dgrad and wgrad.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -30,20 +32,28 @@ class Costs:
     backward: float | Sequence[float] | None = None
 
     def table(self, num_stages: int) -> np.ndarray:
-        """Returns the costs by kind and stage, [4, S]. Raises OrderError."""
+        """Returns the costs by kind and stage, float64 [4, S].
+
+        Raises:
+            OrderError: If a cost is not a number > 0, or the number of values is not `num_stages`.
+        """
         rows = [_times(kind, getattr(self, kind), num_stages) for kind in KINDS[:3]]
         rows.append(rows[DGRAD] + rows[WGRAD] if self.backward is None else _times("backward", self.backward, num_stages))
         return np.stack([np.broadcast_to(row, num_stages) for row in rows])
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """Returns the costs of one of `chunks` chunks, if these are the costs of all layers of a rank. Raises OrderError."""
-        check_whole("chunks", chunks)
+        """Divides the costs of all layers of a rank by the number of chunks.
+
+        Raises:
+            OrderError: If `chunks` is not an integer >= 1, or a cost is not a number > 0.
+        """
+        check_integer("chunks", chunks)
         given = {kind: getattr(self, kind) for kind in KINDS}
         return Costs(**{kind: (_times(kind, value) / chunks).tolist() for kind, value in given.items() if value is not None})
 
 
 def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarray:
-    """Returns one number > 0, or a row of them. Raises OrderError."""
+    """Validates the cost of a kind and returns it as float64 [] or [S]; raises OrderError."""
     try:
         row = np.asarray(value, float)
     except (TypeError, ValueError):
@@ -57,12 +67,13 @@ def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarra
 
 @dataclass(frozen=True)
 class Simulation:
-    """When every action of a schedule ran. Made by `simulate`.
+    """Start and end times of every action of a schedule, in the unit of the costs. Returned by `simulate`.
 
     Attributes:
-        schedule: what was simulated.
-        starts, ends: of each rank's actions, [N], from 0.
-        latency: of a transfer to another rank.
+        schedule: The simulated schedule.
+        starts: Start of each action, float64 [N] per rank. The step starts at 0.
+        ends: End of each action, float64 [N] per rank.
+        latency: Time of a transfer to another rank.
     """
 
     schedule: Schedule
@@ -72,26 +83,36 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """Time from the start of the step to the end of its last action."""
+        """The time from the start of the step to the end of its last action."""
         return float(max(end[-1] for end in self.ends))
 
     @property
     def busy(self) -> np.ndarray:
-        """Time each rank computes, [P]."""
+        """The time that each rank computes, float64 [P]."""
         return np.array([(end - start).sum() for start, end in zip(self.starts, self.ends, strict=True)])
 
     @property
     def idle(self) -> np.ndarray:
-        """Time each rank does not compute, [P]."""
+        """The time that each rank is idle, float64 [P]."""
         return self.makespan - self.busy
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time, 0 to 1."""
+        """The idle fraction of all ranks' time, from 0 to 1."""
         return float(self.idle.mean() / self.makespan)
 
     def memory(self, sizes: Mapping[str, float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each rank times, and the bytes in use from then on; `sizes` are bytes of an array in each pool."""
+        """Returns the memory use of each rank over time.
+
+        Args:
+            sizes: Bytes per array in each pool. Pools that are missing count as 0.
+
+        Returns:
+            For each rank, the ascending times of changes and the bytes in use from each of these times on, float64 arrays.
+
+        Raises:
+            OrderError: If a pool is unknown or a size is negative.
+        """
         check_sizes(sizes)
         times, changes = [], []
         for pool, (born, died) in live_spans(self.schedule, self.starts, self.ends, latency=self.latency).items():
@@ -102,54 +123,77 @@ class Simulation:
         for stages in self.schedule.placement:
             t, change = times[:, list(stages)].ravel(), changes[:, list(stages)].ravel()
             t, change = t[np.isfinite(t)], change[np.isfinite(t)]
-            # What ends at a time makes room for what begins then.
+            # Frees come before allocations at the same time.
             at = np.lexsort((change, t))
             t, level = t[at], np.cumsum(change[at])
-            settled = np.append(t[1:] != t[:-1], True)[: len(t)]
-            curves.append((t[settled], level[settled]))
+            last_at_time = np.append(t[1:] != t[:-1], True)[: len(t)]
+            curves.append((t[last_at_time], level[last_at_time]))
         return curves
 
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
-        """Returns the most bytes in use at once, [P]. A received array counts from its arrival in time; `assign` gives it a
-        slot only from the next tick, so where stages differ in cost this can be more than its slots take."""
+        """Returns the peak memory use of each rank, in bytes.
+
+        Can exceed the size of the slots if stages differ in cost: a received array counts from its arrival, but `assign` gives
+        it a slot only from the tick after the one that made it.
+
+        Args:
+            sizes: Bytes per array in each pool. Pools that are missing count as 0.
+
+        Returns:
+            The peak of each rank, float64 [P].
+
+        Raises:
+            OrderError: If a pool is unknown or a size is negative.
+        """
         return np.array([level.max(initial=0) for _, level in self.memory(sizes)])
 
 
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, latency: float = 0.0, execution: Execution = "dataflow"
 ) -> Simulation:
-    """Simulates a schedule: when every action runs, how long a step takes, how much of it ranks idle. Needs no device.
+    """Simulates a schedule without a device: the times of all actions, the makespan and the idle time.
 
-    >>> jgraph.schedule.simulate(jgraph.schedule.generate("1f1b", pp=2, microbatches=4)).bubble  # idle share
+    >>> jgraph.schedule.simulate(jgraph.schedule.generate("1f1b", pp=2, microbatches=4)).bubble
     0.2
 
     Args:
-        schedule: its ticks matter only where the execution goes by ticks.
-        costs: per action of a stage; None for 1 each, 2 for a backward that is not split.
-        latency: of a transfer to another rank, in the unit of the costs; the sender goes on at once.
-        execution: `dataflow`: an action starts when its rank is free and what it needs is there. `neighbours`: tick by tick, a
-            rank enters the next tick when the ranks that it exchanges with have finished this one, as with a permute every
-            tick. `lockstep`: when all ranks have.
+        schedule: The schedule. Its ticks affect the times only with `neighbours` and `lockstep`.
+        costs: Time of each action of a stage. None for 1 per forward, dgrad and wgrad, and 2 per full backward.
+        latency: Time of a transfer to another rank, in the unit of the costs. The sender does not wait for it.
+        execution: How ranks synchronize. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
+            `neighbours`: a rank enters the next tick when the ranks that it exchanges arrays with have finished this one, as
+            with a collective permute in every tick. `lockstep`: a rank enters the next tick when all ranks have finished this
+            one.
+
+    Returns:
+        The start and end of every action, with makespan, idle time and memory use as properties and methods.
 
     Raises:
-        OrderError: a cost or the latency is not a time.
-        ConfigError: `execution` is not one of its choices.
+        OrderError: If a cost is not a number > 0, or `latency` is not a finite number >= 0.
+        ConfigError: If `execution` is not one of its choices.
     """
     check_choice("execution", execution, get_args(Execution))
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     table = (costs or Costs()).table(schedule.num_stages)
-    starts, ends = _play(schedule, table, latency, execution)
+    starts, ends = _action_times(schedule, table, latency, execution)
     return Simulation(schedule, starts, ends, latency)
 
 
-def _play(schedule: Schedule, table: np.ndarray, latency: float, execution: Execution):
-    """Returns when every action of a rank starts and ends, by the rank."""
+def _action_times(schedule: Schedule, table: np.ndarray, latency: float, execution: Execution):
+    """Computes the start and end of every action, two tuples of float64 [N] per rank.
+
+    Args:
+        schedule: The schedule.
+        table: Cost by kind and stage, [4, S].
+        latency: Time of a transfer to another rank.
+        execution: How ranks synchronize.
+    """
     ranks, home = range(schedule.num_ranks), schedule.home.tolist()
-    near = [{r} for r in ranks]
+    neighbours = [{r} for r in ranks]
     for a, b in pairwise(schedule.rank_of_stage.tolist()):
-        near[a].add(b)
-        near[b].add(a)
+        neighbours[a].add(b)
+        neighbours[b].add(a)
     lengths = [len(order) for order in schedule.orders]
     took = np.concatenate([table[o.kinds, s] for o, s in zip(schedule.orders, schedule.stages, strict=True)])
     rank, costs = np.repeat(ranks, lengths).tolist(), took.tolist()
@@ -158,7 +202,10 @@ def _play(schedule: Schedule, table: np.ndarray, latency: float, execution: Exec
     for i in np.argsort(ticks, kind="stable").tolist():
         while execution != "dataflow" and now < ticks[i]:
             now += 1
-            clock = [max(clock)] * len(ranks) if execution == "lockstep" else [max(clock[q] for q in near[r]) for r in ranks]
+            if execution == "lockstep":
+                clock = [max(clock)] * len(ranks)
+            else:
+                clock = [max(clock[q] for q in neighbours[r]) for r in ranks]
         r, need = rank[i], needs[i]
         if need >= 0:
             clock[r] = max(clock[r], arrived[need] + latency * (home[need] != r))

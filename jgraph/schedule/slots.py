@@ -1,9 +1,11 @@
-"""Slots: which place in a pool each array takes, and when the place is free again.
+"""Assigns a slot in a pool to every array of a schedule.
 
-What a forward leaves is used by its dgrad, its wgrad or both; what a dgrad leaves for its wgrad is the stash; what another rank
-sends waits until it is used. A place is given when the array is made and taken back after its *last* use, the wgrad's included.
-Live ranges are intervals, so as many places as are ever live at once are enough (Golumbic, Algorithmic Graph Theory, ch. 8);
-they go round first in, first out.
+There are five pools. `forward_dgrad` and `forward_wgrad` hold the residuals of a forward for its dgrad and its wgrad. `stash`
+holds the values that a dgrad passes to its wgrad. `activation` and `gradient` hold received arrays until they are used. A slot
+is taken when its array is made and freed after the array's last use, including the use by a wgrad.
+
+Live ranges are intervals, so the maximum number of live arrays is also the number of slots needed (Golumbic, Algorithmic Graph
+Theory, ch. 8). Freed slots are reused first in, first out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +24,11 @@ _BACKWARDS, _WGRADS = (DGRAD, BACKWARD), (WGRAD, BACKWARD)
 
 @dataclass(frozen=True)
 class Slots:
-    """Places in each pool.
+    """Slots of the arrays of a schedule, by pool.
 
     Attributes:
-        numbers: of each pool, int [S, M]: the place of what belongs to a stage and microbatch; -1 where nothing is kept.
-        counts: of each pool, int [P]: how many places a rank needs; an SPMD program needs the maximum on every rank.
+        numbers: For each pool, the slot of the array of each stage and microbatch, int64 [S, M]; -1 if there is no such array.
+        counts: For each pool, the number of slots per rank, int64 [P]. An SPMD program needs the maximum over ranks.
     """
 
     numbers: Mapping[str, np.ndarray]
@@ -34,7 +36,7 @@ class Slots:
 
 
 def check_sizes(sizes: Mapping[str, float]) -> None:
-    """Raises OrderError for a pool that there is not, or a size that is none."""
+    """Raises OrderError if a pool is not in `POOLS`, or a size is not a finite number >= 0."""
     for pool, size in sizes.items():
         if pool not in POOLS:
             raise OrderError(f"`sizes` has {pool!r}: must be one of {', '.join(POOLS)}", field="sizes")
@@ -43,10 +45,14 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns when each array is made and last used: for each pool two tables [S, M] of ticks, both inclusive; -1 for none.
+    """Returns the first and the last tick in which each array is live.
 
-    A received array is there from the tick after the one that made it. The first stage receives no activation (its input is the
-    caller's) and the last no gradient (its loss makes it). A backward that is not split leaves no stash.
+    A received array is live from the tick after the action that made it. The first stage receives no activation, because its
+    input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no
+    stash.
+
+    Returns:
+        For each pool two arrays of ticks, int64 [S, M], both inclusive; -1 if there is no such array.
     """
     spans = live_spans(schedule, schedule.ticks, [row + 1 for row in schedule.ticks], missing=-1)
     return {pool: (born, np.where(died < 0, -1, died - 1)) for pool, (born, died) in spans.items()}
@@ -55,10 +61,21 @@ def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def live_spans(
     schedule: Schedule, starts: Sequence[np.ndarray], ends: Sequence[np.ndarray], *, latency: float = 0, missing: float = np.nan
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns from when to when each array is held, if the actions start and end at these times: two tables [S, M] per pool."""
+    """Returns the start and the end of the live range of each array, from the times of the actions.
+
+    Args:
+        schedule: The schedule.
+        starts: Start of each action, [N] per rank.
+        ends: End of each action, [N] per rank.
+        latency: Time of a transfer to another rank. A received array is live from its arrival.
+        missing: Value for a stage and microbatch without such an array.
+
+    Returns:
+        For each pool two arrays of times, [S, M].
+    """
     f0, i0 = (schedule.when(starts, (kind,), missing) for kind in (FORWARD, DGRAD))
     f1, d1, w1, i1 = (schedule.when(ends, kinds, missing) for kinds in ((FORWARD,), _BACKWARDS, _WGRADS, (WGRAD,)))
-    # Between stage s and the next: nothing where both are on one rank.
+    # Transfer time between stages s and s + 1: zero if both are on the same rank.
     travel = np.diff(schedule.rank_of_stage).astype(bool)[:, None] * latency
     none = np.full((1, schedule.num_microbatches), missing)
     return {
@@ -71,27 +88,43 @@ def live_spans(
 
 
 def assign(schedule: Schedule) -> Slots:
-    """Gives every array of a schedule a place in its pool, with as few places on each rank as the ticks allow."""
-    return number(schedule, live_ranges(schedule))
+    """Assigns a slot to every array of a schedule, with the minimum number of slots on each rank."""
+    return assign_ranges(schedule, live_ranges(schedule))
 
 
-def number(schedule: Schedule, ranges: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Slots:
-    """Returns slots for what is made and last used in these ticks, by pool."""
+def assign_ranges(schedule: Schedule, ranges: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Slots:
+    """Assigns slots to arrays with explicit live ranges.
+
+    Args:
+        schedule: The schedule, for the rank of each stage.
+        ranges: For each pool, the first and the last tick of each array, int [S, M], both inclusive; -1 if there is no array.
+
+    Returns:
+        The slots, by pool.
+    """
     numbers, counts = {}, {}
     for pool, (born, died) in ranges.items():
         slot, count = np.full(born.shape, -1), np.zeros(schedule.num_ranks, np.int64)
         for r in range(schedule.num_ranks):
             own = (born >= 0) & (schedule.rank_of_stage == r)[:, None]
-            slot[own], count[r] = colour(born[own], died[own])
+            slot[own], count[r] = _color_intervals(born[own], died[own])
         numbers[pool], counts[pool] = slot, count
     return Slots(numbers, counts)
 
 
-def colour(born: np.ndarray, died: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns numbers for intervals [born, died], both inclusive, such that two that overlap differ; and how many there are.
+def _color_intervals(born: np.ndarray, died: np.ndarray) -> tuple[np.ndarray, int]:
+    """Colors an interval graph with the minimum number of colors: overlapping intervals get different ones.
 
-    With K the most that overlap, the first K take 0 to K - 1 and the j-th after that takes over from the (j - K)-th to end:
-    when the j-th begins, at least j + 1 - K have ended, or more than K would overlap.
+    Let K be the maximum number of overlapping intervals. In order of their starts, the first K intervals take colors 0 to K -
+    1. Interval j >= K takes the color of the (j - K)-th interval to end. That one has ended: when interval j starts, at least
+    j + 1 - K intervals have ended, or more than K would overlap.
+
+    Args:
+        born: Starts, int [N], inclusive.
+        died: Ends, int [N], inclusive.
+
+    Returns:
+        The color of each interval, int64 [N], and the number of colors.
     """
     if not len(born):
         return np.zeros(0, np.int64), 0

@@ -1,10 +1,11 @@
-"""Tables: a schedule as numbers by tick and rank, for a program that all ranks run. No jax.
+"""Tabulates a schedule by tick and rank for an SPMD program. Does not import jax.
 
-A scan over `ScheduleTables` plays any schedule whose stages pass between neighbours. Where all ranks do the same kind of
-action in a tick (the aligned schedules), `phases` gives the few kinds of round there are: a program then needs no branch.
+A scan over the rows of `ScheduleTables` runs any schedule that transfers arrays only between neighbouring ranks. In an aligned
+schedule all ranks run the same kind of action in a tick. `phases` groups its ticks into a few kinds of rounds, so that the
+program needs no branch.
 
-Where ranks run the same writes, a rank that makes nothing that is to be kept does too. Such a write goes to a slot that is free
-at that time, or, if there is none, to one slot more.
+All ranks of an SPMD program execute the same writes, even if a rank has no array to store. Such a write goes to a slot that is
+free in this tick, or to one additional slot if none is free.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import numpy as np
 from jgraph.errors import OrderError, check_choice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, WGRAD, Kind
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.slots import POOLS, live_ranges, number
+from jgraph.schedule.slots import POOLS, assign_ranges, live_ranges
 
 # T ticks, P ranks, S stages, M microbatches
 
@@ -30,11 +31,13 @@ _MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gra
 
 @dataclass(frozen=True)
 class TickTable:
-    """Who does what in each tick. All int32 [T, P].
+    """The action of each rank in each tick. All arrays are int32 [T, P].
 
     Attributes:
-        kind: place in `KINDS`; `IDLE` where a rank does nothing.
-        stage, chunk, microbatch: of the action; -1 where idle.
+        kind: Index of the kind in `KINDS`, or `IDLE`.
+        stage: Stage of the action; -1 if idle.
+        chunk: Chunk of the action; -1 if idle.
+        microbatch: Microbatch of the action; -1 if idle.
     """
 
     kind: np.ndarray
@@ -45,18 +48,20 @@ class TickTable:
 
 @dataclass(frozen=True)
 class ScheduleTables:
-    """Who does what, and where it reads and writes. All int32 [T, P], unless it says otherwise.
+    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] unless noted.
 
     Attributes:
-        table: kinds, stages, chunks, microbatches.
-        reads: for each pool, the slot that the action may read; 0 where it reads none.
-        writes: for each pool that actions write, the slot; never -1.
-        arrivals: for each source and for `activation` and `gradient`, the slot that what comes from there at the end of the
-            tick is written to; never -1. Only the sources from which something comes at all: the previous rank and the next
-            one (both round the ring), and a stage on the same rank.
-        enter, leave, back: int32 [T]: the microbatch whose first forward, last forward and last dgrad this tick has; else -1.
-        slots: of each pool; `loss` holds the last stage's dy until its dgrad.
-        hops: for each source, the pairs (sender, receiver) of ranks.
+        table: Kind, stage, chunk and microbatch of each action.
+        reads: For each pool, the slot that the action may read; 0 if it reads none.
+        writes: For each pool written by actions, the slot. Never -1.
+        arrivals: For each source and each of the pools `activation` and `gradient`, the slot for the array that arrives at the
+            end of the tick. Never -1. Sources are the `previous` and the `next` rank of the ring, and a stage on the `same`
+            rank; sources without transfers are omitted.
+        enter: int32 [T], the microbatch with its forward of the first stage in this tick, or -1.
+        leave: int32 [T], the microbatch with its forward of the last stage in this tick, or -1.
+        back: int32 [T], the microbatch with its dgrad of the first stage in this tick, or -1.
+        slots: Number of slots of each pool. The additional pool `loss` holds dy of the last stage until its dgrad.
+        hops: For each neighbour, the (sender, receiver) pairs of ranks, as in `jax.lax.ppermute`.
     """
 
     table: TickTable
@@ -72,13 +77,14 @@ class ScheduleTables:
 
 @dataclass(frozen=True)
 class Phase:
-    """Rounds of one kind, one after another.
+    """Consecutive rounds with the same kinds of actions.
 
     Attributes:
-        kinds: of each tick of the round; two where some ranks fill in a pending wgrad while the others do the first.
-        first_tick: of the first round, in the table.
-        rounds: how many.
-        is_handed: whether the wgrads follow their dgrads at once on every rank, and take the stash from their hands.
+        kinds: Kinds of actions in each tick of a round. A tick has two kinds if some ranks run a pending wgrad while the others
+            run the first kind.
+        first_tick: Index of the first tick of the first round.
+        rounds: Number of rounds.
+        is_handed: True if the wgrad follows its dgrad in the next tick on every rank, so the stash needs no slot.
     """
 
     kinds: tuple[tuple[Kind, ...], ...]
@@ -87,10 +93,9 @@ class Phase:
     is_handed: bool = False
 
 
-# A schedule never changes: what a program asks for several times is made once.
 @lru_cache(maxsize=8)
 def tick_table(schedule: Schedule) -> TickTable:
-    """Returns who does what in each tick."""
+    """Returns the action of each rank in each tick. Cached, because schedules are immutable."""
     shape = (schedule.num_ticks, schedule.num_ranks)
     kind, stage, chunk, microbatch = (np.full(shape, fill, np.int32) for fill in (IDLE, -1, -1, -1))
     for r, (order, stages, ticks) in enumerate(zip(schedule.orders, schedule.stages, schedule.ticks, strict=True)):
@@ -101,16 +106,21 @@ def tick_table(schedule: Schedule) -> TickTable:
 
 @lru_cache(maxsize=8)
 def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
-    """Returns the tables of a schedule.
+    """Returns the tables of a schedule. Cached.
 
     Args:
-        schedule: consecutive stages are on the same rank or on neighbours in the ring.
-        writing: what a rank writes that makes nothing. `all`: in every tick dy of the loss and what arrives; no residuals and
-            no stash. `makers`: everything, in the ticks in which some rank makes it, except residuals and stash where others do
-            a wgrad. With `makers` a stash that is handed on has no slot.
+        schedule: A schedule with consecutive stages on the same rank, or on neighbours in the ring.
+        writing: Which pools a rank writes although its action makes no array for them. `all`: dy of the loss and arrivals in
+            every tick, residuals and stash never. `makers`: every pool in the ticks in which some rank makes an array for it,
+            except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot if all ranks run the wgrad
+            right after its dgrad.
+
+    Returns:
+        The tables.
 
     Raises:
-        OrderError: consecutive stages are on ranks that are not neighbours.
+        OrderError: If consecutive stages are on ranks that are not neighbours.
+        ConfigError: If `writing` is not one of its choices.
     """
     check_choice("writing", writing, get_args(Writing))
     table, ranges = tick_table(schedule), live_ranges(schedule)
@@ -118,13 +128,13 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     handed = _handed(table) & (writing == "makers")
     for times in ranges["stash"]:
         times[stage[handed], microbatch[handed]] = -1
-    # The dy that the loss makes is held as long as the last stage's residuals for dgrad.
+    # dy of the loss has the live range of the last stage's residuals for dgrad.
     is_last = np.arange(schedule.num_stages)[:, None] == schedule.num_stages - 1
     born, died = ranges["forward_dgrad"]
     ranges["loss"] = np.where(is_last, born, -1), np.where(is_last, died, -1)
-    assigned = number(schedule, ranges)
+    assigned = assign_ranges(schedule, ranges)
     numbers, counts = assigned.numbers, {pool: int(count.max()) for pool, count in assigned.counts.items()}
-    # Whether a slot is in use in a tick, [count (at least 1), T + 1, P].
+    # Slots in use, bool [max(count, 1), T + 1, P].
     taken = {pool: np.zeros((max(count, 1), len(kind) + 1, schedule.num_ranks), bool) for pool, count in counts.items()}
     for pool, (born, died) in ranges.items():
         for (s, m), slot in np.ndenumerate(numbers[pool]):
@@ -132,14 +142,14 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
                 taken[pool][slot, born[s, m] : died[s, m] + 1, schedule.rank_of_stage[s]] = True
     slots = dict(counts)
 
-    def complete(pool: str, column: np.ndarray, late: int) -> np.ndarray:
-        """Fills the places where nothing is to be kept; `late` ticks after the column's own is when it is written."""
+    def fill_unused(pool: str, column: np.ndarray, delay: int) -> np.ndarray:
+        """Replaces -1 in a column of slots by a free or an additional slot; the write is `delay` ticks later."""
         makes = np.isin(kind, _MAKERS[pool]).any(1, keepdims=True)
         if pool in POOLS[:3]:
             makes &= (writing == "makers") & ~(kind == WGRAD).any(1, keepdims=True) & ~(handed[:, None] & (pool == "stash"))
         else:
             makes |= writing == "all"
-        times = np.minimum(np.arange(len(column)) + late, len(column))
+        times = np.minimum(np.arange(len(column)) + delay, len(column))
         free = np.argmin(taken[pool][:, times], 0)
         full = np.take_along_axis(taken[pool][:, times], free[None], 0)[0]
         filled = np.where(column >= 0, column, np.where(full & makes, counts[pool], free)).astype(np.int32)
@@ -151,17 +161,17 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 
     at = {pool: np.where(kind != IDLE, numbers[pool][stage, microbatch], -1) for pool in numbers}
     writes = {
-        pool: complete(pool, np.where(np.isin(kind, _MAKERS[pool]), at[pool], -1), 0)
+        pool: fill_unused(pool, np.where(np.isin(kind, _MAKERS[pool]), at[pool], -1), 0)
         for pool in (*POOLS[:3], "loss")
         if counts[pool]
     }
-    came, hops = _arrivals(schedule, table, numbers)
+    received, hops = _arrivals(schedule, table, numbers)
     last = schedule.num_stages - 1
     return ScheduleTables(
         table,
         reads={pool: np.maximum(column, 0).astype(np.int32) for pool, column in at.items()},
         writes=writes,
-        arrivals={(source, pool): complete(pool, column, 1) for (source, pool), column in came.items()},
+        arrivals={(source, pool): fill_unused(pool, column, 1) for (source, pool), column in received.items()},
         enter=microbatch_where((kind == FORWARD) & (stage == 0)),
         leave=microbatch_where((kind == FORWARD) & (stage == last)),
         back=microbatch_where(np.isin(kind, (DGRAD, BACKWARD)) & (stage == 0)),
@@ -171,26 +181,38 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 
 
 def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> tuple[dict, dict]:
-    """Returns, for each source and pool that is used, the slot of what comes at the end of each tick, -1 for none; and
-    for each neighbour the pairs (sender, receiver)."""
+    """Finds the transfers of a schedule.
+
+    Args:
+        schedule: The schedule.
+        table: Its actions.
+        numbers: For each pool, the slot by stage and microbatch, int [S, M].
+
+    Returns:
+        For each source and pool with transfers, the slot of the array that arrives at the end of each tick, int32 [T, P], -1
+        for none. For each neighbour, the (sender, receiver) pairs of ranks.
+
+    Raises:
+        OrderError: If a transfer is between ranks that are not neighbours.
+    """
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
     forward = kind == FORWARD
-    passes_on = (kind != IDLE) & (kind != WGRAD) & np.where(forward, stage < schedule.num_stages - 1, stage > 0)
-    tick, sender = np.nonzero(passes_on)
+    sends = (kind != IDLE) & (kind != WGRAD) & np.where(forward, stage < schedule.num_stages - 1, stage > 0)
+    tick, sender = np.nonzero(sends)
     up, m = forward[tick, sender], microbatch[tick, sender]
     goes_to = stage[tick, sender] + np.where(up, 1, -1)
     receiver = home[goes_to]
     step = (receiver - sender) % ranks
-    # With two ranks the other one is both neighbours; a forward then counts as coming from the previous, a dgrad from the next.
+    # With two ranks, the other rank is both neighbours: activations come from `previous` and gradients from `next`.
     sources: dict[Source, np.ndarray] = {
         "previous": (step == 1) & (up | (ranks > 2)),
         "next": (step == ranks - 1) & (step > 0) & (~up | (ranks > 2)),
         "same": step == 0,
     }
-    stray = ~np.logical_or.reduce(list(sources.values()))
-    if stray.any():
-        i = int(np.argmax(stray))
+    distant = ~np.logical_or.reduce(list(sources.values()))
+    if distant.any():
+        i = int(np.argmax(distant))
         raise OrderError(
             f"rank {sender[i]} sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour; place consecutive "
             f"stages on the same rank or on neighbours",
@@ -209,12 +231,15 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 
 
 def phases(table: TickTable) -> tuple[Phase, ...]:
-    """Returns the rounds of an aligned schedule, equal ones joined.
+    """Groups the ticks of an aligned schedule into phases of equal rounds.
 
-    A round is a tick of forwards, then one of dgrads, then one of wgrads, as far as there are any.
+    A round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
+
+    Returns:
+        The phases, in the order of their ticks.
 
     Raises:
-        OrderError: in some tick ranks do different things, other than a wgrad beside one other kind.
+        OrderError: If a tick is idle on all ranks, or has two kinds of actions besides wgrad.
     """
     found = [np.unique(row[row != IDLE]) for row in table.kind]
     leads = []
@@ -222,7 +247,7 @@ def phases(table: TickTable) -> tuple[Phase, ...]:
         others = kinds[kinds != WGRAD]
         if len(others) > 1 or not len(kinds):
             names = " and ".join(KINDS[k] for k in kinds) or "nothing"
-            raise OrderError(f"tick {tick} has {names}; in an aligned schedule all ranks do the same, or fill in a wgrad")
+            raise OrderError(f"tick {tick} has {names}; in an aligned schedule all ranks run the same kind, or a wgrad")
         leads.append(int(others[0]) if len(others) else WGRAD)
     rounds: list[list[int]] = []
     for tick, lead in enumerate(leads):
@@ -239,7 +264,7 @@ def phases(table: TickTable) -> tuple[Phase, ...]:
 
 
 def _handed(table: TickTable) -> np.ndarray:
-    """Returns bool [T]: where all ranks do a dgrad, and its wgrad in the next tick."""
+    """Returns bool [T], True if all ranks run a dgrad in this tick and its wgrad in the next one."""
     follows = (table.kind[:-1] == DGRAD) & (table.kind[1:] == WGRAD)
     for column in (table.stage, table.microbatch):
         follows &= column[:-1] == column[1:]

@@ -55,17 +55,17 @@ def test_a_golden_row_that_is_sound_here_builds(name):
 @pytest.mark.parametrize(
     ("order", "delay", "text"),
     [
-        ([1, -1], True, r"entry 1 is -1, but no wgrad of chunk 1 comes, and delay_wgrad says.*add one -1.5"),
-        ([1, -1, -1.5], False, r"entry 2 is -1.5, a wgrad of chunk 1, but delay_wgrad says.*delay_wgrad=True"),
+        ([1, -1], True, r"entry 1 is -1, but chunk 1 has no wgrad although delay_wgrad is True.*add one -1.5"),
+        ([1, -1, -1.5], False, r"entry 2 is -1.5, a wgrad of chunk 1, although delay_wgrad is False.*delay_wgrad=True"),
         (
             generate("zb-h1", pp=2, microbatches=2),
             False,
-            r"is -1.5, a wgrad of chunk 1, but delay_wgrad says that they are not",
+            r"is -1.5, a wgrad of chunk 1, although delay_wgrad is False",
         ),
         (
             generate("1f1b", pp=2, microbatches=2),
             True,
-            r"says that they are delayed; add one -1.5 for each -1, or pass delay_wgrad=False",
+            r"although delay_wgrad is True; add one -1.5 for each -1, or pass delay_wgrad=False",
         ),
     ],
 )
@@ -159,7 +159,7 @@ X = jnp.ones((chain.B, chain.D))
         ({"params": (chain.make_params(0),)}, "`params`: 1 given for 2 callables"),
         ({"loss_fn": lambda y, t: y}, r"loss_fn gives float32\[3, 4\]: must be a floating scalar"),
         ({"order": [1, -1]}, "the order has 1 callables"),
-        ({"order": [1, 2, -1, -2]}, "which it needs; move it after"),
+        ({"order": [1, 2, -1, -2]}, "a later entry; move it after"),
     ],
 )
 def test_run_refuses_what_it_cannot_play(change, text):

@@ -1,11 +1,11 @@
-"""A second opinion on schedules, slow and obvious. It shares no algorithm with the library: one dict of what is where, one of
-what is done, and it looks at both at every use.
+"""An independent, slow and simple checker for schedules. It shares no algorithm with the library.
 
-What is where are values, not names: a forward's is a tuple with the activation inside that was in the slot, a dgrad's has what
-was kept for it and the gradient inside, and so on. So a wrong value anywhere is a wrong result.
+The referee keeps a dict of the contents of slots and a dict of finished actions, and checks both at every use. Contents are
+nested tuples, not names: the value of a forward contains the activation that it read, the value of a dgrad contains the
+residuals and the gradient that it read, and so on. A wrong value anywhere therefore changes the result.
 
-Within a tick everything that was sent in the tick before arrives first; then every rank reads and writes. So a place that is
-given to an arrival in the tick of its last use counts as a clash, as it would in a program.
+Within a tick, arrays sent in the previous tick arrive first; then all ranks read and write. A slot that is reused by an arrival
+in the tick of its last use counts as a clash, as in a compiled program.
 """
 
 from collections import Counter, defaultdict
@@ -22,13 +22,15 @@ from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
 OWN_POOLS = ("forward_dgrad", "forward_wgrad", "stash")
 
 
-class Foul(AssertionError):  # noqa: N818 - it is what a referee calls
-    """The schedule or its slots broke a rule; the message says which, where and when."""
+class Foul(AssertionError):  # noqa: N818 - a referee calls a foul
+    """The schedule or its slots violate a rule. The message names the rule, the rank and the tick."""
 
 
 def counted(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
-    """Per rank (tick, kind, stage, microbatch) of its actions, microbatches counted here: first in, first out per kind, but for
-    wgrads where the order says that they are those of the newest dgrads."""
+    """Returns (tick, kind, stage, microbatch) of each action per rank.
+
+    Counts microbatches independently of the library: first in, first out per kind, except for wgrads of the newest dgrad.
+    """
     rows = []
     for r, order in enumerate(schedule.orders):
         seen: Counter[tuple[int, int]] = Counter()
@@ -44,17 +46,17 @@ def counted(schedule: Schedule) -> list[list[tuple[int, int, int, int]]]:
             if kind == WGRAD and order.wgrads == "newest":
                 microbatches = {waiting[chunk].pop()}
             if len(microbatches) > 1:
-                raise Foul(f"rank {r}, entry {i}: a fused backward is about two microbatches, {sorted(microbatches)}")
+                raise Foul(f"rank {r}, entry {i}: a full backward has two microbatches, {sorted(microbatches)}")
             (m,) = microbatches
             if m != order.microbatches[i]:
-                raise Foul(f"rank {r}, entry {i}: counted microbatch {m}, the order says {order.microbatches[i]}")
+                raise Foul(f"rank {r}, entry {i}: microbatch is {order.microbatches[i]}, expected {m}")
             row.append((int(schedule.ticks[r][i]), kind, schedule.placement[r][chunk], m))
         rows.append(row)
     return rows
 
 
 def referee(schedule: Schedule, slots: Slots | None = None) -> int:
-    """Plays the schedule with its slots, tick by tick. Returns how many uses were checked; raises Foul."""
+    """Runs the schedule with its slots, tick by tick. Returns the number of checked reads; raises Foul."""
     slots = assign(schedule) if slots is None else slots
     numbers = {pool: table.tolist() for pool, table in slots.numbers.items()}
     counts = {pool: row.tolist() for pool, row in slots.counts.items()}
@@ -65,7 +67,7 @@ def referee(schedule: Schedule, slots: Slots | None = None) -> int:
         before = -1
         for tick, kind, stage, m in row:
             if tick <= before:
-                raise Foul(f"rank {r} goes from tick {before} to tick {tick}")
+                raise Foul(f"rank {r} has tick {tick} after tick {before}")
             before = tick
             by_tick.setdefault(tick, []).append((r, kind, stage, m))
 
@@ -89,7 +91,7 @@ def referee(schedule: Schedule, slots: Slots | None = None) -> int:
 
     def need(part: int, stage: int, m: int) -> None:
         if not done.get((part, stage, m), tick) < tick:
-            raise Foul(f"tick {tick}: stage {stage}, microbatch {m} is not through kind {part} in an earlier tick")
+            raise Foul(f"tick {tick}: stage {stage}, microbatch {m} has not finished kind {part} in an earlier tick")
 
     sent: list[tuple[str, int, int, tuple]] = []
     results: dict[tuple[int, int], tuple] = {}
@@ -129,11 +131,11 @@ def referee(schedule: Schedule, slots: Slots | None = None) -> int:
                 held[where(pool, r, stage, m)] = stage, m, new
             for part in (DGRAD, WGRAD) if kind == BACKWARD else (kind,):
                 if (part, stage, m) in done:
-                    raise Foul(f"tick {tick}: kind {part} of stage {stage}, microbatch {m} is done twice")
+                    raise Foul(f"tick {tick}: kind {part} of stage {stage}, microbatch {m} runs twice")
                 done[part, stage, m] = tick
     everything = {(part, s, m) for part in (FORWARD, DGRAD, WGRAD) for s in range(last + 1) for m in range(M)}
     if set(done) != everything:
-        raise Foul(f"not done: {sorted(everything - set(done))[:3]}; done for no reason: {sorted(set(done) - everything)[:3]}")
+        raise Foul(f"missing: {sorted(everything - set(done))[:3]}; unexpected: {sorted(set(done) - everything)[:3]}")
     for m in range(M):
         forwards: list[tuple] = []
         for stage in range(last + 1):
@@ -146,8 +148,8 @@ def referee(schedule: Schedule, slots: Slots | None = None) -> int:
     return uses
 
 
-def said(numbers: list[int | float]) -> list[tuple[int, int]] | None:
-    """Signed numbers as (kind, chunk); None where they say nothing. A chunk that has no wgrads has whole backwards."""
+def kinds_and_chunks(numbers: list[int | float]) -> list[tuple[int, int]] | None:
+    """Parses signed numbers to (kind, chunk); None if one is invalid. A chunk without wgrads has full backwards."""
     row = []
     for entry in numbers:
         chunk = int(abs(entry)) - 1
@@ -162,15 +164,18 @@ def said(numbers: list[int | float]) -> list[tuple[int, int]] | None:
     return row
 
 
-def can_be_played(rows: list[list[tuple[int, int]] | None], placement: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether (kind, chunk), one list per rank, are a whole step: every rank does its next action as soon as that is possible,
-    until all are through or nothing moves. Microbatches go first in, first out."""
+def can_run(rows: list[list[tuple[int, int]] | None], placement: tuple[tuple[int, ...], ...]) -> bool:
+    """True if lists of (kind, chunk) per rank form a complete step without deadlock.
+
+    Every rank runs its next action as soon as it is ready, until all are finished or all are blocked. Microbatches go first
+    in, first out.
+    """
     home = {stage: r for r, stages in enumerate(placement) for stage in stages}
     last = len(home) - 1
     for row, stages in zip(rows, placement, strict=True):
         if row is None or {chunk for _, chunk in row} != set(range(len(stages))):
             return False
-    done: Counter[tuple[int, int]] = Counter()  # how many microbatches are through a kind of a stage
+    done: Counter[tuple[int, int]] = Counter()  # finished microbatches by (kind, stage)
     at = [0] * len(rows)
     moved = True
     while moved:
@@ -193,12 +198,12 @@ def can_be_played(rows: list[list[tuple[int, int]] | None], placement: tuple[tup
                     done[part, s] += 1
                 at[r] += 1
                 moved = True
-    through = {done[part, s] for part in (FORWARD, DGRAD, WGRAD) for s in home}
-    return at == [len(row) for row in rows] and len(through) == 1
+    finished = {done[part, s] for part in (FORWARD, DGRAD, WGRAD) for s in home}
+    return at == [len(row) for row in rows] and len(finished) == 1
 
 
-def ticks_can_be_kept(schedule: Schedule, ticks: list[np.ndarray]) -> bool:
-    """Whether these ticks go up on every rank and everything is made in an earlier tick than it is used."""
+def ticks_are_valid(schedule: Schedule, ticks: list[np.ndarray]) -> bool:
+    """True if the ticks ascend on every rank and every array is made in an earlier tick than its use."""
     made: dict[tuple[int, int, int], int] = {}
     rows = counted(schedule)
     for row, own in zip(rows, ticks, strict=True):
@@ -216,13 +221,14 @@ def ticks_can_be_kept(schedule: Schedule, ticks: list[np.ndarray]) -> bool:
 
 
 def referee_times(schedule: Schedule, costs_table: np.ndarray, latency: float) -> tuple[list[list[float]], list[list[float]]]:
-    """(starts, ends) per rank if every action starts as soon as its rank is free and what it needs has arrived.
+    """Returns (starts, ends) per rank if every action starts as soon as its rank is free and its input has arrived.
 
-    Goes over the ranks again and again, one action each, until nothing moves.
+    Visits the ranks repeatedly, one action each, until none can proceed.
 
     Args:
-        costs_table: [4, S], by kind and stage.
-        latency: of a transfer to another rank.
+        schedule: The schedule.
+        costs_table: Cost by kind and stage, [4, S].
+        latency: Time of a transfer to another rank.
     """
     rows = counted(schedule)
     home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}
@@ -252,15 +258,17 @@ def referee_times(schedule: Schedule, costs_table: np.ndarray, latency: float) -
             ends[r].append(finished[part, stage, m])
             moved = True
     if [len(row) for row in rows] != [len(row) for row in ends]:
-        raise Foul("the ranks wait for each other")
+        raise Foul("the ranks deadlock")
     return starts, ends
 
 
 def referee_tick_times(
     schedule: Schedule, costs_table: np.ndarray, latency: float, execution: str
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(starts, ends) per rank if a rank enters a tick when all that it waits for have left the one before: every rank in
-    `lockstep`; those with a stage before or after one of its own, and itself, with `neighbours`.
+    """Returns (starts, ends) per rank for an execution tick by tick.
+
+    A rank enters a tick when the ranks it waits for have finished the previous one. In `lockstep` these are all ranks; with
+    `neighbours`, itself and the ranks with a stage before or after one of its own.
     """
     rows = counted(schedule)
     home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}

@@ -1,4 +1,4 @@
-"""Random schedules that can run, and random changes to them."""
+"""Random valid schedules, and random mutations of them."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ MUTATIONS = ("nudge", "swap", "drop", "duplicate", "flip", "rechunk", "half", "m
 
 
 def random_placement(rng: np.random.Generator, P: int, C: int) -> Placement:
-    """Round the ranks, a V, or anything: then ranks may also have unequal numbers of stages."""
+    """Draws a round-robin, V-shaped or arbitrary placement; an arbitrary one may have unequal numbers of stages per rank."""
     match rng.integers(4):
         case 0:
             return loop(P, C)
@@ -30,10 +30,10 @@ def random_placement(rng: np.random.Generator, P: int, C: int) -> Placement:
 def random_schedule(
     rng: np.random.Generator, *, most_ranks: int = 4, most_chunks: int = 3, most_microbatches: int = 5
 ) -> Schedule:
-    """A schedule that can run: one action after another is drawn from all that could come next, and written down by its rank.
+    """Draws a valid schedule by repeatedly choosing one of the actions that are ready.
 
-    How eager a schedule is for forwards, dgrads and wgrads, and how often it fuses a backward, is drawn as well: otherwise all
-    would look like a shuffled middle. Fused backwards go only where no wgrad of the chunk is pending.
+    The weights of forwards, dgrads and wgrads and the fraction of full backwards are drawn as well; otherwise all schedules
+    would look like a shuffled steady state. Full backwards occur only if no wgrad of the chunk is pending.
     """
     P = int(rng.integers(1, most_ranks + 1))
     placement = random_placement(rng, P, int(rng.integers(1, most_chunks + 1)))
@@ -53,7 +53,7 @@ def random_schedule(
         if not can:
             break
         mark = draws.pop() * sum(weights[kind] for kind, _ in can)
-        for kind, s in can:  # noqa: B007 - the one that is left is the one drawn
+        for kind, s in can:  # noqa: B007 - the last value is used after the loop
             mark -= weights[kind]
             if mark < 0:
                 break
@@ -69,13 +69,13 @@ def random_schedule(
 
 
 def delayed_ticks(rng: np.random.Generator, schedule: Schedule) -> Schedule:
-    """The same schedule with pauses: every tick becomes one to three, for all ranks alike."""
+    """Stretches every tick of a schedule to 1 to 3 ticks, the same for all ranks."""
     later = np.cumsum(rng.integers(1, 4, schedule.num_ticks))
     return Schedule(schedule.orders, schedule.placement, tuple(later[t] for t in schedule.ticks))
 
 
 def mutate(rng: np.random.Generator, numbers: Sequence[int | float]) -> tuple[str, list[int | float]]:
-    """One change to signed numbers, and what it is called."""
+    """Applies one random mutation to signed numbers. Returns its name and the result."""
     numbers = list(numbers)
     name = MUTATIONS[rng.integers(len(MUTATIONS))]
     i, j = rng.integers(len(numbers), size=2).tolist()
@@ -104,15 +104,18 @@ def mutate(rng: np.random.Generator, numbers: Sequence[int | float]) -> tuple[st
 
 
 def mutate_kinds(rng: np.random.Generator, row: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """One change to (kind, chunk) that signed numbers cannot say: a dgrad and some wgrad of its chunk fused where the dgrad is,
-    a fused backward taken apart with its wgrad anywhere, or an action of another kind."""
+    """Applies one random mutation that signed numbers cannot express.
+
+    Replaces a dgrad and a wgrad of its chunk by a full backward, splits a full backward with the wgrad at a random later
+    position, or changes the kind of an action.
+    """
     row = list(row)
     i = int(rng.integers(len(row)))
     kind, chunk = row[i]
     wgrads = [j for j, entry in enumerate(row) if entry == (WGRAD, chunk)]
     if kind == DGRAD and wgrads:
         row[i] = BACKWARD, chunk
-        # The next wgrad after a dgrad is often, but not always, its own.
+        # The next wgrad after a dgrad often, but not always, belongs to it.
         del row[next((j for j in wgrads if j > i), wgrads[0]) if rng.random() < 0.7 else int(rng.choice(wgrads))]
     elif kind == BACKWARD:
         row[i] = DGRAD, chunk
@@ -124,8 +127,10 @@ def mutate_kinds(rng: np.random.Generator, row: Sequence[tuple[int, int]]) -> li
 
 @st.composite
 def schedules(draw) -> Schedule:
-    """Schedules that can run, drawn so that hypothesis can shrink them: fewer ranks, chunks and microbatches first, and of what
-    could come next the first."""
+    """Draws valid schedules that hypothesis can shrink.
+
+    Examples shrink to fewer ranks, chunks and microbatches, and then to the first of the actions that are ready.
+    """
     P, C, M = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     spots = draw(st.permutations([r for r in range(P) for _ in range(C)]))
     placement = tuple(tuple(s for s, spot in enumerate(spots) if spot == r) for r in range(P))

@@ -1,4 +1,4 @@
-"""Choosing a schedule."""
+"""`best` chooses a schedule."""
 
 import re
 
@@ -15,7 +15,7 @@ BETWEEN = ("activation", "gradient")
 
 
 def brute_force(pp, microbatches, costs, sizes, chunks=(1, 2), **how):
-    """(makespan, peak bytes) of every schedule that there is, by (name, chunks)."""
+    """Returns (makespan, peak bytes) of every possible schedule, by (name, chunks)."""
     found = {}
     for name in NAMES:
         for count in chunks:
@@ -38,7 +38,7 @@ LIMIT = 600.0
 
 
 @pytest.mark.parametrize("limit", [530, 560, LIMIT, 700, 1100, None])
-def test_the_fastest_that_fits_wins(limit):
+def test_the_fastest_schedule_within_the_limit_wins(limit):
     choice = best(**STEP, memory_limit=limit)
     winner = choice.candidates[0]
     fits = [time for time, peak in ALL.values() if limit is None or peak <= limit]
@@ -50,7 +50,7 @@ def test_the_fastest_that_fits_wins(limit):
     assert choice.schedule.num_ranks == 4
 
 
-def test_a_limit_that_is_met_exactly_is_met():
+def test_a_peak_equal_to_the_limit_fits():
     _, peak = min((time, peak) for time, peak in ALL.values())
     assert best(**STEP, memory_limit=peak).candidates[0].peak_bytes == peak
     assert best(**STEP, memory_limit=peak - 0.5).candidates[0].peak_bytes < peak
@@ -67,7 +67,7 @@ def test_a_limit_that_is_met_exactly_is_met():
     execution=st.sampled_from(["dataflow", "neighbours", "lockstep"]),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_whatever_is_asked_the_choice_is_that_of_trying_all(
+def test_the_choice_equals_brute_force_for_random_arguments(
     pp, microbatches, times, bytes_each, limit, chunks, latency, execution
 ):
     step = {"pp": pp, "microbatches": microbatches, "costs": Costs(*times), "chunks": chunks, "latency": latency}
@@ -85,7 +85,7 @@ def test_whatever_is_asked_the_choice_is_that_of_trying_all(
     assert (winner.makespan, winner.peak_bytes) == pytest.approx((fastest, least), rel=1e-8)
 
 
-def test_every_schedule_is_listed_once_with_its_numbers():
+def test_every_schedule_is_listed_once_with_makespan_and_peak():
     candidates = best(**STEP, memory_limit=LIMIT).candidates
     possible = {(c.name, c.chunks): (c.makespan, c.peak_bytes) for c in candidates if c.makespan is not None}
     assert possible.keys() == ALL.keys()
@@ -95,7 +95,7 @@ def test_every_schedule_is_listed_once_with_its_numbers():
     assert {c.name for c in candidates} == set(NAMES)
 
 
-def test_the_winner_comes_first_then_the_others_by_makespan_then_those_that_cannot_be():
+def test_candidates_are_sorted_winner_first_then_by_makespan_then_impossible():
     candidates = best(**STEP, memory_limit=LIMIT).candidates
     times = [c.makespan for c in candidates[1:]]
     possible = [time for time in times if time is not None]
@@ -103,31 +103,31 @@ def test_the_winner_comes_first_then_the_others_by_makespan_then_those_that_cann
     assert [round(time, 6) for time in possible] == sorted(round(time, 6) for time in possible)
 
 
-def test_every_verdict_says_by_how_much_it_lost():
+def test_every_verdict_gives_the_reason_and_the_margin():
     winner, *others = best(**STEP, memory_limit=LIMIT).candidates
     assert winner.verdict == "fastest that fits"
-    said = set()
+    reasons = set()
     for other in others:
         if other.makespan is None:
             alone = other.name == "interleaved-1f1b"
-            expected = "it has at least 2 chunks a rank; with one, take 1f1b" if alone else "it has 1 chunk a rank"
+            expected = "needs at least 2 chunks per rank; use 1f1b for one" if alone else "supports only 1 chunk per rank"
         elif other.peak_bytes > LIMIT:
             expected = f"needs {other.peak_bytes - LIMIT:,.0f} bytes more than the limit"
         else:
             expected = f"{100 * (other.makespan / winner.makespan - 1):.1f}% slower"
         assert other.verdict.endswith(expected)
-        said.add(expected.split()[0])
-    assert {"it", "needs"} < said
+        reasons.add(expected.split()[0])
+    assert {"supports", "needs"} < reasons
 
 
-def test_a_schedule_that_cannot_be_says_why():
+def test_an_impossible_candidate_has_the_reason_and_no_numbers():
     candidates = best(pp=4, microbatches=4, costs=COSTS, names=("gpipe", "dualpipe-v"), chunks=(2,)).candidates
     assert candidates[-1].verdict.startswith("dualpipe-v on 4 ranks needs at least 8 microbatches, got 4")
     assert (candidates[-1].makespan, candidates[-1].bubble, candidates[-1].peak_bytes) == (None, None, None)
 
 
-def test_of_equally_fast_ones_the_smallest_wins_and_the_others_say_what_they_need_more():
-    # With one rank nobody idles, whatever the order; only memory tells them apart.
+def test_equally_fast_schedules_are_ranked_by_peak_memory():
+    # One rank never idles, so the schedules differ only in memory.
     candidates = best(pp=1, microbatches=4, costs=COSTS, sizes=SIZES, chunks=(1,)).candidates
     winner, *others = (candidate for candidate in candidates if candidate.name != "interleaved-1f1b")
     assert winner.peak_bytes == min(c.peak_bytes for c in (winner, *others))
@@ -138,52 +138,52 @@ def test_of_equally_fast_ones_the_smallest_wins_and_the_others_say_what_they_nee
     assert len({other.verdict for other in others}) > 1
 
 
-def test_without_sizes_and_without_a_limit_only_time_counts():
+def test_without_sizes_and_limit_the_fastest_schedule_wins():
     winner = best(pp=4, microbatches=16, costs=COSTS).candidates[0]
     assert winner.makespan == pytest.approx(min(time for time, _ in ALL.values()), rel=1e-9)
     assert winner.peak_bytes == 0
 
 
-def test_only_what_is_named_is_tried():
+def test_only_the_given_names_and_chunks_are_tried():
     choice = best(**STEP, names=("zb-h1", "gpipe"), chunks=(1,))
     assert {(c.name, c.chunks) for c in choice.candidates} == {("zb-h1", 1), ("gpipe", 1)}
 
 
 @pytest.mark.parametrize("limit", [0, 70, 99.6])
-def test_if_nothing_fits_the_nearest_is_told_and_how_far_it_is(limit):
+def test_if_nothing_fits_the_error_names_the_smallest_schedule_and_the_missing_bytes(limit):
     with pytest.raises(OrderError) as caught:
         best(**STEP, memory_limit=limit)
     found = re.fullmatch(
-        r"no schedule fits into (\S+) bytes a rank; the nearest is (\S+) with (\d) chunks, which needs (\S+), (\S+) more; "
+        r"no schedule fits into (\S+) bytes per rank; the smallest is (\S+) with (\d) chunks and needs (\S+), (\S+) more; "
         r"raise the memory limit",
         str(caught.value),
     )
-    said_limit, name, chunks, needed, more = found.groups()
+    shown_limit, name, chunks, needed, more = found.groups()
     least = min(peak for _, peak in ALL.values())
     assert ALL[name, int(chunks)][1] == pytest.approx(least)
-    assert [said_limit, needed, more] == [f"{number:,.0f}" for number in (limit, least, least - limit)]
+    assert [shown_limit, needed, more] == [f"{number:,.0f}" for number in (limit, least, least - limit)]
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"microbatches": 4, "names": ("dualpipe-v",)}, "no schedule is possible: dualpipe-v on 4 ranks needs at least 8"),
-        ({"names": ("1f1b",), "chunks": (2,)}, "no schedule is possible: 1f1b with chunks=2: it has 1 chunk"),
+        ({"microbatches": 4, "names": ("dualpipe-v",)}, "no schedule can be generated: dualpipe-v on 4 ranks needs at least 8"),
+        ({"names": ("1f1b",), "chunks": (2,)}, "no schedule can be generated: 1f1b with chunks=2: supports only 1 chunk"),
         ({"names": ("fastest",)}, "no schedule is called 'fastest'"),
         ({"pp": 0}, "`pp` is 0"),
         ({"microbatches": True}, "`microbatches` is True"),
         ({"chunks": (0,)}, "`chunks` is 0"),
-        ({"names": ()}, "leave no schedule"),
-        ({"chunks": ()}, "leave no schedule"),
-        # zb-v has two chunks a rank, so it is not among those with one.
-        ({"names": ("zb-v",), "chunks": (1,)}, "leave no schedule"),
+        ({"names": ()}, "select no schedule"),
+        ({"chunks": ()}, "select no schedule"),
+        # zb-v always has two chunks per rank.
+        ({"names": ("zb-v",), "chunks": (1,)}, "select no schedule"),
         ({"sizes": {"stack": 1.0}}, "`sizes` has 'stack'"),
         ({"latency": -1.0}, "`latency` is -1"),
         ({"engines": [Engine(execution="eager")]}, "`execution` is 'eager'"),
         ({"costs": Costs(forward=0.0)}, "`forward` is 0"),
     ],
 )
-def test_if_no_schedule_is_possible_the_reason_is_told(changes, match):
+def test_invalid_arguments_are_refused_with_the_reason(changes, match):
     with pytest.raises(JgraphError, match=match):
         best(**(STEP | changes))
 
@@ -191,11 +191,11 @@ def test_if_no_schedule_is_possible_the_reason_is_told(changes, match):
 @pytest.mark.parametrize(
     "asked", [{"names": ("gpipe", "gpipe")}, {"chunks": (1, 1)}, {"names": ("gpipe", "dualpipe-v"), "microbatches": 4}]
 )
-def test_a_candidate_is_listed_once_whatever_is_asked(asked):
+def test_candidates_are_listed_once_for_repeated_arguments(asked):
     candidates = best(**(STEP | asked)).candidates
-    # Of a V there is one schedule, with two chunks, whether it can be or not.
-    said = [(c.name, 2 if c.name == "dualpipe-v" else c.chunks) for c in candidates]
-    assert len(set(said)) == len(said)
+    # dualpipe-v has a single schedule, with two chunks, whether or not it can be generated.
+    keys = [(c.name, 2 if c.name == "dualpipe-v" else c.chunks) for c in candidates]
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(
@@ -209,16 +209,16 @@ def test_a_candidate_is_listed_once_whatever_is_asked(asked):
         {"costs": Costs("6.6")},
     ],
 )
-def test_junk_for_a_parameter_is_an_order_error(changes):
+def test_an_argument_of_a_wrong_type_is_an_order_error(changes):
     with pytest.raises(OrderError):
         best(**(STEP | changes))
 
 
-def test_of_two_engines_the_faster_one_plays():
-    def as_long_again(schedule, makespan):
+def test_the_faster_of_two_engines_wins():
+    def with_overhead(schedule, makespan):
         return makespan + schedule.num_microbatches
 
-    engines = [Engine("slow", of_step=as_long_again), Engine("fast")]
+    engines = [Engine("slow", of_step=with_overhead), Engine("fast")]
     choice = best(pp=2, microbatches=4, costs=COSTS, engines=engines)
     assert choice.candidates[0].engine == "fast"
     times = {(c.engine, c.name, c.chunks): c.makespan for c in choice.candidates if c.makespan is not None}
@@ -228,6 +228,6 @@ def test_of_two_engines_the_faster_one_plays():
             assert times["slow", *of] == pytest.approx(time + 4)
 
 
-def test_a_head_is_in_every_forward_of_the_last_stage():
+def test_the_head_adds_to_every_forward_of_the_last_stage():
     alone, with_head = (best(pp=1, microbatches=3, costs=Costs(), engines=[Engine(head=head)]) for head in (0, 0.5))
     assert with_head.candidates[0].makespan == pytest.approx(alone.candidates[0].makespan + 3 * 0.5)

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what the simulation says, where it says it."""
+"""Timelines and figures show the simulated actions at their times."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -26,13 +26,13 @@ def plain(run: Simulation, width: int = 100) -> str:
 
 
 def rows(text: str, rank: int) -> list[str]:
-    """What is right of a rank's label, one string for every time that the rank is drawn."""
+    """Returns the lines of a rank without the label, one per band."""
     label = max(map(len, re.findall(r"^rank \d+ +", text, re.M)))
     return [line[label:] for line in text.splitlines() if re.match(rf"rank {rank} ", line)]
 
 
 def actions(row: str) -> list[tuple[str, str]]:
-    """Letter and number ("" where it did not fit) of the cells that begin in a row; and nothing else may be there."""
+    """Returns (letter, number) of the cells that start in a row; the number is "" if it did not fit. Allows no other text."""
     tokens = re.findall(r"([FIWBfiwb-])(\d*) *|·+", row)
     assert "".join(m.group(0) for m in re.finditer(r"[FIWBfiwb-]\d* *|·+", row)) == row, row
     return [(letter, number) for letter, number in tokens if letter not in ("", "-")]
@@ -56,7 +56,7 @@ TINY = [
 
 
 @pytest.mark.parametrize(("name", "pp", "microbatches", "chunks"), TINY)
-def test_every_action_of_a_small_schedule_is_drawn_once_with_its_number_in_sequence(name, pp, microbatches, chunks):
+def test_a_small_schedule_shows_every_action_once_in_sequence_with_its_microbatch(name, pp, microbatches, chunks):
     run = run_of(name, pp, microbatches, chunks)
     text = plain(run, 200)
     for r in range(pp):
@@ -65,7 +65,7 @@ def test_every_action_of_a_small_schedule_is_drawn_once_with_its_number_in_seque
 
 
 @pytest.mark.parametrize(("name", "pp", "microbatches", "chunks"), TINY)
-def test_dots_are_where_a_rank_is_idle_and_nowhere_else(name, pp, microbatches, chunks):
+def test_dots_mark_exactly_the_idle_time(name, pp, microbatches, chunks):
     run = run_of(name, pp, microbatches, chunks, latency=1 / chunks)
     text = plain(run, 200)
     for r in range(pp):
@@ -77,7 +77,7 @@ def test_dots_are_where_a_rank_is_idle_and_nowhere_else(name, pp, microbatches, 
 
 @settings(max_examples=40, deadline=None)
 @given(schedules())
-def test_every_action_of_any_schedule_begins_once_though_it_goes_on_below(schedule):
+def test_every_action_of_a_random_schedule_starts_once_across_bands(schedule):
     run = simulate(schedule)
     text = plain(run, 60)
     for r in range(schedule.num_ranks):
@@ -86,7 +86,7 @@ def test_every_action_of_any_schedule_begins_once_though_it_goes_on_below(schedu
         assert all(number in ("", m) for (_, number), (_, m) in zip(found, expected(run, r), strict=True))
 
 
-def test_a_longer_schedule_goes_on_below_and_its_lines_say_the_time():
+def test_a_long_schedule_wraps_into_bands_with_continuous_times():
     run = run_of("aligned", 4, 16, 2, execution="lockstep")
     text = plain(run)
     parts = [len(row) for row in rows(text, 0)]
@@ -98,7 +98,7 @@ def test_a_longer_schedule_goes_on_below_and_its_lines_say_the_time():
     assert times[1:-1:2] == times[2:-1:2]
 
 
-def test_of_a_schedule_that_takes_too_many_lines_the_beginning_and_the_end_are_shown():
+def test_a_very_long_schedule_shows_the_start_and_the_end():
     run = run_of("1f1b", 8, 64)
     text = plain(run)
     for r in range(8):
@@ -112,7 +112,7 @@ def test_of_a_schedule_that_takes_too_many_lines_the_beginning_and_the_end_are_s
     assert re.search(r"B63 *$", last)
 
 
-def test_of_64_ranks_the_first_and_the_last_are_shown():
+def test_64_ranks_are_shortened_to_the_first_and_the_last():
     run = run_of("gpipe", 64, 128)
     text = plain(run)
     assert len(text.splitlines()) < 20
@@ -134,7 +134,7 @@ def test_no_line_is_wider_than_the_console(pp, width):
             assert shown >= ({*range(pp)} if pp <= 16 else {0, 1, pp - 2, pp - 1})
 
 
-def test_what_goes_on_below_fits_exactly_where_it_can():
+def test_bands_use_the_full_width_if_cells_divide_it():
     run = run_of("zb-h1", 2, 12)
     widest = [max(map(len, plain(run, width).splitlines())) for width in range(40, 75)]
     assert all(wide <= width for wide, width in zip(widest, range(40, 75), strict=True))
@@ -143,29 +143,29 @@ def test_what_goes_on_below_fits_exactly_where_it_can():
 
 
 @pytest.mark.parametrize(("costs", "latency"), [((1, 1, 1), 1e30), ((1e30, 1, 1e-30), 0), ((1e-30, 1e-30, 1e-30), 1e30)])
-def test_times_beyond_all_measure_are_drawn(tmp_path, costs, latency):
-    # Beside the longest, the shortest action rounds to no time at all.
+def test_extreme_times_are_drawn(tmp_path, costs, latency):
+    # The shortest action rounds to a duration of 0 after the longest.
     run = simulate(generate("zb-h1", pp=3, microbatches=6), Costs(*costs), latency=latency)
     assert max(map(len, plain(run).splitlines())) <= 100
     assert "rank 2" in texts(drawn(run, tmp_path / "a.svg"))
 
 
 def luminance(colour: str) -> float:
-    """WCAG 2.2, relative luminance."""
+    """Returns the relative luminance of WCAG 2.2."""
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-def test_text_has_enough_contrast_on_every_colour(chunks):
+def test_text_has_sufficient_contrast_on_every_color(chunks):
     for kind in draw.COLOURS:
         for chunk in range(chunks):
             light, dark = sorted((luminance(draw.tint(kind, chunk, chunks)), luminance(draw.TEXT)), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
-def test_every_kind_and_chunk_has_a_colour_of_its_own():
+def test_every_kind_and_chunk_has_a_distinct_color():
     colours = [draw.tint(kind, chunk, 4) for kind in draw.COLOURS for chunk in range(4)]
     for a, b in combinations(colours, 2):
         apart = [abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)]
@@ -173,7 +173,7 @@ def test_every_kind_and_chunk_has_a_colour_of_its_own():
     assert [draw.tint(kind, 0, 4) for kind in draw.COLOURS] == list(draw.COLOURS.values())
 
 
-def test_cells_have_the_colour_of_their_kind_and_chunk_and_hold_the_number():
+def test_cells_have_the_color_of_their_kind_and_chunk_and_show_the_microbatch():
     run = run_of("zb-v", 2, 3, 2)
     text = draw.timeline(run, width=200, colour=True)
     found = []
@@ -192,16 +192,16 @@ def test_cells_have_the_colour_of_their_kind_and_chunk_and_hold_the_number():
 
 
 @pytest.mark.parametrize("colour", [True, False])
-def test_the_legend_names_what_is_drawn_and_nothing_else(colour):
+def test_the_legend_lists_exactly_the_drawn_kinds_and_chunks(colour):
     one, two = (draw.legend(run, colour=colour).plain for run in (run_of("1f1b", 2, 2), run_of("zb-v", 2, 2, 2)))
     assert "B" in one
-    assert "wgrad at once" in one
+    assert "full backward" in one
     assert " W " not in one
     assert "chunk" not in one
     for word in ("F", "I", "W", "forward", "dgrad", "wgrad", "idle", "microbatch", "chunk"):
         assert word in two
-    assert "at once" not in two
-    assert ("small letter" in two) is not colour
+    assert "full backward" not in two
+    assert ("lower case" in two) is not colour
 
 
 def drawn(run: Simulation, path) -> ET.Element:
@@ -213,16 +213,16 @@ def texts(svg: ET.Element) -> list[str]:
     return [(element.text or "").strip() for element in svg.iter(f"{SVG}text")]
 
 
-def test_an_svg_has_its_ranks_numbers_legend_colours_and_hatches(tmp_path):
+def test_the_svg_contains_ranks_microbatches_legend_colors_and_hatches(tmp_path):
     run = run_of("zb-v", 3, 4, 2)
     svg = drawn(run, tmp_path / "a.svg")
     words = texts(svg)
-    # Once at the rows, once at the memory curves.
+    # Once in the timeline, once in the legend of the memory curves.
     assert all(words.count(f"rank {r}") == 2 for r in range(3))
     assert words.count("rank 3") == 0
     for word in ("forward", "dgrad", "wgrad", "lighter: chunk 2", "idle"):
         assert words.count(word) == 1
-    # Forward, dgrad and wgrad of two chunks on three ranks; "3" may also be a number at an axis.
+    # Forward, dgrad and wgrad of two chunks on three ranks; "3" may also label a tick of an axis.
     assert words.count("3") >= 3 * 2 * 3
     assert any("zb-v" in word and "makespan" in word for word in words)
     assert list(svg.iter(f"{SVG}pattern"))
@@ -230,7 +230,7 @@ def test_an_svg_has_its_ranks_numbers_legend_colours_and_hatches(tmp_path):
     assert fills >= {draw.tint(kind, chunk, 2).lower() for kind in range(3) for chunk in range(2)}
 
 
-def test_bars_are_where_the_actions_are(tmp_path):
+def test_bars_span_the_times_of_the_actions(tmp_path):
     run = run_of("zb-h1", 3, 5, latency=0.25)
     axes = draw.figure(run).axes[0]
     found = {r: [] for r in range(3)}
@@ -246,7 +246,7 @@ def test_bars_are_where_the_actions_are(tmp_path):
     assert axes.yaxis_inverted()
 
 
-def test_the_memory_curves_end_empty_and_reach_the_peak_in_microbatches():
+def test_memory_curves_reach_the_peak_and_return_to_zero():
     run = run_of("zb-v", 4, 8, 2)
     lines = draw.figure(run).axes[1].get_lines()
     peaks = run.peak({"forward_wgrad": 1 / 2})
@@ -254,7 +254,7 @@ def test_the_memory_curves_end_empty_and_reach_the_peak_in_microbatches():
     assert all(line.get_ydata()[-1] == 0 for line in lines)
 
 
-def test_of_many_ranks_the_first_the_last_and_the_fullest_have_a_memory_curve():
+def test_memory_of_many_ranks_is_drawn_for_the_first_the_last_and_the_fullest():
     run = run_of("aligned", 12, 30)
     peaks = run.peak({"forward_wgrad": 1.0})
     fullest = int(np.argmax(peaks))
@@ -263,7 +263,7 @@ def test_of_many_ranks_the_first_the_last_and_the_fullest_have_a_memory_curve():
     assert [label for label in labels if "fullest" in label] == [f"rank {fullest} (fullest)"]
 
 
-def test_the_same_run_gives_the_same_bytes(tmp_path):
+def test_the_svg_is_deterministic(tmp_path):
     run = run_of("aligned", 4, 6, 2, execution="lockstep")
     for name in ("a.svg", "b.svg"):
         draw.write_svg(run, tmp_path / name)
@@ -271,26 +271,26 @@ def test_the_same_run_gives_the_same_bytes(tmp_path):
     assert b"dc:date" not in (tmp_path / "a.svg").read_bytes()
 
 
-def test_numbers_too_many_to_read_are_left_out(tmp_path):
+def test_a_large_schedule_omits_microbatch_numbers(tmp_path):
     run = run_of("gpipe", 16, 100)
-    # Of the axes only: ranks and times in steps.
+    # The remaining texts label the axes: ranks and times.
     assert len(texts(drawn(run, tmp_path / "a.svg"))) < 100
 
 
-def test_bars_too_many_for_a_viewer_are_one_image(tmp_path, monkeypatch):
-    monkeypatch.setattr(draw, "_MOST_PATHS", 10)
+def test_a_large_schedule_is_rasterized(tmp_path, monkeypatch):
+    monkeypatch.setattr(draw, "_MAX_PATHS", 10)
     svg = drawn(run_of("1f1b", 3, 4), tmp_path / "a.svg")
     assert len(list(svg.iter(f"{SVG}image"))) == 1
     assert texts(svg).count("rank 2") == 2
 
 
-def test_a_picture_does_not_grow_wider_than_a_screen():
+def test_the_figure_width_grows_up_to_a_limit():
     assert draw.figure(run_of("1f1b", 2, 2)).get_figwidth() < draw.figure(run_of("1f1b", 2, 30)).get_figwidth()
     assert draw.figure(run_of("1f1b", 2, 2000)).get_figwidth() <= 18
 
 
 @pytest.mark.parametrize("name", ["costs $x_{", "$$", "\ud800", "two\nlines", "<b>&"])
-def test_a_picture_has_any_name_as_its_letters(tmp_path, name):
+def test_a_name_with_special_characters_is_drawn_literally(tmp_path, name):
     schedule = Schedule((Order.parse([1, -1]),), name=name)
     title = "\n".join(texts(drawn(simulate(schedule), tmp_path / "a.svg")))
     assert all(part in title for part in name.replace("\ud800", "?").split("\n"))

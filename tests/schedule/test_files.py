@@ -1,4 +1,4 @@
-"""Schedules as CSV and JSON."""
+"""Reading and writing schedules as CSV and JSON."""
 
 import json
 
@@ -19,30 +19,30 @@ CASES = [case for case in CASES if case[2] == 1 or case[0] not in ("1f1b", "zb-h
 
 
 def same(a, b):
-    """Whether two schedules do the same at the same ticks."""
+    """True if two schedules have the same orders, placement and ticks."""
     ticks = [[t.tolist() for t in schedule.ticks] for schedule in (a, b)]
     return (a.orders, a.placement, ticks[0]) == (b.orders, b.placement, ticks[1])
 
 
 @pytest.mark.parametrize(("name", "pp", "chunks"), CASES)
-def test_a_csv_says_everything(name, pp, chunks):
+def test_csv_round_trips(name, pp, chunks):
     schedule = generate(name, pp=pp, microbatches=7, chunks=chunks)
     assert same(from_csv(to_csv(schedule)), schedule)
 
 
 @pytest.mark.parametrize(("name", "pp", "chunks"), CASES)
-def test_json_says_the_signed_numbers_and_the_ticks(name, pp, chunks):
+def test_json_round_trips_orders_ticks_and_name(name, pp, chunks):
     schedule = generate(name, pp=pp, microbatches=7, chunks=chunks)
     again = from_json(to_json(schedule))
     if name == "dualpipe-v":
-        # Signed numbers say of a chunk, not of an entry, that wgrads are delayed: where some are, all come back split.
+        # Signed numbers cannot mix full and split backwards in a chunk, so all of them come back split.
         assert any(all(order.delay_wgrad) for order in again.orders) == (pp > 1)
         schedule, again = schedule.split(), again.split()
     assert same(again, schedule)
     assert again.name == schedule.name == name
 
 
-def test_the_ticks_of_aligned_are_not_the_earliest_and_are_kept():
+def test_files_keep_the_later_ticks_of_aligned_schedules():
     schedule = generate("aligned", pp=3, microbatches=7)
     assert not same(Schedule(schedule.orders, schedule.placement), schedule)
     for write_text, read_text in FORMS.values():
@@ -50,7 +50,7 @@ def test_the_ticks_of_aligned_are_not_the_earliest_and_are_kept():
 
 
 @pytest.mark.parametrize("suffix", FORMS)
-def test_pauses_before_and_between_actions_are_kept(suffix):
+def test_files_keep_idle_ticks_before_and_between_actions(suffix):
     write_text, read_text = FORMS[suffix]
     schedule = Schedule((Order.parse([1, -1]),) * 2, (), (np.array([3, 9]), np.array([5, 7])))
     assert same(read_text(write_text(schedule)), schedule)
@@ -63,7 +63,7 @@ def test_a_csv_has_a_row_per_rank_and_a_cell_per_tick():
 
 @given(schedules())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_random_schedules_come_back_from_both_forms(schedule):
+def test_random_schedules_round_trip_in_both_formats(schedule):
     assert same(from_csv(to_csv(schedule)), schedule)
     assert to_csv(from_csv(to_csv(schedule))) == to_csv(schedule)
     again = from_json(to_json(schedule))
@@ -76,43 +76,43 @@ def test_random_schedules_come_back_from_both_forms(schedule):
 
 
 @pytest.mark.parametrize(("name", "pp", "chunks"), [case for case in CASES if case[1] > 1])
-def test_a_csv_without_idle_cells_says_the_sequence_and_gets_the_earliest_ticks(name, pp, chunks):
+def test_a_csv_without_idle_cells_gets_the_earliest_ticks(name, pp, chunks):
     schedule = generate(name, pp=pp, microbatches=7, chunks=chunks)
     compact = "\n".join(",".join(cell for cell in row.split(",") if cell) for row in to_csv(schedule).splitlines())
     assert same(from_csv(compact), Schedule(schedule.orders, schedule.placement))
 
 
-def test_a_compact_csv_as_pytorch_writes_it_is_read():
-    # Columns cannot be ticks: 1F0 stands above nothing that made its input.
+def test_a_compact_csv_of_pytorch_is_read():
+    # Columns cannot be ticks: 1F0 is in the same column as 0F0, which makes its input.
     schedule = from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     assert same(schedule, generate("1f1b", pp=2, microbatches=2))
     assert schedule.ticks[1].tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("text", ["0F0,0B0\r\n", "0F0,0B0", " 0F0 ,\t0B0", '"0F0","0B0"\n', ",0F0,,0B0,,\n"])
-def test_line_ends_spaces_quotes_and_trailing_cells_make_no_difference(text):
+def test_csv_ignores_line_ends_spaces_quotes_and_empty_trailing_cells(text):
     assert from_csv(text).orders == (Order.parse([1, -1]),)
 
 
-def test_a_bare_list_of_orders_is_a_schedule():
+def test_a_json_list_of_orders_is_a_schedule():
     assert from_json("[[1, -1], [1, -1]]").num_ranks == 2
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".CSV", ".Json"])
-def test_files_are_told_apart_by_suffix(tmp_path, suffix):
+def test_the_suffix_selects_the_format(tmp_path, suffix):
     schedule = generate("zb-v", pp=2, microbatches=4)
     write(schedule, tmp_path / f"schedule{suffix}")
     assert same(read(tmp_path / f"schedule{suffix}"), schedule)
     assert (tmp_path / f"schedule{suffix}").read_text().startswith("{") == (suffix.lower() == ".json")
 
 
-def test_a_name_of_any_letters_is_kept(tmp_path):
+def test_json_keeps_a_name_with_special_characters(tmp_path):
     schedule = Schedule((Order.parse([1, -1]),), name='ein "Plan",\nzweite Zeile 好')
     write(schedule, tmp_path / "a.json")
     assert read(tmp_path / "a.json").name == schedule.name
 
 
-def test_a_suffix_that_is_no_schedule_is_refused_before_anything_is_written(tmp_path):
+def test_an_unknown_suffix_is_refused_before_the_file_is_created(tmp_path):
     with pytest.raises(OrderError, match=r"a\.txt: must be a \.csv or \.json file"):
         write(generate("1f1b", pp=2, microbatches=2), tmp_path / "a.txt")
     assert not list(tmp_path.iterdir())
@@ -122,26 +122,26 @@ def test_a_suffix_that_is_no_schedule_is_refused_before_anything_is_written(tmp_
     ("text", "match"),
     [
         ("", "one row per rank"),
-        ("0F0,0X0\n", "rank 0, cell 1: '0X0' is no action"),
+        ("0F0,0X0\n", "rank 0, cell 1: '0X0' is not an action"),
         ("0F0,0B0\n\n", "rank 1 has no action"),
         ("0F1,0B0\n", "rank 0, entry 0 .* must be microbatch 0"),
         ("0F0,0B0\n0F0,0B0\n", "each of 0 to 1"),
-        ("0F0,0I0\n", "its wgrad never comes"),
+        ("0F0,0I0\n", "its wgrad is missing"),
         ("0F0,0B0,1F0,1B0\n", "rank 0, entry 1"),
         ("\n", "rank 0 has no action"),
         (",,\n", "rank 0 has no action"),
-        ("0F0;0B0", "rank 0, cell 0: '0F0;0B0' is no action"),
-        ("0F0,-1B0", "rank 0, cell 1: '-1B0' is no action"),
+        ("0F0;0B0", "rank 0, cell 0: '0F0;0B0' is not an action"),
+        ("0F0,-1B0", "rank 0, cell 1: '-1B0' is not an action"),
         ("0F0,0f1", "rank 0, cell 1"),
-        ("0F0,0F\n", "rank 0, cell 1: '0F' is no action; an action is stage, letter, microbatch, e.g. 5F3"),
+        ("0F0,0F\n", "rank 0, cell 1: '0F' is not an action; write the stage, one of the letters F, I, W, B"),
         ("0F1000000000,0B0", "rank 0, cell 0"),
         ("\ufeff0F0,0B0", "rank 0, cell 0"),
         ("0F0,0B0\n2F0,2B0\n", "each of 0 to 1"),
-        ("0F0,0B0\n1F0,1F1,1B0,1B1\n", "rank 1 has 2 microbatches, rank 0 has 1"),
+        ("0F0,0B0\n1F0,1F1,1B0,1B1\n", "rank 1 has 2 microbatches, but rank 0 has 1"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "deadlocks: rank 0 at entry 1"),
     ],
 )
-def test_a_csv_that_says_no_schedule_is_refused(text, match):
+def test_an_invalid_csv_is_refused(text, match):
     with pytest.raises(OrderError, match=match):
         from_csv(text)
 
@@ -156,12 +156,12 @@ def test_a_csv_that_says_no_schedule_is_refused(text, match):
         ('{"orders": [[1, -1], [1, "x"]]}', "rank 1, entry 1"),
         ('{"orders": [[1, -1]], "placement": [["0"]]}', "placement must be"),
         ('{"orders": [[1, -1]], "ticks": [[0.5, 1]]}', "ticks must be"),
-        ('{"orders": [[1, -1]], "ticks": [[1, 0]]}', "go up"),
+        ('{"orders": [[1, -1]], "ticks": [[1, 0]]}', "ascending"),
         ("null", "one list of signed numbers per rank"),
-        ("[]", "at least one rank"),
+        ("[]", "at least one Order"),
         ("[[]]", "rank 0, the order is empty"),
-        ("[null]", "rank 0, an order is a sequence"),
-        ('["1"]', "rank 0, an order is a sequence"),
+        ("[null]", "rank 0, an order must be a sequence"),
+        ('["1"]', "rank 0, an order must be a sequence"),
         ("[[1, -1.0]]", "rank 0, entry 1 .* integers"),
         ("[[true, -1]]", "rank 0, entry 0"),
         ("[[1, NaN]]", "rank 0, entry 1"),
@@ -179,7 +179,7 @@ def test_a_csv_that_says_no_schedule_is_refused(text, match):
         ("[" * 100_000, "not JSON"),
     ],
 )
-def test_json_that_says_no_schedule_is_refused(text, match):
+def test_an_invalid_json_is_refused(text, match):
     with pytest.raises(OrderError, match=match):
         from_json(text)
 
@@ -190,10 +190,10 @@ def test_json_that_says_no_schedule_is_refused(text, match):
         ("a.txt", b"", r"must be a \.csv or \.json file"),
         ("a.csv", None, "cannot be read as a schedule"),
         ("a.json", b"\xff", "cannot be read as a schedule"),
-        ("a.csv", b"x", "no action"),
+        ("a.csv", b"x", "not an action"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, match):
+def test_the_error_names_an_unreadable_file(tmp_path, name, content, match):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(OrderError, match=match) as caught:
@@ -201,26 +201,26 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, match):
     assert name in str(caught.value)
 
 
-def test_an_error_in_a_file_has_the_rank_the_cell_and_the_position_among_actions(tmp_path):
+def test_an_error_in_a_csv_gives_rank_cell_and_position(tmp_path):
     path = tmp_path / "plan.csv"
     path.write_text("0F0,,,0B0\n,1F0,,1X0\n")
     with pytest.raises(OrderError) as caught:
         read(path)
-    assert str(caught.value).startswith(f"{path}: rank 1, cell 3: '1X0' is no action; ")
+    assert str(caught.value).startswith(f"{path}: rank 1, cell 3: '1X0' is not an action; ")
     assert (caught.value.rank, caught.value.position) == (1, 1)
 
 
-def test_an_error_in_an_order_of_a_file_has_rank_and_position(tmp_path):
+def test_an_error_in_a_json_order_gives_rank_and_position(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text("[[1, -1], [1, -1, -1]]")
     with pytest.raises(OrderError) as caught:
         read(path)
-    assert str(caught.value).startswith(f"{path}: rank 1, entry 2 is the dgrad of chunk 1, microbatch 1, before its forward")
+    assert str(caught.value).startswith(f"{path}: rank 1, entry 2 is the dgrad of chunk 1, microbatch 1, which comes before")
     assert (caught.value.rank, caught.value.position) == (1, 2)
 
 
 @pytest.mark.parametrize("suffix", FORMS)
-def test_a_folder_and_an_empty_file_are_no_schedules(tmp_path, suffix):
+def test_a_folder_and_an_empty_file_are_refused(tmp_path, suffix):
     (tmp_path / f"folder{suffix}").mkdir()
     (tmp_path / f"empty{suffix}").write_bytes(b"")
     with pytest.raises(OrderError, match=r"folder.*: cannot be read as a schedule \(Is a directory\)"):
@@ -231,7 +231,7 @@ def test_a_folder_and_an_empty_file_are_no_schedules(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", FORMS)
 @pytest.mark.parametrize("name", ["aligned", "dualpipe-v"])
-def test_a_file_that_was_cut_off_is_refused_or_at_least_a_schedule(tmp_path, suffix, name):
+def test_a_truncated_file_is_refused_unless_the_rest_is_a_schedule(tmp_path, suffix, name):
     write_text, read_text = FORMS[suffix]
     text = write_text(generate(name, pp=2, microbatches=5))
     taken = []
@@ -241,7 +241,7 @@ def test_a_file_that_was_cut_off_is_refused_or_at_least_a_schedule(tmp_path, suf
             taken.append(end)
         except OrderError:
             continue
-    # What may be missing: idle cells, the line end, and of a table whole ranks, if those that are left have the first stages.
+    # Truncation may remove idle cells, the line end, or whole rows of the table if the remaining ranks have the first stages.
     rows = [row.strip(",") for row in text.splitlines()]
     for end in taken:
         kept = [row.strip(",") for row in text[:end].splitlines()]
@@ -253,13 +253,13 @@ def test_a_file_that_was_cut_off_is_refused_or_at_least_a_schedule(tmp_path, suf
 CELLS = st.lists(
     st.lists(st.sampled_from(["0F0", "0B0", "1F0", "1I0", "1W0", "", "0F1", "x", " 2B0 "]), max_size=6), max_size=3
 )
-# Without carriage returns, which break the table (see below); a file that is read has none.
+# Excludes carriage returns, which the csv module refuses (see below) and reading a text file removes.
 TEXT = st.text(st.characters(exclude_characters="\r"), max_size=20) | st.text('0123FIWB,"\n []{}-.5', max_size=30)
 
 
 @given(text=CELLS.map(lambda rows: "\n".join(map(",".join, rows))) | TEXT)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_any_text_is_a_schedule_or_an_order_error(text):
+def test_arbitrary_text_gives_a_schedule_or_an_order_error(text):
     for parse in (from_csv, from_json):
         try:
             parse(text)
@@ -269,7 +269,7 @@ def test_any_text_is_a_schedule_or_an_order_error(text):
 
 @given(schedule=schedules(), suffix=st.sampled_from(list(FORMS)), data=st.data())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_a_text_with_a_piece_replaced_is_a_schedule_or_an_order_error(schedule, suffix, data):
+def test_a_corrupted_file_gives_a_schedule_or_an_order_error(schedule, suffix, data):
     write_text, read_text = FORMS[suffix]
     text = write_text(schedule)
     start, length = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 5))
@@ -298,7 +298,7 @@ BODIES = st.fixed_dictionaries(
 
 @given(body=BODIES | VALUES)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_any_json_is_a_schedule_or_an_order_error(body):
+def test_arbitrary_json_gives_a_schedule_or_an_order_error(body):
     try:
         schedule = from_json(json.dumps(body))
     except OrderError:
@@ -308,7 +308,7 @@ def test_any_json_is_a_schedule_or_an_order_error(body):
 
 @given(content=st.binary(max_size=40), suffix=st.sampled_from(list(FORMS)))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_any_bytes_in_a_file_are_a_schedule_or_an_order_error_that_names_it(tmp_path_factory, content, suffix):
+def test_arbitrary_bytes_give_a_schedule_or_an_order_error_with_the_path(tmp_path_factory, content, suffix):
     path = tmp_path_factory.getbasetemp() / f"bytes{suffix}"
     path.write_bytes(content)
     try:
@@ -321,17 +321,17 @@ def test_any_bytes_in_a_file_are_a_schedule_or_an_order_error_that_names_it(tmp_
 
 
 @pytest.mark.parametrize("text", ["0F0\r0B0", "0F0," + "x" * 200_000, '0F0,"' + "0B0," * 50_000])
-def test_a_table_that_the_csv_module_refuses_is_an_order_error(text):
+def test_an_error_of_the_csv_module_becomes_an_order_error(text):
     with pytest.raises(OrderError):
         from_csv(text)
 
 
-def test_a_path_that_no_file_can_have_is_refused(tmp_path):
+def test_an_impossible_path_is_refused(tmp_path):
     with pytest.raises(OrderError, match="cannot be read as a schedule"):
         read(tmp_path / "a\0.csv")
 
 
-def test_the_message_about_a_long_cell_is_short():
+def test_the_error_for_a_long_cell_is_short():
     with pytest.raises(OrderError) as caught:
         from_csv("y" * 100_000)
     assert len(str(caught.value)) < 1000
@@ -339,23 +339,23 @@ def test_the_message_about_a_long_cell_is_short():
 
 @pytest.mark.parametrize("value", ["0", "{}", "false", '""'])
 @pytest.mark.parametrize("field", ["placement", "ticks"])
-def test_a_field_that_is_no_list_is_refused(field, value):
+def test_a_json_field_must_be_a_list(field, value):
     with pytest.raises(OrderError, match=f"{field} must be"):
         from_json(f'{{"orders": [[1, -1]], "{field}": {value}}}')
 
 
-def test_what_is_written_is_json_that_others_can_read():
+def test_the_written_file_is_plain_json_with_signed_numbers():
     body = json.loads(to_json(generate("aligned", pp=2, microbatches=3)))
     assert body["orders"][0] == [1, 1, 1, -1, -1.5, -1, -1.5, -1, -1.5]
     assert set(body) == {"name", "placement", "orders", "ticks"}
 
 
-def test_a_path_may_be_a_string(tmp_path):
+def test_read_and_write_accept_a_string_path(tmp_path):
     schedule = generate("1f1b", pp=2, microbatches=2)
     write(schedule, str(tmp_path / "a.json"))
     assert same(read(str(tmp_path / "a.json")), schedule)
 
 
-def test_a_tick_that_would_make_a_table_without_end_is_refused():
+def test_a_huge_tick_is_refused():
     with pytest.raises(OrderError, match=r"2,147,483,648 ticks for 2 actions"):
         from_json('{"orders": [[1, -1]], "ticks": [[0, 2147483647]]}')

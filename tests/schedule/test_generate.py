@@ -1,4 +1,4 @@
-"""The schedules by name: that they can run, how much they idle, and what they hold, against closed formulas and golden rows."""
+"""Generated schedules run, and their idle time and memory match closed formulas and golden rows."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ from tests.schedule.referee import referee
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "bubbles.json").read_text())
 
-# Name in the goldens -> name and chunks here, execution, column. Goldens have four decimals.
+# Name in the goldens -> name, chunks, execution, column. Golden values have four decimals.
 ROWS = {
     "GPipe": ("gpipe", 1, "dataflow", "async_bubble"),
     "1F1B": ("1f1b", 1, "dataflow", "async_bubble"),
@@ -39,7 +39,7 @@ def microbatches(name: str, P: int) -> list[int]:
 
 
 def in_flight(schedule: Schedule, *, until: int) -> list[int]:
-    """The most forwards per rank that were started and whose dgrad or wgrad (`until`) was not finished before."""
+    """Returns the maximum number of microbatches per rank between their forward and their dgrad or wgrad (`until`)."""
     most = []
     for order in schedule.orders:
         alive = np.cumsum((order.kinds == FORWARD).astype(int) - np.isin(order.kinds, (until, 3)))
@@ -54,7 +54,7 @@ def aligned(P: int, M: int, C: int = 1) -> Schedule:
 
 @pytest.mark.parametrize("P", range(1, 9))
 @pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_by_name_plays_without_a_clash(name, P):
+def test_every_generated_schedule_runs_without_a_clash(name, P):
     for chunks in CHUNKS.get(name, (1, 2, 3, 4)):
         for M in microbatches(name, P):
             schedule = generate(name, pp=P, microbatches=M, chunks=chunks)
@@ -68,14 +68,14 @@ def test_every_schedule_by_name_plays_without_a_clash(name, P):
     [row for row in GOLDEN if row["schedule"] in ROWS],
     ids=lambda row: "-".join(str(value) for value in (row["schedule"], row["P"], row["M"], *row["T"])),
 )
-def test_no_schedule_idles_more_than_its_golden_row(row):
+def test_the_bubble_is_at_most_that_of_the_golden_row(row):
     name, chunks, execution, column = ROWS[row["schedule"]]
     schedule = generate(name, pp=row["P"], microbatches=row["M"], chunks=chunks)
     run = simulate(schedule, Costs(*row["T"]).per_chunk(chunks), execution=execution)
     assert run.bubble <= row[column] + 5e-5
 
 
-def test_there_is_a_golden_row_for_every_name_both_costs_and_all_sizes():
+def test_golden_rows_cover_every_name_both_costs_and_all_sizes():
     rows = [(ROWS[r["schedule"]][0], r["P"], r["M"], tuple(r["T"])) for r in GOLDEN if r["schedule"] in ROWS]
     assert {name for name, *_ in rows} == set(NAMES)
     sizes = {(P, M) for P in (4, 8) for M in (8, 16, 32)}
@@ -87,7 +87,7 @@ def test_there_is_a_golden_row_for_every_name_both_costs_and_all_sizes():
 
 
 @pytest.mark.parametrize("P", range(1, 9))
-def test_aligned_with_one_chunk_takes_3m_plus_p_minus_1_ticks_once_the_pipe_is_full(P):
+def test_aligned_with_one_chunk_takes_3m_plus_p_minus_1_ticks_for_enough_microbatches(P):
     for M in range(1, 4 * P + 2):
         ticks = aligned(P, M).num_ticks
         assert ticks <= 3 * M + 2 * (P - 1)
@@ -96,14 +96,14 @@ def test_aligned_with_one_chunk_takes_3m_plus_p_minus_1_ticks_once_the_pipe_is_f
 
 
 @pytest.mark.parametrize("P", range(1, 9))
-def test_aligned_with_chunks_takes_3m_ticks_a_chunk_plus_p_minus_1_once_the_pipe_is_full(P):
+def test_aligned_with_chunks_takes_3mc_plus_p_minus_1_ticks_for_enough_microbatches(P):
     for chunks in (2, 3, 4):
         for M in range(2 * P - 1, 3 * P + 2):
             assert aligned(P, M, chunks).num_ticks == 3 * M * chunks + P - 1
 
 
 @pytest.mark.parametrize("P", range(1, 9))
-def test_in_a_tick_of_aligned_all_ranks_do_the_same_except_that_wgrads_fill_in(P):
+def test_a_tick_of_aligned_has_one_kind_of_action_and_wgrads(P):
     for chunks in (1, 2, 3):
         for M in microbatches("aligned", P):
             schedule = aligned(P, M, chunks)
@@ -112,13 +112,13 @@ def test_in_a_tick_of_aligned_all_ranks_do_the_same_except_that_wgrads_fill_in(P
                 for tick, kind in zip(ticks, order.kinds, strict=True):
                     rows[tick].append(int(kind))
             for tick, kinds in enumerate(rows):
-                assert kinds, f"nobody does anything in tick {tick}"
+                assert kinds, f"all ranks idle in tick {tick}"
                 assert set(kinds) - {WGRAD} in ({FORWARD}, {DGRAD}, set())
 
 
 @given(name=st.sampled_from(["gpipe", "1f1b"]), P=st.integers(1, 8), M=st.integers(1, 24), F=costs, I=costs, W=costs)
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_whatever_they_cost(name, P, M, F, I, W):  # noqa: E741
+def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_at_any_costs(name, P, M, F, I, W):  # noqa: E741
     run = simulate(generate(name, pp=P, microbatches=M), Costs(F, I, W))
     assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * (F + I + W), abs=1e-9)
 
@@ -131,16 +131,16 @@ def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_whatever_they_
     each=st.tuples(costs, costs, costs),
 )
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_chunks_divide_what_gpipe_and_1f1b_idle_by_their_number_if_microbatches_fill_the_ring(name, P, extra, chunks, each):
-    M = P + extra  # also where they are no multiple of P
+def test_chunks_divide_the_idle_time_of_gpipe_and_interleaved_1f1b(name, P, extra, chunks, each):
+    M = P + extra  # includes numbers that are not a multiple of P
     run = simulate(generate(name, pp=P, microbatches=M, chunks=chunks), Costs(*each).per_chunk(chunks))
     assert run.makespan - M * sum(each) == pytest.approx((P - 1) * sum(each) / chunks, abs=1e-9)
 
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 16), F=costs, W=costs, share=st.floats(0.05, 1.0))
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_zb_h2_idles_for_p_minus_1_forwards_if_dgrad_is_the_cheapest(P, extra, F, W, share):
-    # Measured: with a dgrad that costs more than a forward or a wgrad, it is more for some numbers of microbatches.
+def test_zb_h2_idles_for_p_minus_1_forwards_if_dgrad_is_cheapest(P, extra, F, W, share):
+    # Measured: if dgrad costs more than forward or wgrad, the idle time is longer for some numbers of microbatches.
     M, I = P + extra, share * min(F, W)  # noqa: E741
     run = simulate(generate("zb-h2", pp=P, microbatches=M), Costs(F, I, W))
     assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * F, abs=1e-9)
@@ -148,7 +148,7 @@ def test_zb_h2_idles_for_p_minus_1_forwards_if_dgrad_is_the_cheapest(P, extra, F
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 8), chunks=st.integers(1, 4), F=costs, I=costs, share=st.floats(0.05, 1.0))
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_aligned_in_lockstep_idles_as_zb_h1_by_its_chunks_if_wgrad_is_the_cheapest(P, extra, chunks, F, I, share):  # noqa: E741
+def test_aligned_in_lockstep_idles_as_zb_h1_divided_by_chunks_if_wgrad_is_cheapest(P, extra, chunks, F, I, share):  # noqa: E741
     M, W = 2 * P - 1 + extra, share * min(F, I)
     run = simulate(aligned(P, M, chunks), Costs(F, I, W).per_chunk(chunks), execution="lockstep")
     assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * (F + I - W) / chunks, abs=1e-9)
@@ -156,21 +156,21 @@ def test_aligned_in_lockstep_idles_as_zb_h1_by_its_chunks_if_wgrad_is_the_cheape
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 16), F=costs, I=costs, share=st.floats(0.05, 1.0))
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_zb_h1_idles_for_p_minus_1_of_forward_plus_dgrad_minus_wgrad_if_wgrad_is_the_cheapest(P, extra, F, I, share):  # noqa: E741
-    # Measured: with a wgrad that costs more than a forward or a dgrad, or fewer than P microbatches, it is another number.
+def test_zb_h1_idles_for_p_minus_1_of_forward_plus_dgrad_minus_wgrad_if_wgrad_is_cheapest(P, extra, F, I, share):  # noqa: E741
+    # Measured: the idle time differs if wgrad costs more than forward or dgrad, or with fewer than P microbatches.
     M, W = P + extra, share * min(F, I)
     run = simulate(generate("zb-h1", pp=P, microbatches=M), Costs(F, I, W))
     assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * (F + I - W), abs=1e-9)
 
 
 @pytest.mark.parametrize("P", range(1, 9))
-def test_zb_h2_with_equal_costs_leaves_each_rank_idle_only_while_the_first_forward_comes_down(P):
+def test_zb_h2_with_equal_costs_idles_only_until_the_first_forward(P):
     M = 2 * P + 3
     assert simulate(generate("zb-h2", pp=P, microbatches=M)).makespan == 3 * M + P - 1
 
 
 @pytest.mark.parametrize("P", range(1, 9))
-def test_ranks_hold_no_more_microbatches_than_their_schedule_is_known_for(P):
+def test_ranks_hold_at_most_the_published_number_of_microbatches(P):
     for M in (1, P, 2 * P, 32):
         limits = {
             "gpipe": [M] * P,
@@ -189,7 +189,7 @@ def test_ranks_hold_no_more_microbatches_than_their_schedule_is_known_for(P):
                 assert all(h <= most for h, most in zip(held, limit, strict=True)), name
 
 
-def test_the_v_schedules_have_two_chunks_even_if_one_is_asked_for():
+def test_v_schedules_have_two_chunks_for_chunks_1_and_2():
     for name in ("zb-v", "dualpipe-v"):
         one, two = (generate(name, pp=3, microbatches=6, chunks=chunks) for chunks in (1, 2))
         assert one.placement == two.placement == ((0, 5), (1, 4), (2, 3))
@@ -199,22 +199,22 @@ def test_the_v_schedules_have_two_chunks_even_if_one_is_asked_for():
 @pytest.mark.parametrize(
     ("parameters", "named", "remedy"),
     [
-        ({"name": "zb-3"}, "'zb-3'", "there are gpipe, 1f1b"),
-        ({"pp": 0}, "`pp` is 0", "whole number >= 1"),
-        ({"pp": True}, "`pp` is True", "whole number >= 1"),
-        ({"pp": 1.5}, "`pp` is 1.5", "whole number >= 1"),
-        ({"pp": None}, "`pp` is None", "whole number >= 1"),
-        ({"microbatches": -3}, "`microbatches` is -3", "whole number >= 1"),
-        ({"microbatches": "8"}, "`microbatches` is '8'", "whole number >= 1"),
-        ({"chunks": 0}, "`chunks` is 0", "whole number >= 1"),
-        ({"name": "1f1b", "chunks": 2}, "1f1b with chunks=2", "it has 1 chunk a rank"),
-        ({"name": "zb-h1", "chunks": 3}, "zb-h1 with chunks=3", "it has 1 chunk a rank"),
-        ({"name": "zb-v", "chunks": 3}, "zb-v with chunks=3", "it has 2 chunks a rank"),
-        ({"name": "interleaved-1f1b"}, "interleaved-1f1b with chunks=1", "at least 2 chunks a rank; with one, take 1f1b"),
+        ({"name": "zb-3"}, "'zb-3'", "choose one of gpipe, 1f1b"),
+        ({"pp": 0}, "`pp` is 0", "integer >= 1"),
+        ({"pp": True}, "`pp` is True", "integer >= 1"),
+        ({"pp": 1.5}, "`pp` is 1.5", "integer >= 1"),
+        ({"pp": None}, "`pp` is None", "integer >= 1"),
+        ({"microbatches": -3}, "`microbatches` is -3", "integer >= 1"),
+        ({"microbatches": "8"}, "`microbatches` is '8'", "integer >= 1"),
+        ({"chunks": 0}, "`chunks` is 0", "integer >= 1"),
+        ({"name": "1f1b", "chunks": 2}, "1f1b with chunks=2", "supports only 1 chunk per rank"),
+        ({"name": "zb-h1", "chunks": 3}, "zb-h1 with chunks=3", "supports only 1 chunk per rank"),
+        ({"name": "zb-v", "chunks": 3}, "zb-v with chunks=3", "supports only 2 chunks per rank"),
+        ({"name": "interleaved-1f1b"}, "interleaved-1f1b with chunks=1", "at least 2 chunks per rank; use 1f1b for one"),
         ({"name": "dualpipe-v", "microbatches": 7}, "got 7", "at least 8 microbatches"),
     ],
 )
-def test_parameters_that_make_no_schedule_are_refused_with_their_value_and_a_remedy(parameters, named, remedy):
+def test_invalid_arguments_are_refused_with_value_and_remedy(parameters, named, remedy):
     with pytest.raises(OrderError) as caught:
         generate(**{"name": "gpipe", "pp": 4, "microbatches": 8} | parameters)
     assert named in str(caught.value)
@@ -222,6 +222,6 @@ def test_parameters_that_make_no_schedule_are_refused_with_their_value_and_a_rem
 
 
 @pytest.mark.parametrize("name", [None, [], {}, 3])
-def test_a_name_that_is_no_text_is_refused(name):
+def test_a_name_that_is_not_a_string_is_refused(name):
     with pytest.raises(OrderError, match="no schedule is called"):
         generate(name, pp=2, microbatches=2)

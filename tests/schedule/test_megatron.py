@@ -1,4 +1,4 @@
-"""Megatron-LM's orders, entry for entry."""
+"""`megatron_order` equals Megatron-LM's orders, entry for entry."""
 
 import itertools
 import json
@@ -15,24 +15,24 @@ CASES = json.loads((Path(__file__).parent / "goldens/orders.json").read_text())[
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_the_order_is_upstreams(case):
+def test_the_order_equals_upstreams(case):
     params = dict(case["params"])
     order = megatron_order(params.pop("pp_size"), params.pop("pp_rank"), params.pop("num_microbatches"), **params)
     assert order.to_list() == case["expect"].get("overlap_order", case["expect"]["order"])
-    # With overlap every layer became a chunk of its own; without, the layers are said beside the order.
+    # With overlap every layer is a separate chunk; without, the number of layers per chunk is metadata.
     assert order.num_layers_per_chunk == tuple(
         case["expect"].get("num_layers_per_chunk_after", case["params"]["num_layers_per_chunk"])
     )
 
 
-def test_there_are_golden_cases_with_and_without_overlap_and_delayed_wgrads():
+def test_golden_cases_cover_overlap_and_delayed_wgrads():
     flags = [(case["params"]["overlap_moe_ep"], case["params"]["delay_wgrad"]) for case in CASES]
     assert len(CASES) == 11
     assert set(flags) == {(False, False), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_orders_of_all_ranks_make_a_schedule(overlap):
+def test_the_orders_of_all_ranks_form_a_schedule(overlap):
     for pp, chunks, group, rounds in itertools.product((1, 2, 3, 4), (None, 2, 3), (0, 1, 2), (1, 2, 3)):
         if pp == 1 and chunks:
             continue
@@ -52,7 +52,7 @@ def test_the_orders_of_all_ranks_make_a_schedule(overlap):
 
 
 def layer_placement(layers):
-    """Stages if every layer is one: `layers` [P][C], in the sequence in which a microbatch passes through them."""
+    """Numbers layers as stages, in the sequence of a microbatch; `layers` is [P][C]."""
     stage, rows = itertools.count(), [[] for _ in layers]
     for chunk in range(len(layers[0])):
         for row, own in zip(rows, layers, strict=True):
@@ -61,7 +61,7 @@ def layer_placement(layers):
 
 
 def step_by_layer(layers, microbatches, group, *, vpp, delay=False):
-    """All ranks of a step with overlap, `layers` [P][C]."""
+    """Returns the schedule of all ranks with overlap; `layers` is [P][C]."""
     pp = len(layers)
     orders = tuple(
         megatron_order(
@@ -80,7 +80,7 @@ def step_by_layer(layers, microbatches, group, *, vpp, delay=False):
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_ranks_with_uneven_and_empty_chunks_make_a_schedule_if_the_last_group_is_not_shorter_than_the_ring(delay):
+def test_uneven_and_empty_chunks_form_a_schedule_if_all_groups_have_at_least_pp_microbatches(delay):
     rng = np.random.default_rng(int(delay))
     for _ in range(100):
         pp, chunks = int(rng.integers(2, 6)), int(rng.integers(1, 5))
@@ -95,10 +95,11 @@ def test_ranks_with_uneven_and_empty_chunks_make_a_schedule_if_the_last_group_is
 
 
 def deadlocks(pp, vpp, group, microbatches, ahead):
-    """Where ranks wait for each other although groups are no shorter than the ring: the last group is so short that the last
-    rank wants a gradient from the group before while the first is kept from going on. Found by trying all that is tried below.
+    """True if the ranks deadlock although groups have at least `pp` microbatches.
 
-    With `ahead` 0 for whole chunks and 1 for layers, which put one more forward before the first backward.
+    The last group is then so short that the last rank waits for a gradient of the previous group while the first rank is
+    blocked. The formula was found by trying all sizes in `SIZES`. `ahead` is 0 for orders by chunk, and 1 for orders by layer,
+    which have one more forward before the first backward.
     """
     last = microbatches % group
     return microbatches > group and (1 if vpp > 2 else 2) <= last <= 2 * pp - 3 + ahead - group and vpp > 1
@@ -113,7 +114,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("rank", [0, -1])
-def test_groups_no_shorter_than_the_ring_are_refused_exactly_if_the_last_one_is_so_short_that_ranks_deadlock(rank):
+def test_groups_of_at_least_pp_are_refused_exactly_if_a_short_last_group_deadlocks(rank):
     refused = set()
     for pp, vpp, group, microbatches in SIZES:
         try:
@@ -144,7 +145,7 @@ def test_orders_by_layer_are_refused_if_they_deadlock():
     assert not accepted
 
 
-def test_orders_by_layer_deadlock_where_the_formula_says():
+def test_schedules_by_layer_deadlock_as_the_formula_predicts():
     refused = set()
     for pp, vpp, group, microbatches in SIZES:
         try:
@@ -156,16 +157,16 @@ def test_orders_by_layer_deadlock_where_the_formula_says():
 
 
 @pytest.mark.parametrize(("pp", "vpp", "group", "microbatches"), [(3, 2, 1, 3), (4, 2, 2, 8), (4, 3, 4, 5), (5, 3, 6, 25)])
-def test_short_groups_are_refused_where_they_deadlock_with_rank_position_and_remedy(pp, vpp, group, microbatches):
+def test_a_deadlock_of_short_groups_is_refused_with_rank_position_and_remedy(pp, vpp, group, microbatches):
     with pytest.raises(OrderError) as caught:
         megatron_order(pp, 0, microbatches, vpp=vpp, microbatch_group_size=group)
     message = str(caught.value)
     assert message.startswith(f"pp_size={pp}, num_microbatches={microbatches}, microbatch_group_size={group}: ")
     assert f"rank {caught.value.rank} at entry {caught.value.position} " in message
-    assert "take groups of at least pp_size" in message
+    assert "use groups of at least pp_size" in message
 
 
-def test_short_groups_are_accepted_exactly_where_all_ranks_together_run():
+def test_short_groups_are_accepted_exactly_if_all_ranks_run():
     seen = set()
     for pp, vpp, microbatches in itertools.product((2, 3, 4), (2, 3), range(1, 10)):
         for group in range(1, pp):
@@ -175,7 +176,7 @@ def test_short_groups_are_accepted_exactly_where_all_ranks_together_run():
                     accepted.append(megatron_order(pp, r, microbatches, vpp=vpp, microbatch_group_size=group))
                 except OrderError:
                     continue
-            # All ranks or none, and all together run.
+            # Either all ranks are accepted and form a schedule, or none is.
             assert len(accepted) in (0, pp)
             if accepted:
                 assert Schedule(tuple(accepted)).num_microbatches == microbatches
@@ -183,7 +184,7 @@ def test_short_groups_are_accepted_exactly_where_all_ranks_together_run():
     assert seen == {(2, True), (3, True), (3, False), (4, True), (4, False)}
 
 
-def test_without_a_virtual_pipeline_the_group_makes_no_difference():
+def test_the_group_size_has_no_effect_without_a_virtual_pipeline():
     for pp, microbatches in itertools.product((1, 2, 4), (1, 3, 8)):
         orders = [[megatron_order(pp, r, microbatches, microbatch_group_size=g) for r in range(pp)] for g in (1, pp, pp + 3)]
         assert orders[0] == orders[1] == orders[2]
@@ -192,7 +193,7 @@ def test_without_a_virtual_pipeline_the_group_makes_no_difference():
 
 @pytest.mark.parametrize("layers", [(3, 2), (0, 2), (2, 0), (1, 4)])
 @pytest.mark.parametrize("delay", [False, True])
-def test_uneven_and_empty_chunks_become_layers(layers, delay):
+def test_uneven_and_empty_chunks_are_expanded_to_layers(layers, delay):
     order = megatron_order(
         2, 0, 4, vpp=2, microbatch_group_size=2, num_layers_per_chunk=layers, overlap_moe_ep=True, delay_wgrad=delay
     )
@@ -204,7 +205,7 @@ def test_uneven_and_empty_chunks_become_layers(layers, delay):
 
 @pytest.mark.parametrize("layers", [(3, 2), (0, 2), (2, 0, 1), (1, 4), (1, 1)])
 @pytest.mark.parametrize("delay", [False, True])
-def test_layers_are_numbered_through_the_chunks_and_come_in_the_sequence_of_their_chunks(layers, delay):
+def test_layers_are_numbered_across_chunks_and_follow_the_sequence_of_chunks(layers, delay):
     sizes = {"vpp": len(layers), "microbatch_group_size": 3}
     whole = megatron_order(2, 0, 6, **sizes)
     order = megatron_order(2, 0, 6, num_layers_per_chunk=layers, overlap_moe_ep=True, delay_wgrad=delay, **sizes)
@@ -222,13 +223,13 @@ def test_layers_are_numbered_through_the_chunks_and_come_in_the_sequence_of_thei
     assert chunks_of(WGRAD) == (by_layer(BACKWARD, -1) if delay else [])
 
 
-def test_an_empty_chunk_leaves_the_numbers_of_the_others_without_a_gap():
+def test_an_empty_chunk_leaves_no_gap_in_the_layer_numbers():
     order = megatron_order(2, 1, 2, vpp=2, num_layers_per_chunk=(0, 2), overlap_moe_ep=True, delay_wgrad=True)
-    # Chunk by chunk 1 1 2 (2 -2) -2 -1 -1, brackets where forward and backward alternate; all of chunk 1 leaves nothing.
+    # By chunk: 1 1 2 (2 -2) -2 -1 -1, forward and backward paired in parentheses. Chunk 1 is empty and has no entries.
     assert order.to_list() == [1, 2, 1, -2, -2.5, 2, -1, -1.5, -2, -2.5, -1, -1.5]
 
 
-def test_numpy_integers_are_whole_numbers():
+def test_numpy_integers_are_accepted():
     assert megatron_order(np.int64(2), np.int32(0), np.int64(4), vpp=np.int64(2)) == megatron_order(2, 0, 4, vpp=2)
 
 
@@ -251,20 +252,20 @@ def test_numpy_integers_are_whole_numbers():
         ((4, 0, 4), {"vpp": 2, "microbatch_group_size": True}, "`microbatch_group_size` is True"),
         ((4, 0, 4), {"vpp": 2, "microbatch_group_size": "4"}, "`microbatch_group_size` is '4'"),
         ((4, 0, 4), {"vpp": 2, "microbatch_group_size": 4.0}, r"`microbatch_group_size` is 4\.0"),
-        ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1, 2, 3)}, "one number for each of 2 chunks"),
-        ((4, 0, 4), {"num_layers_per_chunk": ()}, "one number for each of 1 chunks"),
+        ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1, 2, 3)}, "one integer for each of 2 chunks"),
+        ((4, 0, 4), {"num_layers_per_chunk": ()}, "one integer for each of 1 chunks"),
         ((4, 0, 4), {"num_layers_per_chunk": "2"}, "`num_layers_per_chunk` is '2'"),
         ((4, 0, 4), {"num_layers_per_chunk": (True,)}, "`num_layers_per_chunk` is True"),
         ((4, 0, 4), {"num_layers_per_chunk": (1.5,)}, r"`num_layers_per_chunk` is 1\.5"),
         ((1, 0, 4), {"vpp": 2}, "with pp_size=1 a rank has one chunk"),
         ((4, 0, 4), {"vpp": 2, "microbatch_group_size": 0}, "`microbatch_group_size` is 0"),
-        ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1,)}, "one number for each of 2 chunks"),
+        ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1,)}, "one integer for each of 2 chunks"),
         ((4, 0, 4), {"vpp": 2, "num_layers_per_chunk": (1, -1)}, "`num_layers_per_chunk` is -1"),
         ((4, 0, 4), {"delay_wgrad": True}, "needs overlap_moe_ep=True"),
         ((4, 0, 4), {"num_layers_per_chunk": (0,), "overlap_moe_ep": True}, "at least one layer"),
     ],
 )
-def test_parameters_that_make_no_order_are_named(args, kwargs, match):
+def test_invalid_arguments_are_refused_by_name(args, kwargs, match):
     with pytest.raises(OrderError, match=match):
         megatron_order(*args, **kwargs)
 
@@ -277,6 +278,6 @@ def test_parameters_that_make_no_order_are_named(args, kwargs, match):
         ({"num_layers_per_chunk": 3}, "`num_layers_per_chunk` is 3"),
     ],
 )
-def test_junk_for_a_parameter_is_an_order_error(kwargs, match):
+def test_an_argument_of_a_wrong_type_is_an_order_error(kwargs, match):
     with pytest.raises(OrderError, match=match):
         megatron_order(2, 0, 4, **kwargs)

@@ -1,4 +1,4 @@
-"""What an order may say, and what is said when it may not."""
+"""Orders that can run are accepted, and all others are refused at the first invalid entry."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from tests.schedule.strategies import schedules
 GOLDENS = json.loads((Path(__file__).parent / "goldens/orders.json").read_text())
 ROWS = {row["name"]: row for row in GOLDENS["invalid"]}
 
-# Where the entry at fault is, for every row that is about the order.
+# Position of the invalid entry, for every golden row about the order.
 POSITIONS = {
     "wgrad_before_dgrad": 1,
     "wgrad_before_dgrad_chunk2": 4,
@@ -36,8 +36,8 @@ POSITIONS = {
     "empty": None,
     "layers_list_wrong_len": None,
 }
-# Accepted on purpose. The first can run; upstream refuses it because its graphs cannot be captured twice. The others break
-# upstream's rules for arguments: here None means one layer each, and an int is for all chunks.
+# Accepted on purpose. The first order can run; upstream refuses it because its graphs cannot be captured twice. The others
+# violate upstream's rules for arguments: here None means one layer each, and an int applies to all chunks.
 CAN_RUN = ("two_dgrads_then_two_wgrads", "no_layers_per_chunk", "int_layers_per_chunk_with_wgrad")
 ABOUT_CALLABLES = ("inference_with_order", "inference_reuse", "callables_mismatch", "sample_args_mismatch")
 
@@ -49,7 +49,7 @@ def parse_row(row):
     return Order.parse(args["order"], args.get("nlpc", args["layers_per_chunk"]), delayed)
 
 
-def test_every_invalid_golden_row_is_sorted():
+def test_every_invalid_golden_row_is_classified():
     assert set(ROWS) == {*POSITIONS, *CAN_RUN, *ABOUT_CALLABLES}
 
 
@@ -63,61 +63,69 @@ def test_an_invalid_golden_order_is_refused_at_its_position(name):
 
 
 @pytest.mark.parametrize("name", [*CAN_RUN, *ABOUT_CALLABLES])
-def test_golden_rows_whose_order_can_run_are_accepted(name):
+def test_golden_rows_with_a_valid_order_are_accepted(name):
     assert parse_row(ROWS[name]).to_list() == ROWS[name]["args"]["order"]
 
 
 @pytest.mark.parametrize("row", GOLDENS["hazardous"], ids=lambda row: row["name"])
-def test_orders_that_are_hazardous_only_for_reused_buffers_can_run(row):
+def test_orders_hazardous_only_for_reused_buffers_are_accepted(row):
     assert parse_row(row).to_list() == row["args"]["order"]
 
 
 @pytest.mark.parametrize(
     ("numbers", "arguments", "message"),
     [
-        ([], {}, "the order is empty; it needs at least one forward and one backward, e.g. [1, -1]"),
-        ([1, 0], {}, "entry 1 is 0; chunks count from 1, without gaps"),
-        ([1.0, -1], {}, "entry 0 is 1.0 (float); forwards and dgrads are integers: 1 (int)"),
-        ([1, -1.25], {}, "entry 1 is -1.25 (float); only a wgrad has a fraction, and it is -c-0.5, e.g. -1.5 for chunk 1"),
-        ([1, None], {}, "entry 1 is None (NoneType); an entry is a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"),
-        ([1, 3, -3, -1], {}, "entry 1 is of chunk 3, but no entry is of chunk 2; number the chunks from 1, without gaps"),
-        ([-1, 1], {}, "entry 0 is the dgrad of chunk 1, microbatch 0, before its forward; move it after entry 1"),
-        ([1, -1.5, -1], {}, "entry 1 is the wgrad of chunk 1, microbatch 0, before its dgrad; move it after entry 2"),
-        ([1, 1, -1], {}, "entry 1 is the forward of chunk 1, microbatch 1, and its dgrad never comes; add -1 for it"),
+        ([], {}, "the order is empty; add at least one forward and one backward, e.g. [1, -1]"),
+        ([1, 0], {}, "entry 1 is 0; chunks must be numbered from 1 without gaps"),
+        ([1.0, -1], {}, "entry 0 is 1.0 (float); forwards and dgrads are integers: write 1 (int)"),
+        ([1, -1.25], {}, "entry 1 is -1.25 (float); only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"),
+        ([1, None], {}, "entry 1 is None (NoneType); must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"),
+        ([1, 3, -3, -1], {}, "entry 1 is of chunk 3, but chunk 2 has no entry; number the chunks from 1 without gaps"),
+        ([-1, 1], {}, "entry 0 is the dgrad of chunk 1, microbatch 0, which comes before its forward; move it after entry 1"),
+        (
+            [1, -1.5, -1],
+            {},
+            "entry 1 is the wgrad of chunk 1, microbatch 0, which comes before its dgrad; move it after entry 2",
+        ),
+        ([1, 1, -1], {}, "entry 1 is the forward of chunk 1, microbatch 1, but its dgrad is missing; add -1"),
         (
             [1, 1, -1, -1, -1.5],
             {},
-            "entry 3 is the dgrad of chunk 1, microbatch 1, and its wgrad never comes; add -1.5 for it",
+            "entry 3 is the dgrad of chunk 1, microbatch 1, but its wgrad is missing; add -1.5",
         ),
-        ([1, -1, -1], {}, "entry 2 is the dgrad of chunk 1, microbatch 1, before its forward; only 1 come in all"),
+        (
+            [1, -1, -1],
+            {},
+            "entry 2 is the dgrad of chunk 1, microbatch 1, which comes before its forward; the order has only 1 of them",
+        ),
         (
             [1, 2, -1, -2],
             {},
-            "entry 2 is the dgrad of chunk 1, microbatch 0, before that of chunk 2, which it needs; move it after entry 3",
+            "entry 2 is the dgrad of chunk 1, microbatch 0, which needs the dgrad of chunk 2, a later entry; "
+            "move it after entry 3",
         ),
         (
             [1, 2, 1, -2, -1, -1],
             {},
             "entry 2 is the forward of chunk 1, microbatch 1, but chunk 2 has only 1 microbatches; "
-            "every chunk sees the same ones",
+            "all chunks must have the same number",
         ),
         (
             [1, -1],
             {"delay_wgrad": True},
-            "entry 1 is -1, but no wgrad of chunk 1 comes, and delay_wgrad says that they are delayed; "
+            "entry 1 is -1, but chunk 1 has no wgrad although delay_wgrad is True; "
             "add one -1.5 for each -1, or pass delay_wgrad=False",
         ),
         (
             [1, -1, -1.5],
             {"delay_wgrad": False},
-            "entry 2 is -1.5, a wgrad of chunk 1, but delay_wgrad says that they are not delayed; "
-            "remove it, or pass delay_wgrad=True",
+            "entry 2 is -1.5, a wgrad of chunk 1, although delay_wgrad is False; remove it, or pass delay_wgrad=True",
         ),
         (
             [1, -1, -1.5],
             {"num_layers_per_chunk": 2},
             "entry 2 is the wgrad of chunk 1, microbatch 0, which has 2 layers; "
-            "where wgrad is delayed, make every layer a chunk of its own",
+            "to delay its wgrad, make every layer a separate chunk",
         ),
         (
             [1, -1],
@@ -127,15 +135,15 @@ def test_orders_that_are_hazardous_only_for_reused_buffers_can_run(row):
         ([1, -1], {"delay_wgrad": 1}, "`delay_wgrad` is 1 (int): must be one bool, or one per chunk"),
     ],
 )
-def test_a_message_says_where_what_why_and_the_remedy(numbers, arguments, message):
+def test_the_message_gives_entry_problem_and_remedy(numbers, arguments, message):
     with pytest.raises(OrderError) as caught:
         Order.parse(numbers, **arguments)
     assert str(caught.value) == message
-    said = message.removeprefix("entry ").split()[0]
-    assert caught.value.position == (int(said) if message.startswith("entry ") else None)
+    entry = message.removeprefix("entry ").split()[0]
+    assert caught.value.position == (int(entry) if message.startswith("entry ") else None)
 
 
-def test_of_several_faults_the_first_entry_is_told():
+def test_the_first_of_several_invalid_entries_is_reported():
     with pytest.raises(OrderError) as caught:
         Order.parse([1, 2, -2.5, -1.5, -2, -1])
     assert caught.value.position == 2
@@ -180,7 +188,7 @@ def test_of_several_faults_the_first_entry_is_told():
         ([1, np.float64(-1.0)], 1),
     ],
 )
-def test_what_cannot_run_is_refused_at_the_first_entry_at_fault(numbers, position):
+def test_an_order_that_cannot_run_is_refused_at_the_first_invalid_entry(numbers, position):
     with pytest.raises(OrderError) as caught:
         Order.parse(numbers)
     assert caught.value.position == position
@@ -189,31 +197,31 @@ def test_what_cannot_run_is_refused_at_the_first_entry_at_fault(numbers, positio
 @pytest.mark.parametrize(
     "numbers", ["1,-1", b"\x01", None, 5, 1.5, {}, {1: 2}, [], (), np.zeros((0,)), np.array(1), {-1, 1}, object()]
 )
-def test_what_is_no_sequence_of_numbers_is_refused(numbers):
+def test_numbers_must_be_a_non_empty_sequence(numbers):
     with pytest.raises(OrderError):
         Order.parse(numbers)
 
 
-def test_an_entry_that_cannot_be_printed_is_refused_all_the_same():
+def test_an_unprintable_entry_is_refused():
     class Silent:
         def __repr__(self):
             raise RuntimeError
 
-    with pytest.raises(OrderError, match="entry 1 is something that cannot be printed"):
+    with pytest.raises(OrderError, match="entry 1 is an unprintable object"):
         Order.parse([1, Silent()])
     for arguments in ([Silent()], [[1, -1], Silent()], [[1, -1], [Silent()]], [[1, -1], None, Silent()]):
-        with pytest.raises(OrderError, match="something that cannot be printed"):
+        with pytest.raises(OrderError, match="an unprintable object"):
             Order.parse(*arguments)
 
 
 @pytest.mark.parametrize(
     "numbers", [np.array([1, -1]), (np.int64(1), np.float64(-1.5), -1)[::2], (n for n in (1, -1)), range(1, -2, -2)]
 )
-def test_any_sequence_of_integers_may_say_an_order(numbers):
+def test_any_iterable_of_integers_is_accepted(numbers):
     assert Order.parse(numbers).to_list() == [1, -1]
 
 
-def test_wgrad_may_be_a_numpy_scalar():
+def test_entries_may_be_numpy_scalars():
     assert Order.parse([np.int32(1), -1, np.float32(-1.5)]).delay_wgrad == (True,)
     assert Order.parse([np.int64(1), np.int8(-1), np.float64(-1.5)]).to_list() == [1, -1, -1.5]
 
@@ -245,7 +253,7 @@ JUNK = st.recursive(
     max_leaves=6,
 )
 SIGNED = st.sampled_from([1, 2, 3, -1, -2, -3, -1.5, -2.5, 0, 1.0, np.int64(1), np.float64(-1.5)])
-# Often an order that can run, so that what is wrong with the other arguments is looked at too.
+# Often a valid order, so that errors in the other arguments are reached too.
 NUMBERS = JUNK | st.lists(SIGNED, max_size=8) | st.sampled_from([[1, -1], [1, -1, -1.5], [1, 2, -2, -1], [1, 2, -2, -2.5, -1]])
 
 
@@ -255,7 +263,7 @@ NUMBERS = JUNK | st.lists(SIGNED, max_size=8) | st.sampled_from([[1, -1], [1, -1
     delay=JUNK | st.none() | st.lists(st.booleans(), max_size=3),
 )
 @settings(max_examples=800, deadline=None, derandomize=True)
-def test_whatever_comes_in_an_order_or_an_order_error_comes_out(numbers, layers, delay):
+def test_arbitrary_arguments_give_an_order_or_an_order_error(numbers, layers, delay):
     try:
         order = Order.parse(numbers, layers, delay)
     except OrderError:
@@ -271,14 +279,14 @@ def test_whatever_comes_in_an_order_or_an_order_error_comes_out(numbers, layers,
         ([1, -1, -1.5], {"num_layers_per_chunk": 10**5000}),
     ],
 )
-def test_arguments_that_only_look_like_a_number_are_taken_or_refused(numbers, arguments):
+def test_number_like_arguments_are_accepted_or_refused_by_name(numbers, arguments):
     try:
         Order.parse(numbers, **arguments)
     except OrderError as error:
-        assert next(iter(arguments)) in str(error) or error.position is not None  # noqa: PT017 - either is right
+        assert next(iter(arguments)) in str(error) or error.position is not None  # noqa: PT017 - both errors are correct
 
 
-def test_the_error_is_public_and_of_the_family():
+def test_order_and_its_error_are_public():
     assert jgraph.OrderError is OrderError
     assert issubclass(OrderError, JgraphError)
     assert issubclass(OrderError, ValueError)
@@ -297,11 +305,11 @@ def test_microbatches_are_counted_first_in_first_out():
     ]
 
 
-def test_a_backward_without_wgrad_entries_is_whole():
+def test_a_backward_without_wgrad_entries_is_a_full_backward():
     assert [a.kind for a in Order.parse([1, -1])] == ["forward", "backward"]
 
 
-def test_chunks_may_differ_in_whether_they_delay():
+def test_delay_wgrad_may_differ_between_chunks():
     order = Order.parse([1, 2, -2, -2.5, -1])
     assert order.delay_wgrad == (False, True)
     assert Order.parse(order.to_list(), delay_wgrad=[False, True]) == order
@@ -310,24 +318,26 @@ def test_chunks_may_differ_in_whether_they_delay():
     assert caught.value.position == 4
 
 
-def test_delay_wgrad_may_be_read_off_said_for_all_or_said_per_chunk():
-    whole, split, mixed = [1, 2, -2, -1], [1, 2, -2, -2.5, -1, -1.5], [1, 2, -2, -2.5, -1]
-    for numbers, said in ((whole, False), (split, True)):
-        orders = {Order.parse(numbers, delay_wgrad=delay) for delay in (None, said, [said, said], np.array([said] * 2))}
-        assert {order.delay_wgrad for order in orders} == {(said, said)}
+def test_delay_wgrad_may_be_inferred_or_given_for_all_chunks_or_per_chunk():
+    full, split, mixed = [1, 2, -2, -1], [1, 2, -2, -2.5, -1, -1.5], [1, 2, -2, -2.5, -1]
+    for numbers, delayed in ((full, False), (split, True)):
+        orders = {
+            Order.parse(numbers, delay_wgrad=delay) for delay in (None, delayed, [delayed, delayed], np.array([delayed] * 2))
+        }
+        assert {order.delay_wgrad for order in orders} == {(delayed, delayed)}
         assert len(orders) == 1
     assert Order.parse(mixed, delay_wgrad=(False, True)) == Order.parse(mixed)
 
 
 @pytest.mark.parametrize("delay", [[True], [True] * 3, [], "no", 0, 1.0, [1, 0], {True: 1}, b"\x01"])
-def test_a_delay_wgrad_that_is_not_one_bool_or_one_per_chunk_is_refused(delay):
+def test_delay_wgrad_must_be_one_bool_or_one_per_chunk(delay):
     with pytest.raises(OrderError, match="delay_wgrad") as caught:
         Order.parse([1, 2, -2, -2.5, -1, -1.5], delay_wgrad=delay)
     assert caught.value.position is None
 
 
 @pytest.mark.parametrize("layers", [0, -1, True, 1.0, math.nan, "2", b"2", [1, 0], [True, 1], [[1], [1]], [1], [], {1: 1}])
-def test_a_num_layers_per_chunk_that_is_not_one_count_or_one_per_chunk_is_refused(layers):
+def test_num_layers_per_chunk_must_be_one_integer_or_one_per_chunk(layers):
     with pytest.raises(OrderError, match="num_layers_per_chunk") as caught:
         Order.parse([1, 2, -2, -1], num_layers_per_chunk=layers)
     assert caught.value.position is None
@@ -337,7 +347,7 @@ def test_splitting_puts_each_wgrad_after_its_dgrad():
     assert Order.parse([1, 2, -2, -1]).split().to_list() == [1, 2, -2, -2.5, -1, -1.5]
 
 
-def test_a_whole_backward_may_not_overtake_a_pending_wgrad():
+def test_a_full_backward_must_not_overtake_a_pending_wgrad():
     actions = [
         Action("forward", 0, 0),
         Action("forward", 0, 1),
@@ -350,7 +360,7 @@ def test_a_whole_backward_may_not_overtake_a_pending_wgrad():
     assert caught.value.position == 3
 
 
-def test_an_order_comes_back_from_its_actions():
+def test_order_of_its_actions_is_the_same_order():
     order = Order.parse([1, 2, 1, 2, -2, -2.5, -1, -1.5, -2, -1, -2.5, -1.5])
     assert Order.of(order) == order
     assert hash(Order.of(order)) == hash(order)
@@ -360,13 +370,13 @@ def test_an_order_comes_back_from_its_actions():
 
 @given(schedules())
 @settings(max_examples=120, deadline=None, derandomize=True)
-def test_random_orders_come_back_from_numbers_and_from_actions(schedule):
+def test_random_orders_round_trip_through_numbers_and_actions(schedule):
     for order in schedule.orders:
         again = Order.of(list(order))
         assert again == order
         assert hash(again) == hash(order)
         numbers = Order.parse(order.to_list())
-        # Signed numbers say of a chunk, not of an entry, whether wgrads are delayed.
+        # Signed numbers cannot mix full and split backwards in a chunk.
         assert numbers.split() == order.split()
         assert numbers.delay_wgrad == order.delay_wgrad
         assert numbers.to_list() == order.to_list()
@@ -375,7 +385,7 @@ def test_random_orders_come_back_from_numbers_and_from_actions(schedule):
 
 @given(schedules())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_a_split_order_has_every_wgrad_at_once_after_the_dgrad_that_was_fused_with_it(schedule):
+def test_split_replaces_a_full_backward_by_a_dgrad_and_its_wgrad(schedule):
     for order in schedule.orders:
         expected = []
         for action in order:
@@ -388,7 +398,7 @@ def test_a_split_order_has_every_wgrad_at_once_after_the_dgrad_that_was_fused_wi
 
 @given(schedules(), st.slices(8))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_an_order_is_indexed_and_sliced_like_the_list_of_its_actions(schedule, part):
+def test_an_order_is_indexed_and_sliced_like_a_list_of_actions(schedule, part):
     order = schedule[0]
     actions = list(order)
     assert order[part] == actions[part]
@@ -401,7 +411,7 @@ def test_an_order_is_indexed_and_sliced_like_the_list_of_its_actions(schedule, p
             order[i]
 
 
-def test_orders_are_equal_if_they_do_the_same_with_as_many_layers():
+def test_orders_are_equal_if_actions_and_layers_are_equal():
     order = Order.parse([1, -1])
     assert order == Order.parse((1, -1), 1, False)
     assert len({order, Order.parse([1, -1]), Order.parse([1, -1], 2), order.split()}) == 3
@@ -412,13 +422,13 @@ def test_orders_are_equal_if_they_do_the_same_with_as_many_layers():
     assert order != list(order)
 
 
-def test_an_action_with_a_microbatch_out_of_turn_is_refused():
+def test_an_action_with_an_unexpected_microbatch_is_refused():
     with pytest.raises(OrderError, match="must be microbatch 0") as caught:
         Order.of([Action("forward", 0, 1), Action("backward", 0, 0)])
     assert caught.value.position == 0
 
 
-def test_an_order_cannot_be_changed():
+def test_an_order_is_immutable():
     order = Order.parse([1, -1])
     for array in (order.kinds, order.chunks, order.microbatches):
         with pytest.raises(ValueError, match="read-only"):
@@ -427,14 +437,14 @@ def test_an_order_cannot_be_changed():
         order.kinds = order.chunks
 
 
-def test_an_order_does_not_change_with_the_arrays_that_it_was_made_from():
+def test_an_order_copies_its_arrays():
     kinds, chunks = np.array([0, 3], np.int8), np.zeros(2, np.int32)
     order = Order(kinds, chunks)
     kinds[:] = 0
     assert order.to_list() == [1, -1]
 
 
-def test_layers_count_for_chunks_that_do_not_delay():
+def test_a_chunk_without_delayed_wgrads_may_have_several_layers():
     assert Order.parse([1, -1], num_layers_per_chunk=3).num_layers_per_chunk == (3,)
     with pytest.raises(OrderError, match="`num_layers_per_chunk` is 0"):
         Order.parse([1, -1], num_layers_per_chunk=0)
@@ -443,8 +453,8 @@ def test_layers_count_for_chunks_that_do_not_delay():
 
 
 @pytest.mark.parametrize(("kinds", "chunks"), [([0, 7], [0, 0]), ([0, -1], [0, 0]), ([0, 3], [0, -1]), ([0, 3], [0])])
-def test_arrays_that_are_no_actions_are_refused(kinds, chunks):
-    with pytest.raises(OrderError, match=r"entry \d is of kind|one of each per entry"):
+def test_arrays_with_invalid_actions_are_refused(kinds, chunks):
+    with pytest.raises(OrderError, match=r"entry \d is of kind|integer arrays of shape"):
         Order(np.array(kinds), np.array(chunks))
 
 
@@ -458,23 +468,23 @@ def test_arrays_that_are_no_actions_are_refused(kinds, chunks):
         ([0, 3], [0, 0], (-1,)),
     ],
 )
-def test_arrays_and_layers_that_cannot_be_are_refused(kinds, chunks, layers):
+def test_invalid_arrays_and_layers_are_refused(kinds, chunks, layers):
     with pytest.raises(OrderError):
         Order(np.array(kinds), np.array(chunks), layers)
 
 
 @pytest.mark.parametrize("actions", [[1, -1], None, [Action("weight", 0, 0)]])
-def test_what_are_no_actions_is_refused(actions):
+def test_order_of_refuses_other_objects_than_actions(actions):
     with pytest.raises(OrderError):
         Order.of(actions)
 
 
 @pytest.mark.parametrize("chunk", [None, "0", "abc", 0.5, math.nan, math.inf, True, -1, 2, 2**31, 10**30, []])
-def test_an_action_of_what_is_no_chunk_is_refused_with_its_position(chunk):
+def test_an_action_with_an_invalid_chunk_is_refused_with_its_position(chunk):
     with pytest.raises(OrderError) as caught:
         Order.of([Action("forward", 0, 0), Action("backward", chunk, 0)])
     assert caught.value.position == 1
 
 
-def test_numbers_of_layers_may_be_an_array():
+def test_num_layers_per_chunk_may_be_an_array():
     assert Order([0, 0, 3, 3], [0, 1, 1, 0], np.array([2, 3])).num_layers_per_chunk == (2, 3)

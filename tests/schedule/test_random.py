@@ -1,6 +1,6 @@
-"""Random schedules: those that can run are taken and never clash; what a change spoils is refused, and only that.
+"""Random schedules: valid ones are accepted and never clash, and mutations are refused exactly if they cannot run.
 
-Every case is drawn from a seeded generator. A legal schedule counts once, whatever it is put through; so does each changed one.
+Every case comes from a seeded generator. Each valid schedule and each mutated schedule counts once.
 """
 
 from collections import Counter
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from jgraph.errors import OrderError
 from jgraph.schedule import Order, Schedule
-from tests.schedule.referee import can_be_played, referee, said, ticks_can_be_kept
+from tests.schedule.referee import can_run, kinds_and_chunks, referee, ticks_are_valid
 from tests.schedule.strategies import MUTATIONS, delayed_ticks, mutate, mutate_kinds, random_schedule, schedules
 
 pytestmark = pytest.mark.long
 
 LEGAL, CHANGED, FUSED, TICKS = 7_000, 15_000, 4_000, 2_000
-PARTS = 5  # so that they can run beside each other
+PARTS = 5  # for parallel test workers
 
 
-def test_the_cases_of_this_file_are_at_least_twenty_thousand():
+def test_this_file_has_at_least_20000_cases():
     assert LEGAL + CHANGED + FUSED + TICKS >= 20_000
     assert LEGAL % PARTS == CHANGED % PARTS == 0
 
@@ -31,7 +31,7 @@ def parse(rows: list[list[int | float]], placement: tuple[tuple[int, ...], ...])
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_legal_schedules_are_accepted_and_play_without_a_clash(part):
+def test_random_valid_schedules_are_accepted_and_run_without_a_clash(part):
     rng = np.random.default_rng([1, part])
     seen, uses = 0, 0
     for _ in range(LEGAL // PARTS):
@@ -45,13 +45,13 @@ def test_random_legal_schedules_are_accepted_and_play_without_a_clash(part):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_changed_orders_are_refused_exactly_if_they_cannot_be_played_and_are_safe_otherwise(part):
+def test_mutated_orders_are_refused_exactly_if_they_cannot_run(part):
     rng = np.random.default_rng([2, part])
     seen: Counter[tuple[str, bool]] = Counter()
     while seen.total() < CHANGED // PARTS:
         schedule = random_schedule(rng)
         original = [order.to_list() for order in schedule.orders]
-        assert can_be_played([said(row) for row in original], schedule.placement)
+        assert can_run([kinds_and_chunks(row) for row in original], schedule.placement)
         for _ in range(3):
             rows = list(original)
             for _ in range(rng.choice([1, 1, 1, 2])):
@@ -65,22 +65,22 @@ def test_changed_orders_are_refused_exactly_if_they_cannot_be_played_and_are_saf
                 changed = parse(rows, schedule.placement)
             except OrderError as error:
                 problem = error
-            expected = can_be_played([said(row) for row in rows], schedule.placement)
+            expected = can_run([kinds_and_chunks(row) for row in rows], schedule.placement)
             assert (problem is None) == expected, (rows, schedule.placement, problem)
             if problem is None:
                 assert referee(changed) >= 0
             elif problem.position is not None:
-                # Where no rank is named, one order alone was at fault, and it is one that was changed.
+                # Without a rank, the error is in a single order, one of the mutated ones.
                 lengths = [len(row) for row in rows] if problem.rank is None else [len(rows[problem.rank])]
                 assert 0 <= problem.position < max(lengths)
             seen[name, problem is None] += 1
     assert CHANGED // PARTS <= seen.total() <= CHANGED // PARTS + 2
-    # All changes were tried, most break something, and some do not.
+    # Every mutation occurs; most break the schedule, some do not.
     assert all(seen[name, False] > 100 for name in MUTATIONS)
     assert sum(seen[name, True] for name in MUTATIONS) > 150
 
 
-def test_fusing_and_splitting_backwards_is_refused_exactly_if_wgrads_would_not_go_first_in_first_out():
+def test_joining_and_splitting_backwards_is_refused_exactly_if_wgrads_leave_fifo_order():
     rng = np.random.default_rng(4)
     seen: Counter[bool] = Counter()
     for _ in range(FUSED):
@@ -92,7 +92,7 @@ def test_fusing_and_splitting_backwards_is_refused_exactly_if_wgrads_would_not_g
             changed = Schedule(tuple(Order(*np.array(row).T) for row in rows), schedule.placement)
         except OrderError:
             changed = None
-        assert (changed is not None) == can_be_played(rows, schedule.placement), (rows, schedule.placement)
+        assert (changed is not None) == can_run(rows, schedule.placement), (rows, schedule.placement)
         if changed is not None:
             referee(changed)
         seen[changed is not None] += 1
@@ -100,7 +100,7 @@ def test_fusing_and_splitting_backwards_is_refused_exactly_if_wgrads_would_not_g
     assert min(seen.values()) > FUSED // 5
 
 
-def test_ticks_of_ones_own_are_refused_exactly_if_something_would_be_used_too_early():
+def test_random_ticks_are_refused_exactly_if_an_array_is_used_too_early():
     rng = np.random.default_rng(5)
     seen: Counter[bool] = Counter()
     for _ in range(TICKS):
@@ -113,7 +113,7 @@ def test_ticks_of_ones_own_are_refused_exactly_if_something_would_be_used_too_ea
             changed = Schedule(schedule.orders, schedule.placement, tuple(ticks))
         except OrderError:
             changed = None
-        assert (changed is not None) == ticks_can_be_kept(schedule, ticks), (schedule.orders, schedule.placement, ticks)
+        assert (changed is not None) == ticks_are_valid(schedule, ticks), (schedule.orders, schedule.placement, ticks)
         if changed is not None:
             referee(changed)
         seen[changed is not None] += 1
@@ -123,13 +123,13 @@ def test_ticks_of_ones_own_are_refused_exactly_if_something_would_be_used_too_ea
 
 @given(schedules())
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_a_schedule_that_hypothesis_draws_plays_without_a_clash(schedule):
+def test_schedules_drawn_by_hypothesis_run_without_a_clash(schedule):
     referee(schedule)
 
 
 @given(schedules(), st.data())
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_two_entries_swapped_are_refused_exactly_if_they_cannot_be_played(schedule, data):
+def test_a_swap_of_two_entries_is_refused_exactly_if_the_order_cannot_run(schedule, data):
     rows = [order.to_list() for order in schedule.orders]
     row = data.draw(st.sampled_from(rows))
     i, j = (data.draw(st.integers(0, len(row) - 1)) for _ in range(2))
@@ -137,12 +137,12 @@ def test_two_entries_swapped_are_refused_exactly_if_they_cannot_be_played(schedu
     try:
         changed = parse(rows, schedule.placement)
     except OrderError:
-        assert not can_be_played([said(row) for row in rows], schedule.placement)
+        assert not can_run([kinds_and_chunks(row) for row in rows], schedule.placement)
     else:
         referee(changed)
 
 
-def test_mutations_change_one_entry_and_leave_the_rest():
+def test_mutations_return_a_new_list_and_change_its_length_by_at_most_one():
     rng = np.random.default_rng(3)
     numbers = [1, 2, -2, -2.5, -1, -1.5]
     for _ in range(200):

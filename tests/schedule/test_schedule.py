@@ -1,4 +1,4 @@
-"""All ranks together: who waits for whom."""
+"""Schedules of all ranks: deadlocks, ticks and placements."""
 
 import itertools
 from collections import Counter
@@ -9,12 +9,13 @@ from hypothesis import given, settings
 
 from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, Order, Schedule, generate, loop, vee
-from tests.schedule.referee import can_be_played, counted, said
+from tests.schedule.referee import can_run, counted, kinds_and_chunks
 from tests.schedule.strategies import schedules
 
 
-def test_a_circle_of_waiting_is_told_with_rank_position_and_reason():
-    # Rank 0 wants the first gradient before it sends the second activation; rank 1 wants both before it starts back.
+def test_a_deadlock_is_reported_with_rank_position_and_reason():
+    # Rank 0 needs the first gradient before it sends the second activation; rank 1 needs both activations before its first
+    # dgrad.
     orders = (Order.parse([1, -1, 1, -1]), Order.parse([1, 1, -1, -1]))
     with pytest.raises(
         OrderError, match=r"deadlocks: rank 0 at entry 1 .* waits for rank 1's dgrad of stage 1, microbatch 0"
@@ -23,9 +24,9 @@ def test_a_circle_of_waiting_is_told_with_rank_position_and_reason():
     assert (caught.value.rank, caught.value.position) == (0, 1)
 
 
-def test_everyone_in_the_circle_is_told_with_what_they_wait_for():
-    # Rank 2 does stage 1 twice before stage 2, rank 1 wants stage 2 before it does any, rank 0 wants stage 3 before it does
-    # stage 0 again.
+def test_a_deadlock_names_every_rank_of_the_cycle_and_the_action_it_needs():
+    # Rank 2 runs stage 1 twice before stage 2, rank 1 needs stage 2 first, and rank 0 needs stage 3 before it runs stage 0
+    # again.
     rows = [1, 2, 1, 2, -2, -1, -2, -1], [1, 1, 2, 2, -2, -2, -1, -1], [1, 1, 2, 2, -2, -2, -1, -1]
     with pytest.raises(OrderError) as caught:
         Schedule(tuple(map(Order.parse, rows)), ((0, 4), (3, 5), (1, 2)))
@@ -34,12 +35,12 @@ def test_everyone_in_the_circle_is_told_with_what_they_wait_for():
         "rank 0 at entry 1 (forward of chunk 2, microbatch 0) waits for rank 1's forward of stage 3, microbatch 0; "
         "rank 1 at entry 0 (forward of chunk 1, microbatch 0) waits for rank 2's forward of stage 2, microbatch 0; "
         "rank 2 at entry 1 (forward of chunk 1, microbatch 1) waits for rank 0's forward of stage 0, microbatch 1; "
-        "place what is waited for earlier"
+        "move the needed actions forward"
     )
     assert (caught.value.rank, caught.value.position) == (0, 1)
 
 
-def test_of_a_circle_of_four_the_first_three_are_told():
+def test_a_deadlock_of_four_ranks_shows_the_first_three():
     rows = (
         [1, 2, 1, 2, -2, -2, -1, -1],
         [1, 2, 1, 2, -2, -2, -1, -1],
@@ -49,11 +50,11 @@ def test_of_a_circle_of_four_the_first_three_are_told():
     with pytest.raises(OrderError) as caught:
         Schedule(tuple(map(Order.parse, rows)), ((5, 7), (2, 4), (1, 3), (0, 6)))
     assert str(caught.value).count("waits for") == 3
-    assert "microbatch 1 ...; place" in str(caught.value)
+    assert "microbatch 1 ...; move" in str(caught.value)
     assert (caught.value.rank, caught.value.position) == (0, 0)
 
 
-def test_a_rank_that_only_waits_for_the_circle_is_not_blamed():
+def test_a_rank_outside_the_cycle_is_not_reported():
     # Ranks 1 and 2 wait for each other; rank 0 waits for them.
     orders = (Order.parse([1, 1, -1, -1]), Order.parse([1, -1, 1, -1]), Order.parse([1, 1, -1, -1]))
     with pytest.raises(OrderError, match=r"rank 1 at entry 1 .* waits for rank 2's dgrad of stage 2, microbatch 0") as caught:
@@ -62,7 +63,7 @@ def test_a_rank_that_only_waits_for_the_circle_is_not_blamed():
     assert "rank 0 at" not in str(caught.value)
 
 
-def test_of_all_orders_of_three_ranks_those_are_refused_that_wait_for_each_other():
+def test_exactly_the_deadlocks_of_all_orders_of_three_ranks_are_refused():
     rows = [[1, 1, 1, -1, -1, -1], [1, 1, -1, 1, -1, -1], [1, 1, -1, -1, 1, -1], [1, -1, 1, 1, -1, -1], [1, -1, 1, -1, 1, -1]]
     seen = Counter()
     for step in itertools.product(rows, repeat=3):
@@ -71,14 +72,14 @@ def test_of_all_orders_of_three_ranks_those_are_refused_that_wait_for_each_other
             runs = True
         except OrderError:
             runs = False
-        assert runs == can_be_played([said(row) for row in step], loop(3, 1))
+        assert runs == can_run([kinds_and_chunks(row) for row in step], loop(3, 1))
         seen[runs] += 1
-    # No rank may be ahead of the one before it: chains of three in the Stanley lattice of five paths, 1 + 4 + 9 + 16.
+    # No rank may be ahead of the previous one: chains of three in the Stanley lattice of five paths, 1 + 4 + 9 + 16.
     assert seen == {True: 30, False: 95}
 
 
 def legal_ticks(orders, most):
-    """Every way to place the orders of two ranks into ticks below `most`, by trying all."""
+    """Yields all valid ticks below `most` of the orders of two ranks, by brute force."""
     sizes = [len(order) for order in orders]
     for ticks in itertools.product(*(itertools.combinations(range(most), n) for n in sizes)):
         try:
@@ -90,7 +91,7 @@ def legal_ticks(orders, most):
 @pytest.mark.parametrize(
     "numbers", [([1, 1, -1, -1], [1, -1, 1, -1]), ([1, -1, -1.5], [1, -1, -1.5]), ([1, -1], [1, -1, -1.5])]
 )
-def test_no_way_to_place_two_ranks_has_any_action_earlier(numbers):
+def test_no_valid_ticks_of_two_ranks_have_an_earlier_action(numbers):
     orders = tuple(map(Order.parse, numbers))
     earliest = Schedule(orders).ticks
     ways = list(legal_ticks(orders, 8))
@@ -100,7 +101,7 @@ def test_no_way_to_place_two_ranks_has_any_action_earlier(numbers):
 
 @given(schedules())
 @settings(max_examples=120, deadline=None, derandomize=True)
-def test_whatever_is_not_in_the_first_tick_follows_at_once_on_what_it_waits_for(schedule):
+def test_every_action_runs_in_the_tick_after_its_last_dependency(schedule):
     rows = counted(schedule)
     made = {("F" if kind == 0 else "B", stage, m): tick for row in rows for tick, kind, stage, m in row if kind != 2}
     for row in rows:
@@ -110,7 +111,7 @@ def test_whatever_is_not_in_the_first_tick_follows_at_once_on_what_it_waits_for(
             assert tick == max(waits) + 1
 
 
-def test_each_action_has_the_earliest_tick():
+def test_1f1b_has_the_earliest_ticks():
     schedule = generate("1f1b", pp=3, microbatches=3)
     assert [t.tolist() for t in schedule.ticks] == [[0, 1, 2, 5, 7, 9], [1, 2, 4, 5, 6, 8], [2, 3, 4, 5, 6, 7]]
 
@@ -118,21 +119,21 @@ def test_each_action_has_the_earliest_tick():
 @pytest.mark.parametrize(
     ("orders", "placement", "match"),
     [
-        ((), (), "at least one rank"),
+        ((), (), "at least one Order"),
         (([1, -1], [1, -1]), ((0,),), "1 rows for 2 orders"),
-        (([1, -1], [1, -1]), ((0,), (0,)), "each of 0 to 1 must be on exactly one"),
+        (([1, -1], [1, -1]), ((0,), (0,)), "each of 0 to 1 must occur exactly once"),
         (([1, -1], [1, -1]), ((0,), (2,)), "each of 0 to 1"),
         (([1, 2, -2, -1],), ((1, 0),), "ascending"),
-        (([1, 2, -2, -1], [1, -1]), (), "rank 1 has an order of 1 chunks"),
-        (([1, -1], [1, 1, -1, -1]), (), "rank 1 has 2 microbatches, rank 0 has 1"),
+        (([1, 2, -2, -1], [1, -1]), (), "rank 1 has 1 chunks in its order"),
+        (([1, -1], [1, 1, -1, -1]), (), "rank 1 has 2 microbatches, but rank 0 has 1"),
         (([1, -1], [1, -1]), ((0,), (-1,)), "each of 0 to 1"),
-        (([1, -1], [1, -1]), ((0,), (1, 2)), "rank 1 has an order of 1 chunks, but 2 stages are placed there"),
-        (([1, -1], [1, -1]), ((), (0, 1)), "rank 0 has an order of 1 chunks, but 0 stages are placed there"),
-        (([1, 2, -2, -1],), ((0, 0),), "each of 0 to 1 must be on exactly one"),
+        (([1, -1], [1, -1]), ((0,), (1, 2)), "rank 1 has 1 chunks in its order, but 2 stages in its placement"),
+        (([1, -1], [1, -1]), ((), (0, 1)), "rank 0 has 1 chunks in its order, but 0 stages in its placement"),
+        (([1, 2, -2, -1],), ((0, 0),), "each of 0 to 1 must occur exactly once"),
         (([1, 2, -2, -1], [1, 2, -2, -1]), ((0, 1), (2, 4)), r"have stages \[0, 1, 2, 4\]; each of 0 to 3"),
     ],
 )
-def test_orders_that_do_not_fit_together_are_refused(orders, placement, match):
+def test_inconsistent_orders_and_placements_are_refused(orders, placement, match):
     with pytest.raises(OrderError, match=match):
         Schedule(tuple(map(Order.parse, orders)), placement)
 
@@ -153,26 +154,26 @@ def test_orders_that_do_not_fit_together_are_refused(orders, placement, match):
         (([0, 3], [1, 2], [3, 4]), None, None),
     ],
 )
-def test_ticks_that_are_refused_are_told_with_rank_and_position(ticks, rank, position):
+def test_invalid_ticks_are_refused_with_rank_and_position(ticks, rank, position):
     with pytest.raises(OrderError) as caught:
         Schedule((Order.parse([1, -1]),) * 2, (), tuple(map(np.array, ticks)))
     assert (caught.value.rank, caught.value.position) == (rank, position)
 
 
-def test_a_wgrad_may_be_at_any_tick_after_its_dgrad_whatever_the_other_ranks_do():
+def test_a_wgrad_may_be_at_any_tick_after_its_dgrad():
     orders = (Order.parse([1, -1, -1.5]),) * 2
     assert Schedule(orders, (), (np.array([0, 3, 4]), np.array([1, 2, 3]))).num_ticks == 5
     assert Schedule(orders, (), (np.array([0, 3, 4]), np.array([1, 2, 90]))).num_ticks == 91
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ticks_of_a_schedule_are_taken_as_its_ticks(name):
+def test_the_ticks_of_a_generated_schedule_are_valid_ticks(name):
     schedule = generate(name, pp=3, microbatches=6, chunks=2 if name == "interleaved-1f1b" else 1)
     again = Schedule(schedule.orders, schedule.placement, schedule.ticks)
     assert [t.tolist() for t in again.ticks] == [t.tolist() for t in schedule.ticks]
 
 
-def test_a_split_schedule_keeps_name_and_placement_and_starts_as_early_as_it_can():
+def test_split_keeps_name_and_placement_and_uses_the_earliest_ticks():
     schedule = generate("dualpipe-v", pp=2, microbatches=5)
     split = schedule.split()
     assert (split.name, split.placement) == (schedule.name, schedule.placement)
@@ -187,7 +188,7 @@ def test_ranks_may_have_different_numbers_of_stages():
 
 @pytest.mark.parametrize("ticks", [np.array([5, 3], np.uint64), np.array([100, -100], np.int8)])
 def test_descending_ticks_are_refused_in_any_integer_type(ticks):
-    with pytest.raises(OrderError, match="go up"):
+    with pytest.raises(OrderError, match="ascending integers"):
         Schedule((Order.parse([1, -1]),), (), (ticks,))
 
 
@@ -202,13 +203,13 @@ def test_descending_ticks_are_refused_in_any_integer_type(ticks):
         (([1, -1],), (), ()),
     ],
 )
-def test_what_are_no_orders_stages_or_ticks_is_refused(orders, placement, ticks):
+def test_orders_stages_and_ticks_of_a_wrong_type_are_refused(orders, placement, ticks):
     with pytest.raises(OrderError):
         Schedule(orders, placement, ticks)
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_ticks_cannot_be_changed(given):
+def test_ticks_are_copied_and_read_only(given):
     ticks = (np.array([0, 3]), np.array([1, 2]))
     schedule = Schedule((Order.parse([1, -1]),) * 2, (), ticks if given else ())
     ticks[0][0] = 9
@@ -219,26 +220,26 @@ def test_ticks_cannot_be_changed(given):
 @pytest.mark.parametrize(
     ("ticks", "match"),
     [
-        (([0, 3], [0, 2]), r"rank 1, entry 0 .* is at tick 0, but what it needs is made at tick 0"),
-        (([0, 2], [1, 2]), r"rank 0, entry 1 .* is at tick 2, but what it needs is made at tick 2"),
-        (([0, 0], [1, 2]), "ticks are whole numbers from 0 and go up"),
-        (([-1, 3], [1, 2]), "ticks are whole numbers"),
-        (([0.0, 3.0], [1, 2]), "ticks are whole numbers"),
+        (([0, 3], [0, 2]), r"rank 1, entry 0 .* is at tick 0, but it needs a result of tick 0"),
+        (([0, 2], [1, 2]), r"rank 0, entry 1 .* is at tick 2, but it needs a result of tick 2"),
+        (([0, 0], [1, 2]), "ticks must be ascending integers >= 0"),
+        (([-1, 3], [1, 2]), "ticks must be ascending integers"),
+        (([0.0, 3.0], [1, 2]), "ticks must be ascending integers"),
         (([0, 3, 4], [1, 2]), "rank 0 has 2 actions, but 3 ticks"),
         (([0, 3],), "1 rows for 2 orders"),
     ],
 )
-def test_ticks_that_come_too_early_are_refused(ticks, match):
+def test_the_error_for_invalid_ticks_gives_the_reason(ticks, match):
     with pytest.raises(OrderError, match=match):
         Schedule((Order.parse([1, -1]),) * 2, (), tuple(map(np.array, ticks)))
 
 
-def test_later_ticks_than_the_earliest_are_taken_as_given():
+def test_ticks_may_be_later_than_the_earliest():
     schedule = Schedule((Order.parse([1, -1]),) * 2, (), (np.array([0, 9]), np.array([3, 5])))
     assert schedule.num_ticks == 10
 
 
-def test_placements_put_every_stage_somewhere():
+def test_placements_list_every_stage_once():
     assert loop(2, 2) == ((0, 2), (1, 3))
     assert vee(2) == ((0, 3), (1, 2))
     assert generate("zb-v", pp=2, microbatches=4).rank_of_stage.tolist() == [0, 1, 1, 0]
@@ -250,18 +251,18 @@ def test_any_order_is_a_schedule_of_one_rank():
 
 
 @pytest.mark.parametrize("orders", [5, None, np.array(2), np.array([1, 2]), object(), iter(())])
-def test_what_is_no_row_of_orders_is_refused(orders):
-    with pytest.raises(OrderError, match="needs at least one rank's order"):
+def test_orders_must_be_a_sequence_of_orders(orders):
+    with pytest.raises(OrderError, match="must be a sequence of at least one Order"):
         Schedule(orders)
 
 
 @pytest.mark.parametrize("placement", [5, (0, 1), (None, None), object()])
-def test_what_is_no_placement_is_refused(placement):
+def test_placement_must_have_a_row_of_stages_per_rank(placement):
     with pytest.raises(OrderError, match="one row of stages per rank"):
         Schedule((Order.parse([1, -1]),) * 2, placement)
 
 
-def test_orders_and_schedules_say_in_a_line_what_they_are():
+def test_repr_shows_the_sizes_in_one_line():
     assert repr(Order.parse([1, 2, -2, -1, -1.5])) == "Order([1, 2, -2, -1, -1.5]: 5 actions, 2 chunks)"
     schedule = generate("zb-h1", pp=2, microbatches=8)
     assert repr(schedule) == "Schedule(zb-h1: 2 ranks, 2 stages, 8 microbatches, 25 ticks)"

@@ -1,4 +1,4 @@
-"""Simulated times against golden rows, against an event simulation that is written twice, and against sampling."""
+"""Simulated times and memory match golden rows, independent simulations and sampling."""
 
 import json
 from itertools import pairwise
@@ -23,12 +23,12 @@ ROWS = {
     "ZB-V": ("zb-v", 2),
     "DualPipeV": ("dualpipe-v", 2),
 }
-FUSED = ("GPipe", "1F1B", "1F1B-I(v2)", "DualPipeV")
+WITH_FULL_BACKWARDS = ("GPipe", "1F1B", "1F1B-I(v2)", "DualPipeV")
 SIZES = {"forward_dgrad": 1.0, "forward_wgrad": 10.0, "stash": 100.0, "activation": 1000.0, "gradient": 10000.0}
 
 
 def golden(*names: str):
-    """Parametrizes over the rows of these names, or of all in `ROWS`."""
+    """Parametrizes over the golden rows of the given names, by default of all names in `ROWS`."""
     rows = [row for row in GOLDEN if row["schedule"] in (names or ROWS)]
     assert rows
     ids = [f"{row['schedule']}-{row['P']}-{row['M']}-{'-'.join(map(str, row['T']))}" for row in rows]
@@ -42,7 +42,7 @@ def setup(row: dict) -> tuple[Schedule, Costs, int]:
 
 
 def random_costs(rng: np.random.Generator, num_stages: int) -> Costs:
-    """Of every stage its own; a fused backward is sometimes cheaper than its halves."""
+    """Draws different costs per stage; a full backward is sometimes cheaper than the sum of dgrad and wgrad."""
     forward, dgrad, wgrad = rng.uniform(0.1, 3.0, (3, num_stages))
     return Costs(forward, dgrad, wgrad, None if rng.random() < 0.5 else (dgrad + wgrad) * rng.uniform(0.7, 1.0))
 
@@ -55,13 +55,13 @@ def cases(count: int, seed: int):
 
 
 @golden()
-def test_makespan_of_dataflow_is_the_golden_one(row):
+def test_dataflow_makespan_equals_the_golden_value(row):
     schedule, costs, _ = setup(row)
     assert simulate(schedule, costs).makespan == pytest.approx(row["async_makespan"], abs=1e-9)
 
 
 @golden()
-def test_peak_of_what_is_kept_for_wgrad_is_the_golden_one(row):
+def test_peak_of_wgrad_residuals_equals_the_golden_value(row):
     schedule, costs, chunks = setup(row)
     peak = simulate(schedule, costs).peak({"forward_wgrad": 1})
     assert peak.shape == (row["P"],)
@@ -69,7 +69,7 @@ def test_peak_of_what_is_kept_for_wgrad_is_the_golden_one(row):
 
 
 @golden(*(name for name in ROWS if name != "ZB-H2"))
-def test_makespan_of_split_lockstep_is_the_golden_one(row):
+def test_lockstep_makespan_of_split_schedules_equals_the_golden_value(row):
     schedule, costs, _ = setup(row)
     run = simulate(schedule.split(), costs, execution="lockstep")
     assert run.makespan == pytest.approx(row["lock_makespan"], abs=1e-9)
@@ -77,28 +77,28 @@ def test_makespan_of_split_lockstep_is_the_golden_one(row):
 
 
 @golden("ZB-H2")
-def test_makespan_of_zb_h2_in_lockstep_is_at_most_the_golden_one(row):
-    # Our order is another one than the golden's: with unequal costs it is faster in three rows and equal in the others. (With
-    # `neighbours` it is 0.4% slower in one row and 0.2% in another, so nothing is said about that here.)
+def test_lockstep_makespan_of_zb_h2_is_at_most_the_golden_value(row):
+    # This order differs from the golden one: with unequal costs it is faster in three rows and equal in the others. (With
+    # `neighbours` it is 0.4% slower in one row and 0.2% in another; not tested here.)
     schedule, costs, _ = setup(row)
     assert simulate(schedule.split(), costs, execution="lockstep").makespan <= row["lock_makespan"] + 1e-9
 
 
-@golden(*FUSED)
-def test_bubble_of_lockstep_with_whole_backwards_is_the_golden_one(row):
+@golden(*WITH_FULL_BACKWARDS)
+def test_lockstep_bubble_with_full_backwards_equals_the_golden_value(row):
     schedule, costs, _ = setup(row)
     assert simulate(schedule, costs, execution="lockstep").bubble == pytest.approx(row["lock_bubble_fusedBW"], abs=6e-5)
 
 
-# The golden's neighbours are a line; with more chunks than one, stages that go round the ranks make it a ring.
+# Golden neighbours form a line. Round-robin placements with several chunks form a ring, so they are excluded.
 @golden("GPipe", "1F1B", "ZB-H1", "ZB-V", "DualPipeV")
-def test_makespan_of_split_neighbours_is_the_golden_one(row):
+def test_neighbours_makespan_of_split_schedules_equals_the_golden_value(row):
     schedule, costs, _ = setup(row)
     run = simulate(schedule.split(), costs, execution="neighbours")
     assert run.makespan == pytest.approx(row["lock_nbr_makespan"], abs=1e-9)
 
 
-def test_dataflow_times_equal_a_plain_event_simulation():
+def test_dataflow_times_equal_the_referees():
     for _, schedule, costs, latency in cases(400, seed=1):
         run = simulate(schedule, costs, latency=latency)
         starts, ends = referee_times(schedule, costs.table(schedule.num_stages), latency)
@@ -108,7 +108,7 @@ def test_dataflow_times_equal_a_plain_event_simulation():
 
 
 @pytest.mark.parametrize("execution", ["neighbours", "lockstep"])
-def test_times_by_ticks_equal_a_plain_simulation_tick_by_tick(execution):
+def test_tick_by_tick_times_equal_the_referees(execution):
     for rng, schedule, costs, latency in cases(250, seed=11):
         for ticked in (schedule, delayed_ticks(rng, schedule)):
             run = simulate(ticked, costs, latency=latency, execution=execution)
@@ -118,7 +118,7 @@ def test_times_by_ticks_equal_a_plain_simulation_tick_by_tick(execution):
                     np.testing.assert_allclose(row, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_lockstep_is_never_faster_than_neighbours_nor_those_than_dataflow():
+def test_lockstep_is_at_most_as_fast_as_neighbours_and_neighbours_as_dataflow():
     for rng, schedule, costs, latency in cases(300, seed=3):
         for ticked in (schedule, delayed_ticks(rng, schedule)):
             lockstep, neighbours, dataflow = (
@@ -127,12 +127,12 @@ def test_lockstep_is_never_faster_than_neighbours_nor_those_than_dataflow():
             )
             assert lockstep.makespan >= neighbours.makespan - 1e-9
             assert neighbours.makespan >= dataflow.makespan - 1e-9
-            # Not only at the end: each action.
+            # Holds for every action, not only the last.
             for slow, fast in ((lockstep, neighbours), (neighbours, dataflow)):
                 assert all((a >= b - 1e-9).all() for a, b in zip(slow.starts, fast.starts, strict=True))
 
 
-def test_in_lockstep_without_latency_a_tick_lasts_as_long_as_its_longest_action():
+def test_a_lockstep_tick_lasts_as_long_as_its_longest_action():
     for _, schedule, costs, _ in cases(200, seed=4):
         table = costs.table(schedule.num_stages)
         length = np.zeros(schedule.num_ticks)
@@ -143,7 +143,7 @@ def test_in_lockstep_without_latency_a_tick_lasts_as_long_as_its_longest_action(
 
 
 @pytest.mark.parametrize("execution", ["dataflow", "neighbours", "lockstep"])
-def test_every_action_waits_for_its_rank_and_for_what_it_needs(execution):
+def test_every_action_waits_for_its_rank_and_its_input(execution):
     for _, schedule, costs, latency in cases(150, seed=5):
         run = simulate(schedule, costs, latency=latency, execution=execution)
         ends = {}
@@ -162,18 +162,18 @@ def test_every_action_waits_for_its_rank_and_for_what_it_needs(execution):
                     assert start >= source[1] + latency * (source[0] != r) - 1e-9
 
 
-def live_by_looking(run: Simulation, pool: str, r: int, time: float) -> int:
-    """How many arrays of a pool are on rank r just after `time`, by asking each."""
+def count_live(run: Simulation, pool: str, r: int, time: float) -> int:
+    """Counts the arrays of a pool that are live on rank `r` just after `time`, one by one."""
     schedule = run.schedule
     home = {stage: q for q, stages in enumerate(schedule.placement) for stage in stages}
     spans: dict[tuple[int, int, int], tuple[float, float]] = {}
-    fused = set()
+    full = set()
     for q, row in enumerate(counted(schedule)):
         for (_, kind, stage, m), start, end in zip(row, run.starts[q], run.ends[q], strict=True):
             for part in (DGRAD, WGRAD) if kind == BACKWARD else (kind,):
                 spans[part, stage, m] = start, end
             if kind == BACKWARD:
-                fused.add((stage, m))
+                full.add((stage, m))
     count = 0
     for stage in schedule.placement[r]:
         for m in range(schedule.num_microbatches):
@@ -183,7 +183,7 @@ def live_by_looking(run: Simulation, pool: str, r: int, time: float) -> int:
                 born, died = forward[0], dgrad[1]
             if pool == "forward_wgrad":
                 born, died = forward[0], wgrad[1]
-            if pool == "stash" and (stage, m) not in fused:
+            if pool == "stash" and (stage, m) not in full:
                 born, died = dgrad[0], wgrad[1]
             if pool == "activation" and stage > 0:
                 born, died = spans[FORWARD, stage - 1, m][1] + run.latency * (home[stage - 1] != r), forward[1]
@@ -193,7 +193,7 @@ def live_by_looking(run: Simulation, pool: str, r: int, time: float) -> int:
     return count
 
 
-def test_memory_over_time_equals_counting_what_is_alive_at_random_moments():
+def test_memory_equals_the_count_of_live_arrays_at_random_times():
     for rng, schedule, costs, latency in cases(60, seed=6):
         execution = rng.choice(["dataflow", "neighbours", "lockstep"])
         run = simulate(schedule, costs, latency=latency, execution=execution)
@@ -202,10 +202,10 @@ def test_memory_over_time_equals_counting_what_is_alive_at_random_moments():
             for time in rng.uniform(0, run.makespan, 6):
                 at = np.searchsorted(times, time, side="right") - 1
                 seen = level[at] if at >= 0 else 0.0
-                assert seen == sum(size * live_by_looking(run, pool, r, time) for pool, size in SIZES.items())
+                assert seen == sum(size * count_live(run, pool, r, time) for pool, size in SIZES.items())
 
 
-def test_memory_returns_to_zero_and_its_peak_is_its_highest_level():
+def test_memory_returns_to_zero_and_its_maximum_is_the_peak():
     for _, schedule, costs, latency in cases(200, seed=7):
         run = simulate(schedule, costs, latency=latency)
         for (times, level), peak in zip(run.memory(SIZES), run.peak(SIZES), strict=True):
@@ -215,7 +215,7 @@ def test_memory_returns_to_zero_and_its_peak_is_its_highest_level():
             assert peak == level.max() > 0
 
 
-def test_if_every_action_takes_as_long_the_most_in_use_in_lockstep_are_the_slots():
+def test_peak_equals_the_slots_in_lockstep_with_equal_costs():
     ticks = Costs(1, 1, 1, backward=1)
     for rng, schedule, _, _ in cases(200, seed=9):
         for ticked in (schedule, delayed_ticks(rng, schedule)):
@@ -224,8 +224,8 @@ def test_if_every_action_takes_as_long_the_most_in_use_in_lockstep_are_the_slots
                 assert run.peak({pool: 1}).tolist() == slots.counts[pool].tolist(), pool
 
 
-def test_of_what_a_rank_makes_for_itself_the_most_in_use_are_the_slots_however_long_actions_take():
-    # What it receives can come earlier than a schedule's ticks say, and then more of it waits.
+def test_peak_of_residuals_and_stash_equals_the_slots_at_any_costs():
+    # Received arrays are excluded: they can arrive before their tick, so more of them can be live.
     for _, schedule, costs, latency in cases(200, seed=10):
         slots = assign(schedule)
         for execution in ("dataflow", "neighbours", "lockstep"):
@@ -234,13 +234,13 @@ def test_of_what_a_rank_makes_for_itself_the_most_in_use_are_the_slots_however_l
                 assert run.peak({pool: 1}).tolist() == slots.counts[pool].tolist(), pool
 
 
-def test_what_ends_makes_room_for_what_begins_at_the_same_moment():
-    # Costs of 1 and no latency: everything happens at whole times, and one microbatch at a time means one place.
+def test_memory_is_freed_before_allocations_at_the_same_time():
+    # Costs of 1 and no latency give integer times. One microbatch at a time needs one slot per pool.
     run = simulate(Schedule((Order.parse([1, -1, 1, -1, 1, -1]),)))
     assert run.peak({"forward_dgrad": 1, "forward_wgrad": 1}).tolist() == [2]
 
 
-def test_idle_busy_and_bubble_add_up():
+def test_busy_idle_and_bubble_are_consistent():
     for _, schedule, costs, latency in cases(100, seed=8):
         run = simulate(schedule, costs, latency=latency)
         table = costs.table(schedule.num_stages)
@@ -250,13 +250,13 @@ def test_idle_busy_and_bubble_add_up():
         assert run.bubble == pytest.approx(1 - sum(busy) / (run.makespan * schedule.num_ranks))
 
 
-def test_the_costs_of_a_chunk_are_those_of_its_rank_by_the_number_of_chunks():
+def test_per_chunk_divides_the_costs_by_the_number_of_chunks():
     costs = Costs(2.0, [1.0, 3.0], 4.0, 5.0).per_chunk(2)
     assert costs == Costs(1.0, [0.5, 1.5], 2.0, 2.5)
     assert Costs(2.0).per_chunk(4).backward is None
 
 
-def test_a_latency_counts_between_ranks_but_not_on_one():
+def test_latency_applies_only_between_ranks():
     far = Schedule((Order.parse([1, -1]),) * 2, ((0,), (1,)))
     near = Schedule((Order.parse([1, 2, -2, -1]),), ((0, 1),))
     for schedule, transfers in ((far, 2), (near, 0)):
@@ -265,29 +265,29 @@ def test_a_latency_counts_between_ranks_but_not_on_one():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), [1.0, 0.0], [1.0, 1.0, 1.0], [[1.0, 1.0]]])
-def test_a_cost_that_is_no_time_is_refused_by_its_kind(kind, value):
+def test_an_invalid_cost_is_refused_by_its_kind(kind, value):
     schedule = generate("1f1b", pp=2, microbatches=4)
-    # A backward says what it costs: left out, it would be the sum of a dgrad and a wgrad that are refused first.
+    # `backward` is explicit, because its default is the sum of dgrad and wgrad, which are checked first.
     costs = Costs(**{"backward": 2.0} | {kind: value})
     with pytest.raises(OrderError, match=f"`{kind}` is .*one number > 0, or one for each of 2 stages"):
         simulate(schedule, costs)
 
 
 @pytest.mark.parametrize("latency", [-0.1, float("nan"), float("inf")])
-def test_a_latency_that_is_no_time_is_refused(latency):
+def test_an_invalid_latency_is_refused(latency):
     with pytest.raises(OrderError, match=f"`latency` is {latency}: must be a time >= 0"):
         simulate(generate("1f1b", pp=2, microbatches=4), latency=latency)
 
 
 @pytest.mark.parametrize("ask", ["memory", "peak"])
-def test_a_pool_that_is_not_there_is_refused_with_those_that_are(ask):
+def test_an_unknown_pool_is_refused_with_the_known_ones(ask):
     run = simulate(generate("1f1b", pp=2, microbatches=4))
     with pytest.raises(OrderError, match="`sizes` has 'activations': must be one of " + ", ".join(POOLS)):
         getattr(run, ask)({"activations": 1.0})
 
 
 @pytest.mark.parametrize("choice", [{"execution": "lock-step"}, {"latency": "1"}, {"latency": -1.0}])
-def test_a_choice_that_is_not_there_is_refused(choice):
+def test_an_invalid_argument_sets_the_field_of_the_error(choice):
     with pytest.raises(JgraphError) as error:
         simulate(generate("1f1b", pp=2, microbatches=2), **choice)
     assert error.value.field == next(iter(choice))
@@ -296,18 +296,18 @@ def test_a_choice_that_is_not_there_is_refused(choice):
 @pytest.mark.parametrize(
     "costs", [Costs(forward="x"), Costs(dgrad=[1, 2, 3], wgrad=[1, 2]), Costs(wgrad=None), Costs(backward=0)]
 )
-def test_a_cost_that_is_no_time_is_refused(costs):
+def test_a_cost_of_a_wrong_type_or_shape_is_refused(costs):
     with pytest.raises(OrderError, match="the cost must be"):
         simulate(generate("1f1b", pp=2, microbatches=2), costs)
 
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True, None, "2"])
-def test_costs_of_no_number_of_chunks_are_refused(chunks):
+def test_per_chunk_refuses_an_invalid_number_of_chunks(chunks):
     with pytest.raises(OrderError, match="`chunks` is"):
         Costs().per_chunk(chunks)
 
 
-def test_whole_numbers_of_any_size_are_times_and_bytes():
+def test_python_integers_beyond_int64_are_valid_times_and_sizes():
     schedule = generate("1f1b", pp=2, microbatches=2)
     assert simulate(schedule, latency=10**30).makespan > 1e30
     assert simulate(schedule).peak({"activation": 10**30}).max() >= 1e30

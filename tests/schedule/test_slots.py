@@ -1,4 +1,4 @@
-"""Slots: as few as ever live at once, never given away while somebody still needs what is there."""
+"""Slots are as few as possible and are never reused while their array is still needed."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from jgraph.schedule import NAMES, POOLS, Order, Schedule, assign, generate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
-from jgraph.schedule.slots import live_ranges, number
+from jgraph.schedule.slots import assign_ranges, live_ranges
 from tests.schedule.referee import Foul, counted, referee
 from tests.schedule.strategies import delayed_ticks, random_schedule
 
@@ -28,7 +28,7 @@ def some_schedules(count: int, seed: int):
 
 
 def lives(schedule: Schedule) -> dict[str, list[tuple[int, int, int]]]:
-    """Of each pool (rank, first tick, last tick) of all that is ever kept there, told by the actions one by one."""
+    """Returns (rank, first tick, last tick) of every array in each pool, collected action by action."""
     spans: dict[str, dict[tuple[int, int], list[int]]] = {pool: {} for pool in POOLS}
     home = {stage: r for r, stages in enumerate(schedule.placement) for stage in stages}
     actions = sorted(action for row in counted(schedule) for action in row)
@@ -60,8 +60,10 @@ def most_at_once(spans: list[tuple[int, int]], num_ticks: int) -> int:
 
 
 def three_arrivals() -> Schedule:
-    """Rank 0 receives activations from rank 1, from rank 2 and from itself in one tick (the fourth); then all goes on one by
-    one."""
+    """Returns a schedule with three activations that arrive at rank 0 in the fourth tick, from ranks 1, 2 and 0.
+
+    The remaining ticks have one action each.
+    """
     placement = ((1, 2, 4), (0,), (3,))
     home = {s: (r, c) for r, stages in enumerate(placement) for c, s in enumerate(stages)}
     forwards = [[(0, 0)], [(0, 1), (1, 0)], [(2, 0)], [(0, 2), (1, 1), (3, 0)]]
@@ -76,7 +78,7 @@ def three_arrivals() -> Schedule:
     return Schedule(tuple(map(Order, kinds, chunks)), placement, ticks)
 
 
-def test_as_many_slots_as_are_ever_live_at_once_on_a_rank():
+def test_the_number_of_slots_is_the_maximum_of_live_arrays():
     for schedule in some_schedules(150, seed=1):
         slots = assign(schedule)
         for pool, spans in lives(schedule).items():
@@ -85,7 +87,7 @@ def test_as_many_slots_as_are_ever_live_at_once_on_a_rank():
                 assert slots.counts[pool][r] == most_at_once(own, schedule.num_ticks), (pool, r)
 
 
-def test_a_slot_is_there_exactly_for_what_is_kept():
+def test_exactly_the_stored_arrays_have_a_slot():
     for schedule in some_schedules(60, seed=3):
         slots = assign(schedule)
         assert set(slots.numbers) == set(slots.counts) == set(POOLS)
@@ -96,17 +98,17 @@ def test_a_slot_is_there_exactly_for_what_is_kept():
             assert table.min() >= -1
 
 
-def test_backwards_that_are_whole_leave_no_stash():
+def test_full_backwards_need_no_stash():
     slots = assign(generate("1f1b", pp=4, microbatches=8))
     assert slots.counts["stash"].tolist() == [0] * 4
     assert (slots.numbers["stash"] == -1).all()
 
 
-def test_three_arrivals_at_a_rank_in_one_tick_get_three_slots():
+def test_three_arrivals_in_one_tick_get_three_slots():
     referee(three_arrivals())
 
 
-def test_the_referee_sees_when_one_slot_is_given_to_two():
+def test_the_referee_detects_a_slot_shared_by_two_arrays():
     schedule = generate("zb-v", pp=4, microbatches=12)
     for pool in POOLS:
         slots = assign(schedule)
@@ -116,20 +118,20 @@ def test_the_referee_sees_when_one_slot_is_given_to_two():
             referee(schedule, slots=slots)
 
 
-def test_the_referee_sees_when_something_is_used_in_the_tick_in_which_it_is_made():
+def test_the_referee_detects_a_use_in_the_tick_of_production():
     schedule = generate("zb-h1", pp=3, microbatches=4)
     slots = assign(schedule)
-    for r, position in ((1, 0), (0, 3), (2, 2)):  # the first forward, dgrad and wgrad of a rank that have to wait
+    for r, position in ((1, 0), (0, 3), (2, 2)):  # the first forward, dgrad and wgrad with a dependency
         ticks = [row.copy() for row in schedule.ticks]
         ticks[r][position] -= 1
         early = generate("zb-h1", pp=3, microbatches=4)
         object.__setattr__(early, "ticks", tuple(ticks))
-        with pytest.raises(Foul, match=r"not through kind|goes from tick"):
+        with pytest.raises(Foul, match=r"has not finished kind|has tick"):
             referee(early, slots=slots)
 
 
 @hazardous
-def test_orders_that_upstream_gets_wrong_are_accepted_and_safe(case):
+def test_orders_with_upstream_buffer_bugs_are_accepted_and_safe(case):
     args = case["args"]
     order = Order.parse(
         args["order"], args["layers_per_chunk"], delay_wgrad=[c in args["dw"] for c in range(len(args["layers_per_chunk"]))]
@@ -138,10 +140,10 @@ def test_orders_that_upstream_gets_wrong_are_accepted_and_safe(case):
 
 
 @hazardous
-def test_to_free_their_buffers_at_dgrad_would_give_away_what_a_wgrad_needs(case):
+def test_freeing_buffers_at_dgrad_would_overwrite_arrays_that_a_wgrad_needs(case):
     schedule = Schedule((Order.parse(case["args"]["order"]),))
     ranges = live_ranges(schedule)
     (_, dgrad), (stashed, _) = ranges["forward_dgrad"], ranges["stash"]
     early = ranges | {"forward_wgrad": (ranges["forward_wgrad"][0], dgrad), "stash": (stashed, stashed)}
     with pytest.raises(Foul, match="of stage"):
-        referee(schedule, slots=number(schedule, early))
+        referee(schedule, slots=assign_ranges(schedule, early))

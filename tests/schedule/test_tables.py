@@ -1,4 +1,4 @@
-"""Rounds of aligned schedules, and schedules that have no tables; tests/pipeline/test_tables.py plays the tables."""
+"""Phases of aligned schedules, and schedules without tables. tests/pipeline/test_tables.py executes the tables."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def schedules():
             continue
 
 
-def test_the_rounds_of_an_aligned_schedule_cover_every_tick_once():
+def test_the_phases_of_an_aligned_schedule_cover_every_tick_once():
     for schedule in schedules():
         if schedule.name != "aligned":
             continue
@@ -33,18 +33,18 @@ def test_the_rounds_of_an_aligned_schedule_cover_every_tick_once():
         assert tick == schedule.num_ticks
 
 
-def test_a_schedule_that_is_not_aligned_has_no_phases():
+def test_phases_refuses_a_schedule_that_is_not_aligned():
     with pytest.raises(OrderError, match=r"tick \d+ has forward and backward"):
         phases(tick_table(generate("1f1b", pp=4, microbatches=8)))
 
 
-def test_stages_that_are_far_apart_have_no_table():
+def test_tabulate_refuses_transfers_between_distant_ranks():
     order = Order.parse([1, -1])
     with pytest.raises(OrderError, match="rank 0 sends to rank 2"):
         tabulate(Schedule((order,) * 4, ((0,), (2,), (1,), (3,))))
 
 
-def test_a_schedule_is_tabulated_once():
+def test_tables_are_cached():
     schedule = generate("aligned", pp=2, microbatches=4)
     assert tick_table(schedule) is tick_table(schedule)
     assert tabulate(schedule) is tabulate(schedule)
