@@ -63,9 +63,7 @@ def seen(scale: Array, amax: Array) -> Array:
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def observe(
-    history: History, config: FP8Config, dtypes: Sequence[Any], num_losses: int = 1
-) -> tuple[list[Array], list[Array]]:
+def observe(history: History, config: FP8Config, dtypes: Sequence[Any], num_losses: int = 1) -> tuple[list[Array], list[Array]]:
     """Computes the scales of every product, and makes taps that collect the amax of its arrays.
 
     The cotangent of `history` is the history after the step, because only the backward pass knows the amax of dy.
@@ -75,25 +73,27 @@ def observe(
         config: The recipe.
         dtypes: FP8 dtypes of x, w and dy.
         num_losses: Number of losses that are averaged into the batch's loss. Each is differentiated by itself, so its dy is
-            `num_losses` times as large as that of the batch's loss, in whose units the history is.
+            `num_losses` times as large as the dy of the batch's loss.
 
     Returns:
         For each product its scales, float32 [3], and a tap, float32 [3]. The cotangent of the tap must be the amax of the
         product's x, w and dy.
     """
-    products, units = history.used.shape[0], (1, 1, num_losses)
+    products = history.used.shape[0]
+    # The power of two is rounded up, so that no dy overflows.
+    factors = (1.0, 1.0, 2.0 ** -(num_losses - 1).bit_length())
 
     @jax.custom_vjp
     def run(history: History) -> tuple[list[Array], list[Array]]:
-        columns = zip(history.amax(config).T, units, dtypes, strict=True)
-        scales_S3 = jnp.stack([scale_for(amax_S * unit, dtype, config.margin) for amax_S, unit, dtype in columns], axis=1)
+        columns = zip(history.amax(config).T, dtypes, factors, strict=True)
+        scales_S3 = jnp.stack([scale_for(amax_S, dtype, config.margin) * factor for amax_S, dtype, factor in columns], axis=1)
         return list(scales_S3), [jnp.zeros(3)] * products
 
     def forward(history: History) -> tuple[tuple[list[Array], list[Array]], History]:
         return run(history), history
 
     def backward(history: History, cotangents: tuple[list[Array], list[Array]]) -> tuple[History]:
-        return (history.after(jnp.stack(cotangents[1]) / jnp.array(units, jnp.float32), config),)
+        return (history.after(jnp.stack(cotangents[1]) / jnp.array([1, 1, num_losses], jnp.float32), config),)
 
     run.defvjp(forward, backward)
     return run(history)
