@@ -10,13 +10,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 
-from jgraph.checkpoint.store import DamagedError, checksums, first_line, placed, unseal
+from jgraph.checkpoint.store import DamagedError, checksums, first_line, has_old_units, placed, unseal
 from jgraph.errors import CheckpointError
 from jgraph.processes import all_or_raise
 
 
 class CheckpointReader:
     """Reads leaves by name, one at a time.
+
+    Attributes:
+        step: Of the checkpoint.
+        has_old_units: True if an earlier version saved it, whose amax histories depend on the layout of the run.
 
     Args:
         directory: of the checkpoints.
@@ -45,6 +49,7 @@ class CheckpointReader:
             self._sums = unseal(digest)
         except DamagedError as e:
             raise self._damaged(str(e)) from e
+        self.has_old_units = has_old_units(digest)
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:

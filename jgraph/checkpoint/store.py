@@ -18,16 +18,22 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 
 State = TypeVar("State")
 
 # Orbax moves old checkpoints here instead of deleting file by file, which a kill could leave half done under the step's name.
 _TRASH = "deleted"
+
+# Units of the amax of output gradients in FP8 histories: the gradient of the batch's mean loss. A checkpoint of an earlier
+# version does not name its units; they are the gradient of the mean loss of one device's microbatch.
+AMAX_UNITS = "batch"
+_HISTORIES = ".carried.fp8"  # prefix of the leaves' names; their last axis is x, w, dy
 
 
 class Checkpoints:
@@ -93,7 +99,7 @@ class Checkpoints:
             leaves = jax.tree.leaves(state)
             told, sums = _describe(state), checksums(leaves, self._wait)
             # With a checksum of its own text: a flipped digit must not look like another model.
-            digest = {"leaves": told, "checksums": sums, "crc": _crc(told, sums)}
+            digest = {"leaves": told, "checksums": sums, "crc": _crc(told, sums), "amax_units": AMAX_UNITS}
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
                 digest=ocp.args.JsonSave(digest),  # pyright: ignore[reportCallIssue]
@@ -101,21 +107,29 @@ class Checkpoints:
             self._manager.save(step, args=args)
             self._empty_trash()
 
-    def restore_latest(self, like: State) -> tuple[int, State] | None:
-        """Returns the step and the state of the newest checkpoint that is whole; None where there is no checkpoint at all.
+    def restore_latest(self, like: State, *, old_num_losses: int | None = None) -> tuple[int, State] | None:
+        """Restores the newest checkpoint that is not damaged.
 
-        Damaged ones that are newer are named through `warn` and set aside as `damaged-STEP`, out of the way of new ones.
+        Newer checkpoints that are damaged are reported through `warn` and renamed to `damaged-STEP`.
 
         Args:
-            like: pytree of arrays or `jax.ShapeDtypeStruct`; the state has its structure and lies on its devices.
+            like: Pytree of arrays or `jax.ShapeDtypeStruct`. The state gets its structure and its shardings.
+            old_num_losses: Number of losses that were averaged in a step of the run that saved the checkpoint: data ranks x
+                microbatches, or 1 if its loss returned a weight. Needed only for amax histories saved by a version that did
+                not write their units; the amax of output gradients is divided by it.
+
+        Returns:
+            The step and the state, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: every checkpoint is damaged, or the state in it has other leaves than `like`.
+            CheckpointError: Every checkpoint is damaged, the state in it has other leaves than `like`, or its amax histories
+                need `old_num_losses`.
         """
+        require(old_num_losses is None or old_num_losses >= 1, "old_num_losses", old_num_losses, "at least 1")
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                state = self._restore(step, like)
+                state = self._restore(step, like, old_num_losses)
             except DamagedError as e:
                 damaged[step] = str(e)
                 continue
@@ -151,11 +165,18 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True, todelete_subdir=_TRASH)
         return ocp.CheckpointManager(self._directory, options=options)
 
-    def _restore(self, step: int, like: State) -> State:
+    def _restore(self, step: int, like: State, old_num_losses: int | None) -> State:
         leaves = [placed(leaf) for leaf in jax.tree.leaves(like)]
         found = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
         expected = unseal(found)
         self._check_fits(step, found["leaves"], _describe(like))
+        old = [has_old_units(found) and leaf["name"].startswith(_HISTORIES) for leaf in found["leaves"]]
+        if any(old) and old_num_losses is None:
+            raise CheckpointError(
+                f"checkpoint {self._directory / str(step)} has FP8 amax histories of an earlier version, in units that depend on "
+                "the run that saved it; pass `old_num_losses`, the data ranks x microbatches of that run",
+                field="old_num_losses",
+            )
         restore = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
             leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves)
         )
@@ -163,6 +184,8 @@ class Checkpoints:
         for leaf, wanted, actual in zip(found["leaves"], expected, checksums(restored), strict=True):
             if wanted != actual:
                 raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
+        units = np.array([1, 1, old_num_losses or 1], np.float32)
+        restored = [leaf / units if is_old else leaf for leaf, is_old in zip(restored, old, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -294,6 +317,11 @@ _checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
 def _describe(state: object) -> list[dict[str, Any]]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
+
+
+def has_old_units(digest: Any) -> bool:
+    """Returns True if the units of amax histories depend on the devices and microbatches of the run that saved them."""
+    return digest.get("amax_units") != AMAX_UNITS
 
 
 def unseal(digest: Any) -> list[int]:

@@ -32,14 +32,15 @@ class Loss:
     ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
 
     Attributes:
-        total: scalar, the sum of the losses.
-        weight: scalar, how many were summed.
+        total: scalar, the sum of the losses, or their mean if `weight` is None.
+        weight: scalar, the number of losses in the sum. None declares `total` a mean over the rows that the loss function
+            receives; all microbatches then count alike.
         aux: tree of scalars, sums too; `metrics.aux` has their means, by the same weight.
         carried: the carried state after the microbatch, a tree as the one that was given.
     """
 
     total: Array
-    weight: Array | float = 1.0
+    weight: Array | float | None = None
     aux: Tree = field(default_factory=dict)
     carried: Tree = field(default_factory=dict)
 
@@ -85,6 +86,11 @@ def check_loss(found: Any) -> None:
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
         raise ShapeError(f"`loss` returns {what}: must return a floating scalar, the mean, or jgraph.Loss(total, weight)")
+
+
+def is_mean(found: Any) -> bool:
+    """Returns True if a loss function returned a mean over its rows, False if it returned a sum with a weight."""
+    return not isinstance(found, Loss) or found.weight is None
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Sums]]:

@@ -25,7 +25,7 @@ from jgraph.mesh import batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.compiled import CompiledStep, DispatchedStep
-from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, raised
+from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, is_mean, raised
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.parallel.pipelined import Pipelined
 from jgraph.parallel.state import StepMetrics, TrainState
@@ -168,7 +168,7 @@ def train_step(
 
 
 def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
-    """Returns the binding of a step with products in FP8, and with their histories where scaling is delayed."""
+    """Adds matmuls in FP8 to the binding of a step, and amax histories if scaling is delayed."""
     if batch is None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
     microbatch = _microbatch(batch, binding.num_microbatches, getattr(strategy, "mesh", None))
@@ -180,11 +180,15 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
         state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
         precision, args = FP8Function(loss, config), (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
     try:
-        history = jax.eval_shape(lambda: precision.init(strategy.shapes, *args))
+        plan = precision.plan(strategy.shapes, *args)
     except ConfigError as e:
         if e.field != "fn":
             raise
         raise ConfigError(str(e).replace("`fn`", "`loss`"), field="loss") from None
+    # A strategy differentiates the loss of each microbatch on each device as it is; the head of a pipeline returns a mean.
+    if is_mean(jax.tree.unflatten(plan.structure, [0] * plan.structure.num_leaves)):
+        precision = replace(precision, num_losses=binding.num_microbatches * _num_data_ranks(getattr(strategy, "mesh", None)))
+    history = jax.eval_shape(plan.init)
     if jax.tree.leaves(history):
         largest = jax.tree.map(lambda _: "max", history)
         carried, reductions = WithHistory(binding.carried, history), WithHistory(binding.reductions, largest)
@@ -194,7 +198,7 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
 
 def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
     """Returns shapes of a device's microbatch. Raises ShapeError where microbatches and devices cannot share the rows."""
-    ranks = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+    ranks = _num_data_ranks(mesh)
 
     def share(leaf: Any) -> jax.ShapeDtypeStruct:
         if leaf.ndim == 0 or leaf.shape[0] % (num_microbatches * ranks):
@@ -205,6 +209,11 @@ def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
         return jax.ShapeDtypeStruct((leaf.shape[0] // (num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
 
     return jax.tree.map(share, batch)
+
+
+def _num_data_ranks(mesh: Mesh | None) -> int:
+    """Returns the number of devices that share the rows of a batch."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,12 @@ _LARGEST_SCALE = 2.0**126  # whose inverse is no denormal
 class History(NamedTuple):
     """The state of delayed scaling, for all products together.
 
+    The amax of dy is stored in units of the gradient of the batch's mean loss. `observe` converts it, so that a history does
+    not depend on the number of devices and microbatches that share a batch.
+
     Attributes:
-        window: float32 [H, S, 3], amax of the steps before, the latest first.
-        used: float32 [S, 3], the amax behind the scales of the last step; 0 where there has been none.
+        window: float32 [H, S, 3], amax of the previous steps, the latest first.
+        used: float32 [S, 3], the amax behind the scales of the last step; 0 before the first step.
     """
 
     window: Array
@@ -60,29 +63,37 @@ def seen(scale: Array, amax: Array) -> Array:
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def observe(history: History, config: FP8Config, dtypes: Sequence[Any]) -> tuple[list[Array], list[Array]]:
-    """Returns every product's scales [3], and a tap [3] whose cotangent is to be its amax.
+def observe(history: History, config: FP8Config, dtypes: Sequence[Any], num_losses: int = 1) -> tuple[list[Array], list[Array]]:
+    """Computes the scales of every product, and makes taps that collect the amax of its arrays.
 
-    The cotangent of `history` is then the history after the step: what dy's amax is, only the backward pass knows.
+    The cotangent of `history` is the history after the step, because only the backward pass knows the amax of dy.
 
     Args:
-        history: of S products.
-        config: the recipe.
+        history: The state of S products.
+        config: The recipe.
         dtypes: FP8 dtypes of x, w and dy.
+        num_losses: Number of losses that are averaged into the batch's loss. Each is differentiated by itself, so its dy is
+            `num_losses` times as large as the dy of the batch's loss.
+
+    Returns:
+        For each product its scales, float32 [3], and a tap, float32 [3]. The cotangent of the tap must be the amax of the
+        product's x, w and dy.
     """
     products = history.used.shape[0]
+    # The power of two is rounded up, so that no dy overflows.
+    factors = (1.0, 1.0, 2.0 ** -(num_losses - 1).bit_length())
 
     @jax.custom_vjp
     def run(history: History) -> tuple[list[Array], list[Array]]:
-        amax_S3 = history.amax(config)
-        scales_S3 = jnp.stack([scale_for(amax_S3[:, i], dtype, config.margin) for i, dtype in enumerate(dtypes)], axis=1)
+        columns = zip(history.amax(config).T, dtypes, factors, strict=True)
+        scales_S3 = jnp.stack([scale_for(amax_S, dtype, config.margin) * factor for amax_S, dtype, factor in columns], axis=1)
         return list(scales_S3), [jnp.zeros(3)] * products
 
     def forward(history: History) -> tuple[tuple[list[Array], list[Array]], History]:
         return run(history), history
 
     def backward(history: History, cotangents: tuple[list[Array], list[Array]]) -> tuple[History]:
-        return (history.after(jnp.stack(cotangents[1]), config),)
+        return (history.after(jnp.stack(cotangents[1]) / jnp.array([1, 1, num_losses], jnp.float32), config),)
 
     run.defvjp(forward, backward)
     return run(history)

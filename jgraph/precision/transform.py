@@ -89,10 +89,17 @@ def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Functio
 
 @dataclass(frozen=True, eq=False)
 class FP8Function(OwnProducts):
-    """A function whose products with parameters are in FP8; made by `fp8`. `jgraph.split_backward` takes it too."""
+    """A function whose matmuls with parameters are in FP8, made by `fp8`. `jgraph.split_backward` takes it too.
+
+    Attributes:
+        fn: The function.
+        config: The recipe.
+        num_losses: Number of losses that are averaged into a batch's loss, as `observe` takes it.
+    """
 
     fn: Callable[..., Tree]
     config: FP8Config
+    num_losses: int = 1
 
     def plan(self, params: Tree, *args: Tree) -> "Plan":
         """Traces the function for arrays or shapes.
@@ -111,7 +118,8 @@ class FP8Function(OwnProducts):
         if all(product.kept for product in products):
             some = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied with a parameter"
             raise ConfigError(f"`fn` must have a product that can be in FP8, and has none ({some})", field="fn")
-        return Plan(self.config, closed, found.block, sites, products, tuple(names), jax.tree.structure(traced.out_info))
+        structure = jax.tree.structure(traced.out_info)
+        return Plan(self.config, closed, found.block, sites, products, tuple(names), structure, self.num_losses)
 
     @cached_property
     def _jitted(self) -> Any:
@@ -182,6 +190,7 @@ class Plan:
         products: what is said of each.
         names: of all parameters.
         structure: of the result.
+        num_losses: Number of losses that are averaged into a batch's loss.
     """
 
     config: FP8Config
@@ -191,6 +200,7 @@ class Plan:
     products: tuple[Product, ...]
     names: tuple[str, ...]
     structure: Any
+    num_losses: int
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -273,7 +283,10 @@ class Plan:
     def taps(self, state: Tree, weights: Sequence[Weight | None]) -> list[Tap | None]:
         """Returns what each product takes besides its operands; None where it is not in FP8."""
         taps: list[Tap | None] = [None] * len(self.sites)
-        scales, observed = observe(state, self.config, formats(self.config)) if isinstance(state, History) else ([], [])
+        scales: list[Array] = []
+        observed: list[Array] = []
+        if isinstance(state, History):
+            scales, observed = observe(state, self.config, formats(self.config), self.num_losses)
         for i, start, stop in self._in_fp8():
 
             def over_loops(rows: list[Array], lead=self.sites[i].lead) -> Array | None:

@@ -29,11 +29,12 @@ def opened(config: TrainConfig, run_dir: RunDir) -> SavedRun | None:
 def load(setup: TrainSetup, saved: SavedRun) -> TrainState:
     """Returns the state before the first step of a run, with what it takes of another: over other devices, in other dtypes.
 
-    Histories of FP8 go on where the recipe is the same, and begin anew elsewhere. With the optimizer's moments comes the count
+    Takes over the amax histories of FP8 if the recipe is the same and their units do not depend on the other run's layout;
+    otherwise begins with empty histories. With the optimizer's moments comes the count
     by which Adam corrects their bias; the count of the rate begins at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
-    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8
+    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8 and saved.has_histories_of_batch
     carried = like.carried if same else like.model_state
     if config.continue_with == "weights":
         return setup.step.init(**saved.place(params=like.params, carried=carried))

@@ -150,9 +150,9 @@ def expected(config, kind, microbatches, rows):
     return trained(one_device(config, kind, microbatches, rows), kind, rows)
 
 
-def assert_same(found, wanted):
+def assert_same(found, wanted, carried_rtol=0.0):
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, found[1].carried, wanted[1].carried)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=carried_rtol), found[1].carried, wanted[1].carried)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1].params, wanted[1].params)
 
 
@@ -165,6 +165,7 @@ def assert_same(found, wanted):
         pytest.param("zb-h1", [PIPE], DELAYED, {"kind": "keyed", "remat": "wide"}, marks=LONG),
         pytest.param("zb-v", [PIPE, FSDP], DELAYED, {"chunks": 2, "kind": "stacked", "remat": "layer"}, marks=LONG),
         pytest.param("gpipe", [PIPE], CURRENT, {"kind": "keyed", **DISPATCH}, marks=LONG),
+        pytest.param("gpipe", [DATA, PIPE], DELAYED, DISPATCH, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
 )
@@ -172,7 +173,10 @@ def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, 
     ranks, kind = int(np.prod([size for name, size in axes if name != "pipe"])), choices.get("kind", "plain")
     rows = ranks * M * B
     found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
-    assert_same(found, expected(config, kind, ranks * M, rows))
+    if config.recipe == "delayed" and ranks > 1:
+        assert_same(found, expected(config, kind, 1, rows), carried_rtol=1e-6)
+    else:  # with as many rows in a microbatch of a device, whose own amax current scaling takes
+        assert_same(found, expected(config, kind, ranks * M, rows))
 
 
 def test_products_that_widen_by_four_are_made_again_if_asked_for():

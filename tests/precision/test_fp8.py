@@ -128,6 +128,28 @@ def test_a_grouped_product_and_its_dgrad_are_those_of_rounded_operands_and_its_w
     assert not np.any(dx[29:])
 
 
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+def test_a_second_step_of_delayed_scaling_on_the_same_arrays_is_a_step_of_current_scaling(kind):
+    # No operand fits the scale of another.
+    x, dy = normal(1, B, D, scale=2.0**20), normal(2, B, F, scale=2.0**-20)
+    w = normal(0, D, F) if kind == "plain" else normal(0, 2, D, F)
+
+    def run(w, x):
+        return x @ w if kind == "plain" else grouped_dot(x, w, jnp.array([20, B - 20], jnp.int32))
+
+    def step(config, state):
+        y, pull_back = jax.vjp(lambda w, state, x: jgraph.fp8(run, config).apply(w, state, x), w, state, x)
+        dw, state, dx = pull_back(dy)
+        return (y, dw, dx), state
+
+    delayed = FP8Config(format="e4m3", recipe="delayed")
+    _, state = step(delayed, jgraph.fp8(run, delayed).init(w, x))
+    assert state.window[0, 0].tolist() == [float(jnp.max(jnp.abs(operand))) for operand in (x, w, dy)]
+    found, _ = step(delayed, state)
+    wanted, _ = step(FP8Config(format="e4m3"), {})
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_the_report_counts_a_grouped_product_without_its_wgrad():
     params, x = {"in": normal(0, 32, 32), "experts": grouped_params()}, normal(1, B, 32)
 
@@ -222,6 +244,28 @@ def test_delayed_scaling_survives_a_spike_in_an_activation_and_recovers():
     assert np.isfinite(found).all()
     assert found[2] > 0.5  # which the scale of the steps before cuts off
     assert max(found[1], found[5]) < 0.02
+
+
+@pytest.mark.parametrize("operand", ["w", "x"])
+def test_a_margin_leaves_room_for_an_operand_that_grows(operand):
+    w, x = normal(0, D, F), normal(1, B, D)
+    larger = {"w": (3 * w, x), "x": (w, 3 * x)}[operand]
+
+    def error(margin):
+        stage = jgraph.fp8(lambda w, x: x @ w, FP8Config(recipe="delayed", margin=margin))
+        state = jax.grad(lambda state: jnp.sum(stage.apply(w, state, x)))(stage.init(w, x))
+        wanted = larger[1] @ larger[0]
+        return jnp.linalg.norm(stage.apply(larger[0], state, larger[1]) - wanted) / jnp.linalg.norm(wanted)
+
+    assert error(margin=2) < 0.05 < error(margin=0)
+
+
+def test_arrays_near_the_smallest_normal_number_get_the_largest_scale_that_has_an_inverse():
+    w, x = 2.0**100 * normal(0, D, F), 2.0**-124 * normal(1, B, D)
+    stage, wanted = jgraph.fp8(lambda w, x: x @ w), x @ w
+    assert jnp.linalg.norm(stage.apply(w, {}, x) - wanted) < 0.05 * jnp.linalg.norm(wanted)
+    (weight,) = stage.quantize(2.0**-124 * normal(0, D, F), {}, x)
+    assert float(weight.scale) == 2.0**126
 
 
 def test_current_scaling_survives_a_spike_at_once():

@@ -37,13 +37,13 @@ def test_an_array_that_is_not_finite_is_read_as_nan_so_that_the_finite_gate_sees
     assert float(seen(jnp.float32(2), jnp.float32(5))) == 2
 
 
-def run(config, amaxes):
-    """Returns the scales of every step, and the histories after it, for amaxes [steps, S, 3]."""
+def run(config, amaxes, num_losses=1):
+    """Returns the scales of every step, and the history after the last, for amaxes [steps, S, 3]."""
     history, found = History.zeros(amaxes.shape[1], config.history), []
     for amax in amaxes:
 
         def loss(history, amax=amax):
-            scales, taps = observe(history, config, DTYPES)
+            scales, taps = observe(history, config, DTYPES, num_losses)
             return jnp.sum(jnp.stack(taps) * amax), jnp.stack(scales)
 
         after, scales = jax.grad(loss, has_aux=True)(history)
@@ -59,6 +59,16 @@ def test_the_scale_of_a_step_comes_from_the_steps_before_it():
     assert history.window[:, 0, 0].tolist() == [1, 1]
     latest, _ = run(FP8Config(recipe="delayed", history=2, amax="most_recent"), amaxes)
     assert latest[:, 0, 0].tolist() == [1, 256, 4, 256, 256]
+
+
+@pytest.mark.parametrize("num_losses", [1, 2, 3, 6, 8])
+def test_an_output_gradient_is_stored_for_the_mean_of_all_losses_and_scaled_for_its_own(num_losses):
+    amax = jnp.array([1.0, 3.0, 3.5 * num_losses])  # 3.5 reaches the top of E5M2
+    scales, history = run(FP8Config(recipe="delayed", history=2), jnp.stack([amax] * 2)[:, None], num_losses)
+    np.testing.assert_allclose(history.window[:, 0], [[1, 3, 3.5]] * 2, rtol=1e-6)
+    top = float(jnp.finfo(E5M2).max)
+    assert top / 4 < amax[2] * scales[1, 0, 2] <= top
+    assert scales[1, 0, :2].tolist() == [256, 128]
 
 
 def test_an_amax_of_zero_leaves_the_scale_as_it_was():

@@ -40,6 +40,7 @@ class StagePrecision:
         weights: paths of a layer's parameters that are multiplied with in FP8.
         entries: int32 [L, S], which entries of the histories are a layer's.
         is_stacked: whether the model has a weight of all layers in one array, which has one scale.
+        num_losses: Number of losses that are averaged into a batch's loss.
     """
 
     config: FP8Config
@@ -47,6 +48,7 @@ class StagePrecision:
     weights: frozenset[str]
     entries: np.ndarray
     is_stacked: bool
+    num_losses: int
 
     @classmethod
     def of(cls, layer: Callable[..., Any], own: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
@@ -87,12 +89,12 @@ class StagePrecision:
             entries = layers * start + own - start + count * each
         else:
             entries = own + len(own) * each
-        return cls(config, tuple(kept), weights, entries.astype(np.int32), is_stacked)
+        return cls(config, tuple(kept), weights, entries.astype(np.int32), is_stacked, whole.num_losses)
 
     def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
         """Returns a stage of so many layers in FP8; its first argument is a pair of their parameters and others."""
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]
-        return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))))
+        return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Tree:
         """Returns the state of a stage of so many layers before the first step."""

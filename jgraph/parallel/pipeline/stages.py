@@ -190,4 +190,5 @@ def _function(
 def _in_fp8(fn: Callable[..., Tree], precision: StagePrecision, layers: int, names: Sequence[str]) -> FP8Function:
     """Returns a stage of so many layers with products in FP8, from the names of its parameters: of those of layers alone."""
     weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in precision.weights}
-    return FP8Function(fn, replace(precision.config, keep=tuple(glob.escape(name) for name in names if name not in weights)))
+    config = replace(precision.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
+    return FP8Function(fn, config, precision.num_losses)
