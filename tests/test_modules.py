@@ -106,3 +106,27 @@ def test_a_step_trains_a_model_with_dropout_and_statistics(model, strategy):
         losses.append(float(metrics.loss))
     assert losses[-1] < losses[0]
     assert all(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, state.carried)), strict=True))
+
+
+class NoLoss(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x)
+
+
+MISTAKES = {
+    "a function that makes a number": (lambda: functional(lambda: 3), "make", "`make` returns 3"),
+    "a module instead of a function": (lambda: functional(Normed(nnx.Rngs(0))), "make", "`make` is Normed"),
+    "a class that takes arguments": (lambda: functional(Normed), "make", "'rngs'"),
+    "a number": (lambda: functional(3), "make", "`make` is 3"),
+    "a Linen module without a loss": (lambda: functional(NoLoss, X), "make", r"loss\(batch\)"),
+    "a Linen module without a batch": (lambda: functional(LinenNormed), "batch", "`batch` is None"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_makes_no_flax_module_is_refused_in_one_line(mistake):
+    call, field, message = MISTAKES[mistake]
+    with pytest.raises(jgraph.ConfigError, match=message) as error:
+        call()
+    assert error.value.field == field

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax import Array
 
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 
 State = TypeVar("State")
@@ -60,6 +60,7 @@ class Checkpoints:
         warn: Callable[[str], object] = warnings.warn,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ):
+        require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._warn, self._wait = warn, wait
