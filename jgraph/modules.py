@@ -68,8 +68,28 @@ class FunctionalModel:
         return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
-        """Returns the model's `loss(batch)` in training, and the carried state after it."""
-        return self.call("loss", "train", params, carried or {}, key, batch)
+        """Computes the module's `loss(batch)` in training mode.
+
+        Args:
+            params: Parameters, like `shapes`.
+            batch: The argument of the module's `loss`.
+            key: Seeds dropout.
+            carried: Carried state, like `self.carried`; may be omitted if that is empty.
+
+        Returns:
+            The loss, and the carried state after it.
+
+        Raises:
+            ConfigError: If the model carries state and `carried` is empty.
+        """
+        carried = carried or {}
+        if (names := leaf_names(self.carried)) and not jax.tree.leaves(carried):
+            raise ConfigError(
+                f"`carried` is empty: must have {', '.join(names[:3])}, ...; pass `carried=model.carried` to train_step and "
+                "the fourth argument of your loss to model.loss",
+                field="carried",
+            )
+        return self.call("loss", "train", params, carried, key, batch)
 
     def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
         """Calls a method in evaluation: without dropout, with the statistics as they are. Returns its result."""
@@ -79,8 +99,8 @@ class FunctionalModel:
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
     """Turns a Flax module into pure functions of its parameters, for `train_step`. Traces the module; computes nothing.
 
-    The function does the work of `nnx.split` and `nnx.merge` or of Linen's `init` and `apply`, in one way for both. Dropout takes
-    the key of each call.
+    Does the work of `nnx.split` and `nnx.merge` or of Linen's `init` and `apply`, in one way for both. Dropout takes the key
+    of each call.
 
     >>> class Line(nnx.Module):
     ...     def __init__(self, rngs):

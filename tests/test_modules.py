@@ -67,6 +67,13 @@ def test_statistics_go_in_and_come_out_and_the_model_is_as_it_was(model):
     assert all(not jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(carried), strict=True))
 
 
+def test_a_loss_without_the_carried_state_is_refused(model):
+    params, _ = model.init()
+    with pytest.raises(jgraph.ConfigError, match=r"`carried` is empty: must have .*mean") as error:
+        model.loss(params, X, jax.random.key(0))
+    assert error.value.field == "carried"
+
+
 def test_a_variable_says_how_it_is_reduced():
     class Counting(nnx.Module):
         def __init__(self):

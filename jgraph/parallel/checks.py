@@ -1,4 +1,4 @@
-"""Checks of the arguments of a training step, each with one error that names the argument, its value and what is allowed."""
+"""Checks the arguments of a training step. Each error names the argument, its value and the allowed values."""
 
 import functools
 import inspect
@@ -30,7 +30,7 @@ def check_count(field: str, value: Any) -> None:
 
 def check_clip_norm(value: Any) -> None:
     """Raises ConfigError unless `value` is a positive number or None."""
-    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and value > 0):
+    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0):
         return
     raise ConfigError(f"`clip_norm` is {_told(value)}: must be a positive number, or None for no clipping", field="clip_norm")
 
@@ -51,10 +51,10 @@ def random_key(value: Any) -> Array:
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**64:
         return jax.random.key(int(value))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    is_typed = dtype is not None and shape == () and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_typed = dtype is not None and shape == () and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not is_typed and not (dtype == jnp.uint32 and len(shape or ()) == 1):
         raise ConfigError(f"`key` is {_told(value)}: must be an integer seed or one key of jax.random.key", field="key")
-    return value
+    return value  # pyright: ignore[reportReturnType]
 
 
 def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
@@ -72,8 +72,7 @@ def check_shapes(strategy: Any) -> None:
     """Raises ConfigError unless `strategy` has parameters, and all are floating arrays or shapes."""
     if not callable(getattr(strategy, "bind", None)) or not hasattr(strategy, "shapes") or isinstance(strategy, type):
         raise ConfigError(
-            f"`strategy` is {_told(strategy)}: must be jgraph.Replicated, jgraph.FullySharded or jgraph.Pipelined of a mesh and the "
-            "shapes of the parameters",
+            f"`strategy` is {_told(strategy)}: must be jgraph.Replicated, jgraph.FullySharded or jgraph.Pipelined",
             field="strategy",
         )
     for name, leaf in _named(strategy.shapes):
@@ -137,10 +136,10 @@ def check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str, 
     """Checks a tree of arrays against a tree of shapes.
 
     Args:
-        what: Names the tree in messages.
+        what: Name of the tree in messages.
         tree: Arrays, shapes or Python numbers.
         expected: Shapes.
-        like: Names `expected` in messages.
+        like: Name of `expected` in messages.
         field: The argument at fault.
         dtypes: Whether dtypes must be `equal` to the expected ones or any `floating` ones.
 
@@ -186,15 +185,16 @@ def check_function(loss: Any) -> None:
 
 
 def checked_loss(loss: Any, carried: Tree) -> Any:
-    """Adds checks of the result to a loss function; returns anything else as it is.
+    """Adds checks of the result to a loss function. Other objects pass unchanged.
 
     Args:
         loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if anything is carried.
         carried: Shapes of the carried state.
 
     Raises:
-        ConfigError: If the function does not take these arguments. When it is called, ShapeError if it does not return a scalar
-            or a `Loss`, or if the carried state that it returns differs from `carried` in structure, shapes or dtypes.
+        ConfigError: If the function does not take these arguments.
+        ShapeError: By the returned function, if the loss is no scalar or `Loss`, or its carried state differs from `carried` in
+            structure, shapes or dtypes.
     """
     if not callable(loss):
         return loss
@@ -224,7 +224,7 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
 
 
 def _binds(signature: inspect.Signature, names: Sequence[str]) -> bool:
-    """True if a function of this signature can be called with so many positional arguments."""
+    """True if a function with this signature takes these names as positional arguments."""
     try:
         signature.bind(*names)
     except TypeError:
@@ -274,7 +274,7 @@ def _is_array(leaf: Any) -> bool:
 def _is_numeric(dtype: Any) -> bool:
     """True for the dtypes of JAX arrays, random keys included."""
     try:
-        return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
+        return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
     except TypeError:  # another library's
         return False
 

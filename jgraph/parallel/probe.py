@@ -1,4 +1,4 @@
-"""Checks with random values that an optax transform is elementwise, so that it may see packed, padded and stacked parameters."""
+"""Checks with random values that an optax transform is elementwise: that it may see packed, padded and stacked parameters."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,9 +24,10 @@ _MAX_DIFFERING = 0.01  # of a leaf's elements: a bfloat16 state can turn such a 
 def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
     """Checks that a transform is elementwise.
 
-    Trains a small tree in two layouts: in the model's own, and in flat arrays that hold all matrices and all vectors, where half
-    of the elements are replaced. The updates of the other half must agree. So the check finds a transform that depends on
-    shapes, on names, or on other elements. It traces the transform and evaluates the trace on the host: 30 ms for AdamW.
+    Trains a small tree in two layouts: the model's own, and one flat array each for matrices and vectors, with half of the
+    elements replaced. The updates of the other half must agree. This detects transforms that depend on shapes, on names, or
+    on other elements. Nothing is compiled: the transform is traced, and the trace is evaluated on the host (15 to 30 ms for
+    AdamW).
 
     Args:
         declared: The transform.
@@ -131,7 +132,7 @@ def _agree(
 def _close(a: np.ndarray, b: np.ndarray, kept: np.ndarray) -> bool:
     """True if almost all kept elements of two arrays are equal up to rounding."""
     equal = np.isclose(a, b, rtol=0, atol=_TOLERANCE * np.max(np.abs(a), initial=0), equal_nan=True)
-    return np.sum(kept & ~equal) <= _MAX_DIFFERING * a.size
+    return bool(np.sum(kept & ~equal) <= _MAX_DIFFERING * a.size)
 
 
 def _not_elementwise(problem: str) -> ConfigError:

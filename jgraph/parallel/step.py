@@ -78,21 +78,21 @@ def train_step(
             carried state, it takes the state as a fourth argument and returns a `Loss` with the new state. `Pipelined` takes a
             `jgraph.PipelineModel` instead.
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
-            own tree unless it is declared `jgraph.elementwise`. If it takes extra arguments, it gets the loss as `value` and the
-            clipped gradient as `grad`.
+            own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
+            `value` and the clipped gradient as `grad`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
-        num_microbatches: Slices of the batch whose gradients are summed before the update.
+        num_microbatches: Slices of the batch. Their gradients are summed before the update.
         clip_norm: Largest global norm of the gradient. Larger gradients are scaled down to it. None does not clip.
         key: A random key or a seed. Each microbatch of a step and device gets a key that is folded from it.
         params_dtype: Floating dtype of the parameters in the state.
-        grads_dtype: Floating dtype in which gradients are summed over microbatches and devices.
-        read_dtype: Floating dtype to which the summed gradient is rounded before the update; None does not round.
+        grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
+        read_dtype: Rounds the summed gradient to this floating dtype before the update; None does not round.
         freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`.
-        carried: Shapes of the state that the model carries from step to step, such as running statistics. With `Pipelined`, only
-            layers carry state.
-        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last` or `halt`, or a tree
+        carried: Shapes of the state that the model carries from step to step, such as running statistics. With `Pipelined`,
+            only layers carry state.
+        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree
             of these like `carried`. `halt` is `max` for integers that stop the training: if one is positive before or after a
-            step, the step changes nothing but these integers, which never decrease. `TrainStep.resumed` sets them to zero.
+            step, the step changes only these integers, which never decrease. `TrainStep.resumed` sets them to zero.
         fp8: Recipe for matmuls with parameters in FP8, forward and backward. With `Pipelined`, only those of layers.
         batch: Arrays or shapes of a whole batch. Required with `fp8`, to find the matmuls.
 
@@ -174,8 +174,8 @@ def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
     def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if leaf.ndim == 0 or leaf.shape[0] % (num_microbatches * ranks):
             raise ShapeError(
-                f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be divisible "
-                f"by num_microbatches {num_microbatches} x {ranks} data ranks",
+                f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
+                f"divisible by num_microbatches {num_microbatches} x {ranks} data ranks",
                 field="batch",
             )
         return jax.ShapeDtypeStruct((leaf.shape[0] // (num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
@@ -242,8 +242,8 @@ class TrainStep:
             The state. Its buffers are its own, because the first step donates them.
 
         Raises:
-            ShapeError: If `params` or `carried` differ from the shapes given to the strategy and to `train_step`. The message has
-                the path of the leaf.
+            ShapeError: If `params` or `carried` differ from the shapes given to the strategy and to `train_step`. The message
+                has the path of the leaf.
         """
         carried = {} if carried is None else carried
         self._check_carried(carried)

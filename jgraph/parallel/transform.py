@@ -7,7 +7,7 @@ tree in both layouts, before anything is compiled, and refuses it if the updates
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import optax
 from jax import Array
@@ -102,7 +102,7 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
         ) from e
 
 
-def _is_transform(value: Any) -> bool:
+def _is_transform(value: Any) -> TypeGuard[Transform]:
     """True for anything with the functions `init` and `update`."""
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 

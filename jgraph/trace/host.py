@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -109,7 +110,8 @@ def _outputs(eqn: core.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _array(value: Any, aval: Any) -> Any:
-    """Returns a NumPy array of an abstract value's dtype; anything but numbers stays as it is."""
-    if value is None or jax.dtypes.issubdtype(getattr(aval, "dtype", None), jax.dtypes.extended):
+    """Returns a NumPy array of an abstract value's dtype. Random keys pass unchanged."""
+    dtype = getattr(aval, "dtype", None)
+    if value is None or dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return value
-    return np.asarray(value, getattr(aval, "dtype", None))
+    return np.asarray(value, dtype)

@@ -1,4 +1,4 @@
-"""`jgraph.elementwise`: transforms that may see packed parameters are accepted, all others are refused before anything compiles."""
+"""`jgraph.elementwise` accepts transforms that may see packed parameters, and refuses others before anything compiles."""
 
 import jax
 import jax.numpy as jnp
