@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jgraph.errors import ConfigError
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -69,8 +70,28 @@ class FunctionalModel:
         return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
-        """Returns the model's `loss(batch)` in training, and the carried state after it."""
-        return self.call("loss", "train", params, carried or {}, key, batch)
+        """Computes the module's `loss(batch)` in training mode.
+
+        Args:
+            params: Parameters, like `shapes`.
+            batch: The argument of the module's `loss`.
+            key: Seeds dropout.
+            carried: Carried state, like `self.carried`; may be omitted if that is empty.
+
+        Returns:
+            The loss, and the carried state after it.
+
+        Raises:
+            ConfigError: If the model carries state and `carried` is empty.
+        """
+        carried = carried or {}
+        if (names := leaf_names(self.carried)) and not jax.tree.leaves(carried):
+            raise ConfigError(
+                f"`carried` is empty: must have {', '.join(names[:3])}, ...; pass `carried=model.carried` to train_step and "
+                "the fourth argument of your loss to model.loss",
+                field="carried",
+            )
+        return self.call("loss", "train", params, carried, key, batch)
 
     def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
         """Calls a method in evaluation: without dropout, with the statistics as they are. Returns its result."""
@@ -78,9 +99,10 @@ class FunctionalModel:
 
 
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
-    """Turns a Flax module into pure functions of its parameters, for `train_step`. Traces it; computes nothing.
+    """Turns a Flax module into pure functions of its parameters, for `train_step`. Traces the module; computes nothing.
 
-    As `nnx.split` and `nnx.merge` or Linen's `init` and `apply`, but one way for both, and dropout takes the key of each call.
+    Does the work of `nnx.split` and `nnx.merge` or of Linen's `init` and `apply`, in one way for both. Dropout takes the key
+    of each call.
 
     >>> class Line(nnx.Module):
     ...     def __init__(self, rngs):
@@ -92,18 +114,53 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
     >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
 
     Args:
-        make: makes the NNX module, with its parameters, or the Linen module.
-        batch: for a Linen module: the argument of `loss`, arrays or shapes, which it needs to make its parameters.
-        key: for a Linen module: seed of its parameters.
+        make: A function without arguments that makes the NNX module, with its parameters, or the Linen module.
+        batch: Arrays or shapes of a batch, the argument of the module's `loss`. Required for a Linen module, which makes its
+            parameters from it.
+        key: Seed of the parameters of a Linen module.
 
     Returns:
-        FunctionalModel: `shapes` of the parameters and `carried` state, `init`, `loss`, `evaluate`, Flax's `annotations`.
+        A `FunctionalModel`: `shapes` of the parameters and `carried` state, `init`, `loss`, `evaluate`, Flax's `annotations`.
+
+    Raises:
+        ConfigError: If `make` is not such a function, or a Linen module has no `loss` or no `batch`.
     """
+    _check_make(make)
     found: list[Any] = []
     shapes = nnx.eval_shape(lambda: found.append(made := make()) or (made if isinstance(made, nnx.Module) else None))
-    if isinstance(found[0], nn.Module):
-        return _linen(found[0], batch, key)
+    made = found[0]
+    if isinstance(made, nn.Module):
+        if not callable(getattr(made, "loss", None)):
+            raise ConfigError(
+                f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)", field="make"
+            )
+        if batch is None:
+            raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
+        return _linen(made, batch, key)
+    if not isinstance(made, nnx.Module):
+        raise ConfigError(f"`make` returns {made!r}: must return a Flax module, nnx.Module or linen.Module", field="make")
     return _nnx(make, shapes)
+
+
+def _check_make(make: Any) -> None:
+    """Raises ConfigError unless `make` can be called without arguments to make a module."""
+    if isinstance(make, nnx.Module | nn.Module) or not callable(make):
+        what = type(make).__name__ if callable(make) else repr(make)
+        raise ConfigError(
+            f"`make` is {what}: must be a function that makes a module, e.g. lambda: Model(nnx.Rngs(0))", field="make"
+        )
+    try:
+        if isinstance(make, type):
+            inspect.signature(make.__init__).bind(None)
+        else:
+            inspect.signature(make).bind()
+    except TypeError as e:
+        name = getattr(make, "__name__", repr(make))
+        raise ConfigError(
+            f"`make` is {name} ({e}): must take no arguments, e.g. lambda: {name}(nnx.Rngs(0))", field="make"
+        ) from None
+    except ValueError:  # a function without a signature
+        pass
 
 
 def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:

@@ -67,6 +67,13 @@ def test_statistics_go_in_and_come_out_and_the_model_is_as_it_was(model):
     assert all(not jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(carried), strict=True))
 
 
+def test_a_loss_without_the_carried_state_is_refused(model):
+    params, _ = model.init()
+    with pytest.raises(jgraph.ConfigError, match=r"`carried` is empty: must have .*mean") as error:
+        model.loss(params, X, jax.random.key(0))
+    assert error.value.field == "carried"
+
+
 def test_a_variable_says_how_it_is_reduced():
     class Counting(nnx.Module):
         def __init__(self):
@@ -106,3 +113,27 @@ def test_a_step_trains_a_model_with_dropout_and_statistics(model, strategy):
         losses.append(float(metrics.loss))
     assert losses[-1] < losses[0]
     assert all(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, state.carried)), strict=True))
+
+
+class NoLoss(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x)
+
+
+MISTAKES = {
+    "a function that makes a number": (lambda: functional(lambda: 3), "make", "`make` returns 3"),
+    "a module instead of a function": (lambda: functional(Normed(nnx.Rngs(0))), "make", "`make` is Normed"),
+    "a class that takes arguments": (lambda: functional(Normed), "make", "'rngs'"),
+    "a number": (lambda: functional(3), "make", "`make` is 3"),
+    "a Linen module without a loss": (lambda: functional(NoLoss, X), "make", r"loss\(batch\)"),
+    "a Linen module without a batch": (lambda: functional(LinenNormed), "batch", "`batch` is None"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_makes_no_flax_module_is_refused_in_one_line(mistake):
+    call, field, message = MISTAKES[mistake]
+    with pytest.raises(jgraph.ConfigError, match=message) as error:
+        call()
+    assert error.value.field == field

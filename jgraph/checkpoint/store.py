@@ -66,6 +66,7 @@ class Checkpoints:
         warn: Callable[[str], object] = warnings.warn,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ):
+        require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._warn, self._wait = warn, wait

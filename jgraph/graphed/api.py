@@ -115,6 +115,9 @@ def make_graphed_callables(
     checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
     for check in checks:
         check()
+    if not isinstance(compiler_options, Mapping | None):
+        wrong = f"`compiler_options` is {type(compiler_options).__name__}: must be a mapping of XLA options to values"
+        raise CallableError(wrong, field="compiler_options")
     options = dict(compiler_options or {})
 
     # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose command

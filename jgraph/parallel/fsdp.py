@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis
+from jgraph.parallel.checks import strings
 from jgraph.parallel.overlap import summed_in_turn
+from jgraph.parallel.transform import Transform
 from jgraph.tree import expert_axis, matching
 
 Tree = Any
@@ -174,15 +176,16 @@ def expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, 
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the axis that a rule or an annotation of the model asks to shard, by parameter.
+    """Returns the axis to shard of each parameter that a rule or an annotation of the model names.
 
     Args:
-        names: of all parameters.
-        rules: `PATTERN=AXIS`, patterns as in a shell; they come before what the model says.
-        specs: what the model says, Flax's partition names by parameter: a PartitionSpec, or None.
+        names: Names of all parameters.
+        rules: `PATTERN=AXIS` with shell patterns. Rules override the model's annotations.
+        specs: The model's annotations: a PartitionSpec or None by the name of a parameter.
 
     Raises:
-        ConfigError: a rule matches nothing, two match the same parameter with different axes, or a partition name is not fsdp.
+        ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
+            partition name is not `fsdp`.
     """
     axes: dict[str, int] = {}
     for name, spec in specs.items():
@@ -192,8 +195,10 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
         for i, _ in named:
             axes[name] = i
     by_rule: dict[str, tuple[str, int]] = {}
-    for rule in rules:
+    for rule in strings("shard_rules", rules, example="embed*=0"):
         pattern, _, axis = rule.rpartition("=")
+        if not pattern or not axis.isdecimal():
+            raise ConfigError(f"`shard_rules` has {rule!r}: must be PATTERN=AXIS with an axis from 0", field="shard_rules")
         for name in matching(pattern, names, field="shard_rules"):
             other, before = by_rule.get(name, (rule, int(axis)))
             if before != int(axis):
@@ -259,7 +264,7 @@ def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:
     return structure.unflatten([arrays.get(id(leaf), leaf) for leaf in leaves])
 
 
-def state_shardings(transform: optax.GradientTransformation, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
+def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
     """Returns where an optimizer's state lies: what belongs to a parameter as the parameter does.
 
     Args:

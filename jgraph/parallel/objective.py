@@ -80,12 +80,19 @@ class WithHistory(NamedTuple):
 
 
 def check_loss(found: Any) -> None:
-    """Raises ShapeError where a loss function returned neither a floating scalar nor a `Loss` of such a one."""
+    """Raises ShapeError unless a loss function returned a floating scalar, or a `Loss` with a scalar total and weight."""
     scalar = found.total if isinstance(found, Loss) else found
     shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
-        raise ShapeError(f"`loss` returns {what}: must return a floating scalar, the mean, or jgraph.Loss(total, weight)")
+        raise ShapeError(
+            f"`loss` returns {what}: must return a floating scalar, the mean, or jgraph.Loss(total, weight)", field="loss"
+        )
+    if isinstance(found, Loss) and found.weight is not None and jnp.shape(found.weight) != ():
+        raise ShapeError(
+            f"`loss` returns a weight of shape {list(jnp.shape(found.weight))}: must be a scalar, the sum of all weights",
+            field="loss",
+        )
 
 
 def is_mean(found: Any) -> bool:

@@ -15,6 +15,7 @@ from jgraph.mesh import Axis, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
+from jgraph.parallel.checks import check_count, float_dtype
 from jgraph.parallel.objective import Sums, WithHistory
 from jgraph.parallel.pipeline import Pipeline, PipelineModel
 from jgraph.parallel.pipeline.carried import Carried
@@ -63,6 +64,12 @@ class Pipelined:
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
+        check_count("experts", self.experts)
+        if self.compute_dtype is not None:
+            float_dtype("compute_dtype", self.compute_dtype)
+        if not isinstance(self.schedule, Schedule):
+            message = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
+            raise ConfigError(f"`schedule` is {self.schedule!r}: {message}", field="schedule")
 
     def bind(self, loss: PipelineModel, binding: Binding) -> "BoundPipeline":
         """Returns the strategy with a model. Raises ConfigError for another loss, or a step that a pipeline cannot do."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,53 +20,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError, ShapeError, check_choice
+from jgraph.errors import ConfigError, ShapeError
 from jgraph.mesh import batch_axes
-from jgraph.parallel import fsdp
+from jgraph.parallel import checks, fsdp
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.compiled import CompiledStep, DispatchedStep
-from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, is_mean, raised
+from jgraph.parallel.objective import Sums, WithHistory, halted, is_mean, raised
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.parallel.pipelined import Pipelined
+from jgraph.parallel.probe import check_elementwise
 from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.parallel.strategy import Binding, Bound, Strategy
+from jgraph.parallel.transform import Elementwise, Transform, apply_transform, check_transform, make_transform
 from jgraph.precision import product
 from jgraph.precision.config import FP8Config
 from jgraph.precision.transform import FP8Function
 from jgraph.scopes import scope
-from jgraph.tree import leaf_names, matching
+from jgraph.tree import leaf_names, matching, path_name
 from jgraph.xla import check_identity, compile_and_report, compiler_options, option_errors
 from jgraph.xla.options import known
 
 Tree = Any
 
 
-class Elementwise(NamedTuple):
-    """An optax transform that treats every element alike; made by `elementwise`."""
-
-    make: Callable[[Tree], optax.GradientTransformation]
-
-
-def elementwise(transform: optax.GradientTransformation | Callable[[Tree], optax.GradientTransformation]) -> Elementwise:
-    """Declares that an optax transform treats every element by itself, so that small parameters may share an array.
-
-    The update then takes a few kernels, not one for every parameter. Adam, AdamW, SGD and Lion are elementwise. Not so Muon,
-    Adafactor, and whatever masks by a parameter's path or takes its norm: give those to `train_step` as they are. A wrong
-    declaration is not noticed and gives wrong updates: the transform sees arrays that are packed, padded, stacked by rank.
-
-    >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
-
-    Args:
-        transform: the transform, or a function that makes it of a tree of bools, True where an array holds matrices.
-    """
-    if isinstance(transform, optax.GradientTransformation):
-        return Elementwise(lambda is_matrix: transform)
-    return Elementwise(transform)
-
-
 def train_step(
     loss: Any,
-    transform: optax.GradientTransformation | Elementwise,
+    transform: Transform | Elementwise,
     strategy: Strategy,
     *,
     num_microbatches: int = 1,
@@ -83,7 +62,7 @@ def train_step(
 ) -> "TrainStep":
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
-    As the jitted function that you would write around `jax.value_and_grad` and `optax.apply_updates`, but it runs over the
+    The step is the jitted function that you would write around `jax.value_and_grad` and `optax.apply_updates`. It runs on the
     devices of its strategy, and `compile` proves that it updates the state in place.
 
     >>> def loss(params, batch, key):
@@ -97,56 +76,57 @@ def train_step(
 
     Args:
         loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
-            carried state it takes that as a fourth argument and returns a `Loss` with it. For `Pipelined`, a `PipelineModel`.
-        transform: any optax transform. It gets the clipped gradient and the parameters in float32, in the model's own tree
-            unless it is declared `elementwise`.
+            carried state, it takes the state as a fourth argument and returns a `Loss` with the new state. `Pipelined` takes a
+            `jgraph.PipelineModel` instead.
+        transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
+            own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
+            `value` and the clipped gradient as `grad`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
-        num_microbatches: slices of the batch whose gradients are summed before the update.
-        clip_norm: largest global norm of the gradient, to which it is scaled down; None does not clip.
-        key: a random key or a seed. A microbatch's key is folded from it by step, device and microbatch.
-        params_dtype: dtype of the parameters that the optimizer updates.
-        grads_dtype: dtype in which gradients are summed over microbatches and devices.
-        read_dtype: dtype to which the summed gradient is rounded before the optimizer reads it; None does not round.
-        freeze: shell patterns of names of parameters that are not trained, e.g. `embed*`.
-        carried: shapes of the state that the model carries from step to step, such as running statistics; for `Pipelined`, of
-            layers.
-        reductions: how that is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree of these.
-            `halt` is `max` of integers that stop the training: where one is positive before or after a step, the step changes
-            nothing, its counters included, but these integers, which never fall. `TrainStep.resumed` makes them zero.
-        fp8: recipe to compute matrix products with parameters in FP8, forward and backward; for `Pipelined`, those of layers.
-        batch: arrays or shapes of a whole batch; needed with `fp8`, to find these products.
+        num_microbatches: Slices of the batch. Their gradients are summed before the update.
+        clip_norm: Largest global norm of the gradient. Larger gradients are scaled down to it. None does not clip.
+        key: A random key or a seed. Each microbatch of a step and device gets a key that is folded from it.
+        params_dtype: Floating dtype of the parameters in the state.
+        grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
+        read_dtype: Rounds the summed gradient to this floating dtype before the update; None does not round.
+        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`.
+        carried: Shapes of the state that the model carries from step to step, such as running statistics. With `Pipelined`,
+            only layers carry state.
+        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree
+            of these like `carried`. `halt` is `max` for integers that stop the training: if one is positive before or after a
+            step, the step changes only these integers, which never decrease. `TrainStep.resumed` sets them to zero.
+        fp8: Recipe for matmuls with parameters in FP8, forward and backward. With `Pipelined`, only those of layers.
+        batch: Arrays or shapes of a whole batch. Required with `fp8`, to find the matmuls.
 
     Returns:
-        TrainStep: `compile(batch)` makes the function `run(state, batch) -> (state, metrics)`, `init(params)` the first state.
+        A `TrainStep`. `compile(batch)` makes the function `run(state, batch) -> (state, metrics)`, `init(params)` the first
+        state.
 
     Raises:
-        ConfigError: an argument has a value that is not allowed.
-        OrderError: a pipeline's layers do not make the stages of its schedule.
+        ConfigError: If an argument has a value that is not allowed. `field` is its name.
+        ShapeError: If microbatches and devices cannot share the rows of `batch`.
+        OrderError: If the layers of a pipeline do not make the stages of its schedule.
     """
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ConfigError(f"`num_microbatches` is {num_microbatches!r}: must be a positive integer", field="num_microbatches")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"`clip_norm` is {clip_norm!r}: must be positive, or None for no clipping", field="clip_norm")
+    check_transform(transform)
+    checks.check_shapes(strategy)
+    checks.check_count("num_microbatches", num_microbatches)
+    checks.check_clip_norm(clip_norm)
+    freeze = checks.strings("freeze", freeze, example="embed*")
     carried = {} if carried is None else carried
-    if isinstance(reductions, str):
-        reductions = jax.tree.map(lambda _: reductions, carried)
-    for kind in jax.tree.leaves(reductions):
-        check_choice("reductions", kind, get_args(Reduction))
-    for kind, leaf in zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=False):
-        if kind == "halt" and not jnp.issubdtype(leaf.dtype, jnp.integer):
-            raise ConfigError(f"`reductions` is halt for {leaf.dtype}{list(leaf.shape)}: must be integers", field="reductions")
+    reductions = checks.reductions_of(carried, reductions)
+    loss = checks.checked_loss(loss, carried)
     is_elementwise = isinstance(transform, Elementwise)
+    if is_elementwise:
+        check_elementwise(transform, strategy.shapes)
     binding = Binding(
         num_microbatches=num_microbatches,
-        grads_dtype=jnp.dtype(grads_dtype),
+        grads_dtype=checks.float_dtype("grads_dtype", grads_dtype),
         packing="small" if is_elementwise else "nothing",
         carried=carried,
         reductions=reductions,
     )
     if fp8 is not None:
         binding = in_fp8(binding, fp8, loss, strategy, batch)
-    bound = strategy.bind(loss, binding)
-    names = leaf_names(strategy.shapes)
+    bound, names = strategy.bind(loss, binding), leaf_names(strategy.shapes)
     frozen = frozenset(name for pattern in freeze for name in matching(pattern, names, field="freeze"))
     if freeze and len(frozen) == len(names):
         patterns = " ".join(map(repr, freeze))
@@ -155,28 +135,29 @@ def train_step(
         )
     return TrainStep(
         bound,
-        transform.make(bound.is_matrix) if is_elementwise else transform,
+        make_transform(transform, bound.is_matrix) if is_elementwise else transform,
         shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), strategy.shapes),
         binding=binding,
         sees="arrays" if is_elementwise else "tree",
         clip_norm=clip_norm,
-        key=jax.random.key(key) if isinstance(key, int) else key,
-        params_dtype=params_dtype,
-        read_dtype=read_dtype,
+        key=checks.random_key(key),
+        params_dtype=checks.float_dtype("params_dtype", params_dtype),
+        read_dtype=None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype),
         frozen=frozen,
     )
 
 
 def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
     """Adds matmuls in FP8 to the binding of a step, and amax histories if scaling is delayed."""
+    if not isinstance(config, FP8Config):
+        raise ConfigError(f"`fp8` is {config!r}: must be a jgraph.FP8Config, or None for no matmuls in FP8", field="fp8")
     if batch is None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
     microbatch = _microbatch(batch, binding.num_microbatches, getattr(strategy, "mesh", None))
     if isinstance(strategy, Pipelined):
         precision, args = strategy.in_fp8(loss, config, binding, batch)
     else:
-        if not callable(loss):
-            raise ConfigError(f"`loss` is {loss!r}: must be a function of params, batch and key", field="loss")
+        checks.check_function(loss)
         state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
         precision, args = FP8Function(loss, config), (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
     try:
@@ -198,17 +179,19 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
 
 def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
     """Returns shapes of a device's microbatch. Raises ShapeError where microbatches and devices cannot share the rows."""
+    checks.check_batch(batch)
     ranks = _num_data_ranks(mesh)
 
-    def share(leaf: Any) -> jax.ShapeDtypeStruct:
+    def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if leaf.ndim == 0 or leaf.shape[0] % (num_microbatches * ranks):
             raise ShapeError(
-                f"`batch` has an array of shape {list(leaf.shape)}: its first axis must be divisible by "
-                f"num_microbatches {num_microbatches} x {ranks} data ranks"
+                f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
+                f"divisible by num_microbatches {num_microbatches} x {ranks} data ranks",
+                field="batch",
             )
         return jax.ShapeDtypeStruct((leaf.shape[0] // (num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
 
-    return jax.tree.map(share, batch)
+    return jax.tree_util.tree_map_with_path(share, batch)
 
 
 def _num_data_ranks(mesh: Mesh | None) -> int:
@@ -230,7 +213,7 @@ class TrainStep:
     """
 
     bound: Bound
-    transform: optax.GradientTransformation
+    transform: Transform
     shapes: Tree
     binding: Binding
     sees: Literal["arrays", "tree"]
@@ -264,15 +247,25 @@ class TrainStep:
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None) -> TrainState:
-        """Makes the state before the first step, in one program, on the devices where it lies.
+        """Makes the state before the first step, in one program, on the devices of the step.
 
         Args:
-            params: the model's own tree, which is copied; or a function that makes it, so that no device ever has all of it.
-            carried: the carried state to begin with, of the shapes given to `train_step`.
+            params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`. Or a function that
+                makes them, so that no device ever holds all of them.
+            carried: The carried state to start from, of the shapes and dtypes given to `train_step`.
+
+        Returns:
+            The state. Its buffers are its own, because the first step donates them.
+
+        Raises:
+            ShapeError: If `params` or `carried` differ from the shapes given to the strategy and to `train_step`. The message
+                has the path of the leaf.
         """
         carried = {} if carried is None else carried
+        self._check_carried(carried)
         if callable(params):
             return in_turn(jax.jit(lambda carried: self._init(params(), carried), out_shardings=self.shardings)(carried))
+        checks.check_params(params, self.shapes)
         return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
@@ -305,7 +298,14 @@ class TrainStep:
         """Turns the state into the model's own tree, which checkpoints hold and any strategy can go on from, and back."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
+    def _check_carried(self, carried: Tree) -> None:
+        """Raises ShapeError unless this is carried state of the step. FP8 histories may be missing: they start at zero."""
+        own, has_history = self.binding.carried, isinstance(carried, WithHistory)
+        checks.check_carried(carried, own.model if isinstance(own, WithHistory) and not has_history else own)
+
     def _init(self, tree: Tree, carried: Tree) -> TrainState:
+        checks.check_params(tree, self.shapes)
+        self._check_carried(carried)
         params = optax.tree.cast(self.bound.pack(tree), self.params_dtype)
         seen = params if self.sees == "arrays" else self.bound.unpack(params)
         if isinstance(self.binding.carried, WithHistory) and not isinstance(carried, WithHistory):
@@ -428,18 +428,24 @@ class TrainStep:
     def compile(
         self, batch: Tree, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> CompiledStep:
-        """Compiles the step, and proves that it updates the state in place.
+        """Compiles the step and proves that it updates the state in place.
 
         Args:
             batch: Arrays or shapes of a whole batch, leaves [B, ...]. A batch from `place` works too.
-            graph: command buffers (CUDA graphs): XLA's default, none, or all that it can record.
-            xla_options: further XLA options as `name=value`, checked against the installed XLA; they win over what is chosen.
+            graph: Command buffers (CUDA graphs): XLA's default (`auto`), none (`off`), or all that XLA can record (`full`).
+            xla_options: Further XLA options as `name=value`, checked against the installed XLA. They override the chosen ones.
+
+        Returns:
+            The compiled step, called as `run(state, batch) -> (state, metrics)`.
 
         Raises:
-            ShapeError: microbatches and devices cannot share the rows of the batch, or `loss` does not return a scalar.
-            CompilerOptionError: XLA refuses an option.
-            DonationError: a leaf of the state would be copied, or change places with another.
+            ConfigError: If `transform` requires another keyword argument than `value` and `grad`, or `xla_options` is a string.
+            ShapeError: If a leaf of `batch` is not an array, microbatches and devices cannot share its rows, or `loss` does not
+                return a scalar and the carried state.
+            CompilerOptionError: If XLA refuses an option.
+            DonationError: If a leaf of the state would be copied, or would change places with another.
         """
+        xla_options = checks.strings("xla_options", xla_options, example="name=value")
         platform = jax.default_backend()
         chosen = (*self.chosen_options(platform), *xla_options)
         options = compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
@@ -519,10 +525,10 @@ class TrainStep:
         # In float32 whatever the parameters are: a decay in bfloat16 would be rounded away.
         params32 = optax.tree.cast(state.params, jnp.float32)
         if self.sees == "arrays":
-            updates, opt_state = self.transform.update(scaled, state.opt_state, params32)
+            updates, opt_state = apply_transform(self.transform, scaled, state.opt_state, params32, value=loss)
         else:
-            unpack = self.bound.unpack
-            updates, opt_state = self.transform.update(unpack(scaled), state.opt_state, unpack(params32))
+            tree, own = self.bound.unpack(scaled), self.bound.unpack(params32)
+            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, own, value=loss)
             updates = self.bound.pack(updates)
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
         new, old = (params, opt_state, carried), (state.params, state.opt_state, as_before)

@@ -19,6 +19,7 @@ from jgraph.mesh import Axis, batch_axes, checked
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import accumulate
+from jgraph.parallel.checks import check_count, check_function, float_dtype
 from jgraph.parallel.objective import Loss, LossFunction, Sums, WithHistory, finished, summed
 from jgraph.parallel.pipeline.dispatched import Dispatched
 from jgraph.precision.fuse import fused
@@ -141,6 +142,7 @@ class Replicated:
             object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=()))
 
     def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
+        check_function(loss)
         packing = _packing(self.shapes, binding.packing)
         return DataParallel(self.mesh, loss, binding, packing, {})
 
@@ -182,9 +184,13 @@ class FullySharded:
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
+        check_count("experts", self.experts)
+        if self.compute_dtype is not None:
+            float_dtype("compute_dtype", self.compute_dtype)
         check_choice("shards", self.shards, get_args(fsdp.Sharded))
 
     def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
+        check_function(loss)
         names, ranks = leaf_names(self.shapes), self.mesh.shape[Axis.FSDP]
         axes, experts = fsdp.asked_axes(names, self.shard_rules, self.annotations), {}
         if self.experts > 1 or self.shards == "experts":

@@ -63,15 +63,21 @@ class Scale(NamedTuple):
 
 
 def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
-    """Computes the matrix products of a function with its parameters in FP8, forward and backward.
+    """Computes the matmuls of a function with its parameters in FP8, forward and backward.
 
-    Products are found in the trace: any Flax layer, `jnp.einsum`, `grouped_dot`, a scan over layers, `jax.checkpoint`. Those
-    inside functions with a gradient of their own stay as they are. So do those that an FP8 product cannot do;
-    `plan(...).products` says why.
+    Matmuls are found in the trace: those of Flax layers, `jnp.einsum` and `grouped_dot`, also in a scan over layers and in
+    `jax.checkpoint`. Matmuls in functions with a custom gradient stay as they are, and so do matmuls that FP8 does not support.
+    `plan(...).products` gives the reasons.
 
     Args:
-        fn: `fn(params, *args)`, pure.
-        config: the recipe.
+        fn: A pure function `fn(params, *args)`.
+        config: The recipe.
+
+    Returns:
+        The function in FP8. Its `init` makes the state, its `apply` computes.
+
+    Raises:
+        ConfigError: If `fn` is not a function or `config` not a recipe.
 
     Example:
         >>> import jax, jax.numpy as jnp, jgraph
@@ -84,6 +90,10 @@ def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Functio
         >>> float(state.window[0, 0, 0])
         1.0
     """
+    if not callable(fn):
+        raise ConfigError(f"`fn` is {fn!r}: must be a function fn(params, *args)", field="fn")
+    if not isinstance(config, FP8Config):
+        raise ConfigError(f"`config` is {config!r}: must be a jgraph.FP8Config", field="config")
     return FP8Function(fn, config)
 
 

@@ -67,11 +67,11 @@ def trained(step, batch, *, steps=STEPS, carried=None):
 
 def plain(transform, loss, batch, *, steps=STEPS):
     """What the same loss and optimizer give in a loop without this library."""
-    params = new_params()
+    params, transform = new_params(), optax.with_extra_args_support(transform)
     state = transform.init(params)
     for _ in range(steps):
         value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = transform.update(grads, state, params)
+        updates, state = transform.update(grads, state, params, value=value, grad=grads)
         params = optax.apply_updates(params, updates)
     return params, value
 
@@ -91,7 +91,12 @@ TRANSFORMS = {
     "muon": optax.contrib.muon(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
     "masked by path": optax.masked(optax.sgd(1e-2), by_name),
+    "polyak's rate": optax.polyak_sgd(0.1),
+    "l-bfgs": optax.lbfgs(1e-2, linesearch=None),
 }
+# A plateau after every step: the rate is halved for the second step and again for the third.
+PLATEAU = optax.chain(optax.adam(1e-1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
+ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +107,8 @@ TRANSFORMS = {
         pytest.param("fsdp 4, resharding", "adafactor", marks=pytest.mark.once),
         pytest.param("one device", "masked by path", marks=pytest.mark.once),
         pytest.param("data 2 x fsdp 2", "masked by path", marks=pytest.mark.once),
+        ("data 2 x fsdp 2", "polyak's rate"),
+        pytest.param("one device", "l-bfgs", marks=pytest.mark.once),
     ],
 )
 def test_any_transform_sees_the_models_own_tree(name, transform, batch):
@@ -111,6 +118,23 @@ def test_any_transform_sees_the_models_own_tree(name, transform, batch):
     params, loss = plain(own, lambda p, b: mean(p, b, None), batch)
     assert_close(step.canonical.of(state).params, params)
     assert metrics.loss == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("declare", [lambda transform: transform, elementwise], ids=["plain", "elementwise"])
+def test_a_transform_gets_the_loss_and_the_gradient_that_it_asks_for(declare, batch):
+    step = train_step(mean, declare(PLATEAU), strategy("fsdp 4"), num_microbatches=2)
+    state, _ = trained(step, batch)
+    params, _ = plain(PLATEAU, lambda p, b: mean(p, b, None), batch)
+    assert_close(step.canonical.of(state).params, params)
+    unscaled, _ = plain(optax.adam(1e-1), lambda p, b: mean(p, b, None), batch)
+    assert not np.allclose(params["up"], unscaled["up"], rtol=1e-2)
+
+
+def test_gradients_are_accumulated_over_steps(batch):
+    step = train_step(mean, elementwise(ACCUMULATED), strategy("fsdp 4"))
+    state, _ = trained(step, batch)
+    params, _ = plain(ACCUMULATED.gradient_transformation(), lambda p, b: mean(p, b, None), batch)
+    assert_close(step.canonical.of(state).params, params)
 
 
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.once), 4])

@@ -1,0 +1,284 @@
+"""Plausible mistakes in the arguments of a training step: one error each, which names the argument and the leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgraph
+
+PARAMS = {"layer": {"w": jnp.ones((6, 2)), "b": jnp.zeros(2)}}
+BATCH = {"x": jnp.ones((8, 6))}
+CARRIED = {"stats": {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}}
+REDUCTIONS = {"stats": {"mean": "mean", "count": "sum"}}
+SGD = optax.sgd(0.1)
+
+
+def loss(params, batch, key):
+    return jnp.mean((batch["x"] @ params["layer"]["w"] + params["layer"]["b"]) ** 2)
+
+
+def carrying(params, batch, key, carried):
+    return jgraph.Loss(loss(params, batch, key), carried=carried)
+
+
+def one_device(params=PARAMS):
+    return jgraph.Replicated(None, params)
+
+
+def step_of(loss=loss, transform=SGD, strategy=None, **arguments):
+    return jgraph.train_step(loss, transform, strategy or one_device(), **arguments)
+
+
+def carrying_step(loss=carrying, **arguments):
+    return step_of(loss, carried=CARRIED, reductions=REDUCTIONS, **arguments)
+
+
+def with_leaf(tree, path, leaf):
+    first, *rest = path.split("/")
+    return tree | {first: with_leaf(tree[first], "/".join(rest), leaf) if rest else leaf}
+
+
+def assert_refused(call, field, *words):
+    with pytest.raises((jgraph.ConfigError, jgraph.ShapeError)) as error:
+        call()
+    assert error.value.field == field
+    assert all(word in str(error.value) for word in (*words, "must")), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# --- Parameters and carried state of `init` ---
+
+NOT_LIKE_THE_PARAMETERS = {
+    "another shape": (with_leaf(PARAMS, "layer/w", jnp.ones((6, 3))), "`layer/w`", "float32[6, 3]", "[6, 2]"),
+    "a missing leaf": ({"layer": {"w": PARAMS["layer"]["w"]}}, "`layer/b`"),
+    "another leaf": (with_leaf(PARAMS, "head", jnp.ones(3)), "`head`"),
+    "other containers": (with_leaf(PARAMS, "layer", tuple(PARAMS["layer"].values())), "`layer/b`"),
+    "integers": (with_leaf(PARAMS, "layer/b", jnp.zeros(2, jnp.int32)), "`layer/b`", "int32[2]", "`carried`", "`freeze`"),
+    "bools": (with_leaf(PARAMS, "layer/b", np.zeros(2, bool)), "`layer/b`", "bool[2]", "`carried`"),
+    "a string": (with_leaf(PARAMS, "layer/b", "zeros"), "`layer/b`", "'zeros'"),
+    "nothing": (None, "`layer/b`"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_LIKE_THE_PARAMETERS)
+def test_init_refuses_parameters_that_are_not_like_the_strategys(case):
+    params, *words = NOT_LIKE_THE_PARAMETERS[case]
+    assert_refused(lambda: step_of().init(params), "params", "`params`", *words)
+
+
+def test_init_refuses_a_function_that_makes_other_parameters():
+    params, *words = NOT_LIKE_THE_PARAMETERS["another shape"]
+    assert_refused(lambda: step_of().init(lambda: params), "params", *words)
+
+
+def test_init_takes_floats_of_any_precision():
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    state = step_of().init(low)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_a_strategy_of_parameters_that_are_not_floating_is_refused(dtype):
+    params = with_leaf(PARAMS, "layer/b", jnp.zeros(2, dtype))
+    words = "`layer/b`", jnp.dtype(dtype).name, "`carried`", "`freeze`"
+    assert_refused(lambda: step_of(strategy=one_device(params)), "strategy", *words)
+
+
+NOT_LIKE_THE_CARRIED_STATE = {
+    "nothing": (None, "stats/count"),
+    "a missing leaf": ({"stats": {"mean": jnp.zeros(2)}}, "`stats/count`"),
+    "another shape": (with_leaf(CARRIED, "stats/mean", jnp.zeros(3)), "`stats/mean`", "float32[3]", "float32[2]"),
+    "another dtype": (with_leaf(CARRIED, "stats/count", jnp.zeros(())), "`stats/count`", "float32[]", "int32[]"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_LIKE_THE_CARRIED_STATE)
+def test_init_refuses_carried_state_that_is_not_like_the_steps(case):
+    carried, *words = NOT_LIKE_THE_CARRIED_STATE[case]
+    assert_refused(lambda: carrying_step().init(PARAMS, carried), "carried", "`carried`", *words)
+
+
+def test_init_refuses_carried_state_of_a_step_that_carries_nothing():
+    assert_refused(lambda: step_of().init(PARAMS, CARRIED), "carried", "`stats/count`")
+
+
+def test_init_takes_numbers_as_carried_scalars():
+    state = carrying_step().init(PARAMS, with_leaf(CARRIED, "stats/count", 3))
+    assert state.carried["stats"]["count"] == 3
+
+
+# --- The loss ---
+
+RETURNED = {
+    "nothing": ({}, "stats/count"),
+    "a missing leaf": ({"stats": {"mean": jnp.zeros(2)}}, "`stats/count`"),
+    "another leaf": (with_leaf(CARRIED, "more", jnp.zeros(())), "`more`"),
+    "another shape": (with_leaf(CARRIED, "stats/mean", jnp.zeros(3)), "`stats/mean`", "float32[3]", "float32[2]"),
+    "another dtype": (with_leaf(CARRIED, "stats/count", jnp.zeros(())), "`stats/count`", "float32[]", "int32[]"),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_loss_that_returns_other_carried_state_is_refused_when_the_step_is_compiled(case, num_microbatches):
+    carried, *words = RETURNED[case]
+    step = carrying_step(lambda *args: jgraph.Loss(loss(*args[:3]), carried=carried), num_microbatches=num_microbatches)
+    assert_refused(lambda: step.compile(BATCH), "loss", "`loss`", *words)
+
+
+def test_a_loss_that_returns_a_mean_instead_of_its_carried_state_is_refused():
+    step = carrying_step(lambda *args: loss(*args[:3]))
+    assert_refused(lambda: step.compile(BATCH), "loss", "jgraph.Loss", "stats/count")
+
+
+def test_a_loss_that_carries_undeclared_state_is_refused():
+    step = step_of(lambda *args: jgraph.Loss(loss(*args), carried=CARRIED))
+    assert_refused(lambda: step.compile(BATCH), "loss", "`stats/count`")
+
+
+def test_a_loss_may_return_numbers_as_carried_scalars():
+    step = carrying_step(lambda *args: jgraph.Loss(loss(*args[:3]), carried=with_leaf(args[3], "stats/count", 3)))
+    state, _ = step.compile(BATCH)(step.init(PARAMS, CARRIED), BATCH)
+    assert state.carried["stats"]["count"] == 3
+
+
+def test_a_weight_that_is_no_scalar_is_refused():
+    step = step_of(lambda *args: jgraph.Loss(loss(*args), weight=jnp.ones(8)))
+    assert_refused(lambda: step.compile(BATCH), "loss", "weight", "[8]")
+
+
+LOSSES = {
+    "no function": (lambda: step_of(None), "None"),
+    "a pipeline's model on one device": (lambda: step_of(jgraph.PipelineModel(loss, loss, loss)), "PipelineModel"),
+    "too few arguments": (lambda: step_of(lambda params, batch: 0.0), "(params, batch, key)"),
+    "carried state that is not declared": (lambda: step_of(carrying), "(params, batch, key, carried)", "pass `carried`"),
+    "no argument for carried state": (lambda: carrying_step(loss), "(params, batch, key, carried)"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_cannot_be_called_by_a_step_is_refused_when_the_step_is_made(case):
+    call, *words = LOSSES[case]
+    assert_refused(call, "loss", "`loss`", *words)
+
+
+# --- The batch ---
+
+BATCHES = {
+    "a float": (BATCH | {"scale": 0.5}, "0.5", "`scale`"),
+    "an integer": (BATCH | {"scale": 2}, "2", "`scale`"),
+    "a string": (BATCH | {"name": "train"}, "'train'", "`name`"),
+    "an array of strings": (BATCH | {"names": np.array(["a"] * 8)}, "<U1", "`names`"),
+    "an array without rows": (BATCH | {"scale": np.float32(3)}, "[]", "`scale`"),
+    "rows that microbatches cannot share": (BATCH | {"y": jnp.ones((7, 2))}, "[7, 2]", "`y`"),
+    "nothing": (None, "None"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_batch_with_a_leaf_that_has_no_rows_to_share_is_refused(case):
+    batch, *words = BATCHES[case]
+    assert_refused(lambda: step_of(num_microbatches=2).compile(batch), "batch", "`batch`", *words)
+
+
+def test_a_leaf_may_be_none():
+    step_of().lower(BATCH | {"mask": None})
+
+
+# --- Other arguments ---
+
+
+def mesh(axis):
+    return jax.make_mesh((1,), (axis,), devices=jax.devices()[:1])
+
+
+def sharded(**arguments):
+    return step_of(strategy=jgraph.FullySharded(mesh("fsdp"), PARAMS, **arguments))
+
+
+MISTAKES = {
+    "transform='adam'": (lambda: step_of(transform="adam"), "transform", "'adam'"),
+    "transform=optax.adam": (lambda: step_of(transform=optax.adam), "transform", "optax.adam(1e-3)"),
+    "strategy=a mesh": (lambda: step_of(strategy=mesh("data")), "strategy", "jgraph.Replicated"),
+    "strategy=a class": (lambda: step_of(strategy=jgraph.Replicated), "strategy", "jgraph.Replicated"),
+    "strategy of a number": (lambda: step_of(strategy=one_device({"w": 1.0})), "strategy", "1.0", "`w`"),
+    "num_microbatches=True": (lambda: step_of(num_microbatches=True), "num_microbatches", "True"),
+    "num_microbatches=2.0": (lambda: step_of(num_microbatches=2.0), "num_microbatches", "2.0"),
+    "clip_norm='1'": (lambda: step_of(clip_norm="1"), "clip_norm", "'1'"),
+    "clip_norm=True": (lambda: step_of(clip_norm=True), "clip_norm", "True"),
+    "key='x'": (lambda: step_of(key="x"), "key", "'x'"),
+    "key=None": (lambda: step_of(key=None), "key", "None"),
+    "key of two keys": (lambda: step_of(key=jax.random.split(jax.random.key(0))), "key", "[2]"),
+    "params_dtype='foo'": (lambda: step_of(params_dtype="foo"), "params_dtype", "'foo'"),
+    "params_dtype=int32": (lambda: step_of(params_dtype=jnp.int32), "params_dtype", "int32"),
+    "grads_dtype=None": (lambda: step_of(grads_dtype=None), "grads_dtype", "None"),
+    "read_dtype='foo'": (lambda: step_of(read_dtype="foo"), "read_dtype", "'foo'"),
+    "freeze='layer*'": (lambda: step_of(freeze="layer*"), "freeze", "'layer*'"),
+    "freeze=None": (lambda: step_of(freeze=None), "freeze", "None"),
+    "freeze=(1,)": (lambda: step_of(freeze=(1,)), "freeze", "(1,)"),
+    "reductions of another leaf": (
+        lambda: step_of(carrying, carried=CARRIED, reductions={"stats": {"mean": "mean"}}),
+        "reductions",
+        "`stats/count`",
+    ),
+    "reductions=None": (lambda: step_of(carrying, carried=CARRIED, reductions=None), "reductions", "`stats/count`"),
+    "carried of numbers": (lambda: step_of(carrying, carried={"count": 0.0}), "carried", "0.0", "`count`"),
+    "fp8='delayed'": (lambda: step_of(fp8="delayed", batch=BATCH), "fp8", "'delayed'"),
+    "xla_options of a string": (lambda: step_of().compile(BATCH, xla_options="a=b"), "xla_options", "'a=b'"),
+    "shard_rules='layer/w=1'": (lambda: sharded(shard_rules="layer/w=1"), "shard_rules", "'layer/w=1'"),
+    "shard_rules of a name": (lambda: sharded(shard_rules=("layer/w=x",)), "shard_rules", "'layer/w=x'"),
+    "shard_rules below zero": (lambda: sharded(shard_rules=("layer/w=-1",)), "shard_rules", "'layer/w=-1'"),
+    "compute_dtype='foo'": (lambda: sharded(compute_dtype="foo"), "compute_dtype", "'foo'"),
+    "experts='2'": (lambda: sharded(experts="2"), "experts", "'2'"),
+    "schedule='gpipe'": (lambda: jgraph.Pipelined(mesh("pipe"), PARAMS, "gpipe"), "schedule", "'gpipe'"),
+    "fp8 of a number": (lambda: jgraph.fp8(3), "fn", "3"),
+    "config='delayed'": (lambda: jgraph.fp8(loss, "delayed"), "config", "'delayed'"),
+    "keep=0": (lambda: jgraph.Checkpoints("/nowhere", keep=0), "keep", "0"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_an_argument_is_refused_by_its_name(mistake):
+    call, field, *words = MISTAKES[mistake]
+    assert_refused(call, field, f"`{field}`", *words)
+
+
+@pytest.mark.parametrize("key", [np.int64(3), jax.random.PRNGKey(3), jax.random.key(3)], ids=["int64", "raw", "typed"])
+def test_a_seed_and_keys_of_both_kinds_are_taken(key):
+    def noisy(params, batch, key):
+        return loss(params, batch, key) + jax.random.normal(key)
+
+    step_of(noisy, key=key).lower(BATCH)
+
+
+def test_compiler_options_of_a_callable_are_a_mapping():
+    with pytest.raises(jgraph.CallableError, match="`compiler_options` is list: must be") as error:
+        jgraph.make_graphed_callables(lambda w, x: x @ w, jnp.ones((2, 3)), (jnp.ones((4, 2)),), compiler_options=["a=b"])
+    assert error.value.field == "compiler_options"
+
+
+# --- Arguments of optax transforms ---
+
+
+@pytest.mark.parametrize("declare", [lambda transform: transform, jgraph.elementwise], ids=["plain", "elementwise"])
+def test_a_line_search_is_refused_because_it_needs_the_loss_function(declare):
+    assert_refused(
+        lambda: step_of(transform=declare(optax.lbfgs())).compile(BATCH), "transform", "`value_fn`", "`value`", "`grad`"
+    )
+
+
+def test_a_transform_without_extra_arguments_gets_none():
+    def update(updates, state, params=None):
+        return updates, state
+
+    step_of(transform=optax.GradientTransformation(lambda params: (), update)).lower(BATCH)
+
+
+def test_other_errors_of_a_transform_stay_as_they_are():
+    def update(updates, state, params=None):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        step_of(transform=optax.GradientTransformation(lambda params: (), update)).lower(BATCH)
