@@ -412,6 +412,7 @@ class TrainStep:
             placed = leaf.shape if sharding is None or is_placed(leaf) else (*lead, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
 
+        checks.check_batch(batch)
         if not all(map(is_placed, jax.tree.leaves(batch))):
             _microbatch(batch, num_microbatches, self.mesh)  # for its error
         return jax.tree.map(shape, batch)
