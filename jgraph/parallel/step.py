@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError, check_choice
-from jgraph.mesh import batch_axes
+from jgraph.mesh import batch_axes, with_batch_axes
 from jgraph.parallel import fsdp
 from jgraph.parallel.compiled import CompiledStep, DispatchedStep
 from jgraph.parallel.objective import Reduction, Sums, WithHistory, halted, raised
@@ -97,6 +97,7 @@ def train_step(
     Args:
         loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
             carried state it takes that as a fourth argument and returns a `Loss` with it. For `Pipelined`, a `PipelineModel`.
+            Collectives may reduce over `jgraph.BATCH_AXES` on every mesh.
         transform: any optax transform. It gets the clipped gradient and the parameters in float32, in the model's own tree
             unless it is declared `elementwise`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
@@ -170,7 +171,8 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
         if not callable(loss):
             raise ConfigError(f"`loss` is {loss!r}: must be a function of params, batch and key", field="loss")
         state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
-        precision, args = FP8Function(loss, config), (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        precision, args = FP8Function(with_batch_axes(loss), config), (microbatch, key, *state)
     try:
         history = jax.eval_shape(lambda: precision.init(strategy.shapes, *args))
     except ConfigError as e:
