@@ -1,8 +1,8 @@
 """Train JAX models on NVIDIA GPUs as one captured program per step.
 
 - A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
-- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`;
-  with experts: `MoE`, `MoEConfig`, `grouped_dot`.
+- A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`,
+  `BATCH_AXES`; with experts: `MoE`, `MoEConfig`, `grouped_dot`.
 - A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for that of a run or of a Hugging Face folder.
 - A backward in two parts: `split_backward`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jgraph.kernels.grouped import grouped_dot as grouped_dot
     from jgraph.kernels.norm import rms_norm as rms_norm
     from jgraph.loss import cross_entropy as cross_entropy
+    from jgraph.mesh import BATCH_AXES as BATCH_AXES
     from jgraph.modules import Decoder as Decoder
     from jgraph.modules import functional as functional
     from jgraph.moe.config import MoEConfig as MoEConfig
@@ -69,6 +70,7 @@ _MODULES = {
     "kernels.grouped": "grouped_dot",
     "kernels.norm": "rms_norm",
     "loss": "cross_entropy",
+    "mesh": "BATCH_AXES",
     "inference.generate": "generate stream",
     "modules": "Decoder functional",
     "moe.config": "MoEConfig",

@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.mesh import with_batch_axes
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -181,9 +182,12 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         return params, carried
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-        model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
-        found = getattr(model, name)(*args)
-        return found, split(model)[3]
+        def run(params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
+            model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
+            found = getattr(model, name)(*args)
+            return found, split(model)[3]
+
+        return with_batch_axes(run)(params, carried, key, *args)
 
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
 
@@ -217,6 +221,7 @@ def _seeded(streams: Tree, key: Array) -> Tree:
 
 
 def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
+    @with_batch_axes
     def boxed(batch: Any) -> Tree:
         return module.init(jax.random.key(seed), batch, method="loss", **_mode(module, "loss", "train"))
 
@@ -228,11 +233,14 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
         return split(boxed(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch)))
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-        # Streams that are not named here begin from this one.
-        how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
-        if mode == "train" and carried:
-            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
-        return module.apply({"params": params, **carried}, *args, **how), carried
+        def run(params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
+            # Streams that are not named here begin from this one.
+            how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
+            if mode == "train" and carried:
+                return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
+            return module.apply({"params": params, **carried}, *args, **how), carried
+
+        return with_batch_axes(run)(params, carried, key, *args)
 
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)

@@ -1,6 +1,6 @@
 """Models as users have them: settings of their own or none, dropout and running statistics, NNX and Linen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jgraph import PipelineModel
+from jgraph import BATCH_AXES, PipelineModel
 from jgraph.moe.config import places
 
 
@@ -35,6 +35,14 @@ class Normed(nnx.Module):
 
     def loss(self, tokens_BS: Array) -> Array:
         return next_token_loss(self.head(self.dropout(self.norm(self.embedding(tokens_BS[:, :-1])))), tokens_BS)
+
+
+class Synced(Normed):
+    """The same with statistics of all devices' rows."""
+
+    def __init__(self, config: Settings, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.norm = nnx.BatchNorm(config.width, axis_name=BATCH_AXES, rngs=rngs)
 
 
 class Block(nnx.Module):
@@ -81,6 +89,15 @@ class Stacked(nnx.Module):
             split_carried=lambda carried: list(carried["blocks"].values()),
             join_carried=lambda layers: {"blocks": dict(enumerate(layers))},
         )
+
+
+class StackedWithMean(Stacked):
+    """The same with a loss that is a mean over all devices."""
+
+    @staticmethod
+    def pipeline_model(config: Settings, ranks: int) -> PipelineModel:
+        model = Stacked.pipeline_model(config, ranks)
+        return replace(model, head=lambda *args: jax.lax.pmean(model.head(*args), BATCH_AXES))
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,18 @@ def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_ne
 
 @pytest.mark.long
 @pytest.mark.once
+def test_a_batch_norm_over_the_batch_axes_has_the_same_losses_over_any_devices(tmp_path):
+    layouts = {"one": (), "data": ("--dp", "4"), "fsdp": ("--fsdp", "4")}
+    for name, flags in layouts.items():
+        assert run(tmp_path / name, "Synced", "--steps", "3", "--model.width", "8", "--model.rate", "0", *flags) == 0
+    one, *others = (np.array(tiny.losses(tmp_path / name), float) for name in layouts)
+    assert np.isfinite(one[-1]).all()
+    for losses in others:
+        np.testing.assert_allclose(losses, one, rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.once
 def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path):
     settings = ("--num-microbatches", "4", "--model.width", "8")
     assert run(tmp_path / "one", "Stacked", *settings) == 0
@@ -73,3 +85,11 @@ def test_a_model_that_says_nothing_of_pipelines_is_refused_in_one_with_its_flag(
 def test_a_model_that_says_nothing_of_making_layers_again_is_refused(tmp_path, capsys):
     assert run(tmp_path, "Normed", "--remat", "layer") == 2
     assert "--remat is layer: must be nothing for tests.own:Normed" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_the_dispatch_engine_is_refused_by_its_flag_for_a_model_that_reduces_over_replicas(tmp_path, capsys):
+    flags = ("--pp", "2", "--dp", "2", "--num-microbatches", "2", "--pp-engine", "dispatch")
+    assert run(tmp_path, "StackedWithMean", *flags) == 2
+    assert "--pp-engine is dispatch: must be program" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jgraph.backward import Split, split_backward
 from jgraph.backward.residuals import Recompute
 from jgraph.errors import CallableError
+from jgraph.mesh import refused_axes
 from jgraph.precision.transform import FP8Function
 from jgraph.trace import replay
 from jgraph.tree import path_name
@@ -162,7 +163,8 @@ def shape_callable(
     """Traces a callable's parts; computes nothing. With `has_aux` it returns (y, aux); `recompute` is `split_backward`'s.
 
     Raises:
-        CallableError: a parameter is complex, x mixes floating and other leaves, or y has a leaf that is not floating.
+        CallableError: a parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
+            callable reduces over a mesh axis.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):
@@ -186,7 +188,9 @@ def shape_callable(
     split = split_backward(
         replace(fn, fn=stage) if isinstance(fn, FP8Function) else stage, has_aux=has_aux, recompute=recompute
     )
-    spec = split.spec(*arguments)
+    alone = "it must not, because a callable runs on one device"
+    with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
+        spec = split.spec(*arguments)
     y, residuals, stash = Side.of(spec.y), Side.of(spec.residuals), Side.of(spec.stash)
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):

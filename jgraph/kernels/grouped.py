@@ -259,12 +259,30 @@ def _jgraph_grouped_wgrad(
 
 
 def _product_xla(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool) -> Array:
-    numbers = TURNED if transposed else ROWS
-    return lax.ragged_dot_general(x_MK, weights, sizes_G, numbers, preferred_element_type=jnp.float32).astype(x_MK.dtype)
+    return _ragged_dot(TURNED if transposed else ROWS, x_MK, weights, sizes_G).astype(x_MK.dtype)
 
 
 def _wgrad_xla(x_MK: Array, dy_MN: Array, sizes_G: Array) -> Array:
-    return lax.ragged_dot_general(x_MK, dy_MN, sizes_G, SUMMED, preferred_element_type=jnp.float32)
+    return _ragged_dot(SUMMED, x_MK, dy_MN, sizes_G)
+
+
+def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, sizes_G: Array) -> Array:
+    """Computes `lax.ragged_dot_general` in float32, also under a `jax.vmap` that maps none of the arguments.
+
+    JAX raises NotImplementedError there, and `jgraph.mesh.with_batch_axes` binds axes by such a `vmap`.
+    """
+
+    def plain(lhs: Array, rhs: Array, sizes_G: Array) -> Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes_G, numbers, preferred_element_type=jnp.float32)
+
+    def batched(axis_size: int, mapped: list[bool], *args: Array) -> tuple[Array, bool]:
+        if any(mapped):
+            return jax.vmap(plain, tuple(0 if is_mapped else None for is_mapped in mapped))(*args), True
+        return dot(*args), False
+
+    dot = jax.custom_batching.custom_vmap(plain)
+    dot.def_vmap(batched)
+    return dot(lhs, rhs, sizes_G)
 
 
 class _Tiles(NamedTuple):

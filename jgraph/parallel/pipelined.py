@@ -1,6 +1,8 @@
 """The strategy of a pipeline: every rank has the layers of its stages, and its part of embedding and head."""
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -11,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, check_choice
-from jgraph.mesh import Axis, checked
+from jgraph.mesh import Axis, batch_axes, checked, refused_axes, with_batch_axes
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
@@ -97,7 +99,7 @@ class Pipelined:
 
     def pipeline(self, model: PipelineModel, binding: Binding) -> Pipeline:
         """Returns the program that plays the schedule with a model and the carried state that a step asks for."""
-        num_layers = len(jax.eval_shape(model.split, self.shapes)[1])
+        num_layers, model = len(jax.eval_shape(model.split, self.shapes)[1]), self._reducing(model)
         state, kinds = (t.model if isinstance(t, WithHistory) else t for t in (binding.carried, binding.reductions))
         carried = Carried.of(model, state, kinds, num_layers)
         choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
@@ -113,6 +115,27 @@ class Pipelined:
             shapes = dict(zip(names, jax.tree.leaves(self.shapes), strict=True))
             axes |= fsdp.expert_axes(shapes, axes, self.mesh.shape[Axis.FSDP], self.experts)
         return replace(pipeline.shard_as(self.shapes, axes), experts=self.experts, shards=self.shards)
+
+    def _reducing(self, model: PipelineModel) -> PipelineModel:
+        """Lets the pieces of a model reduce over the batch axes, or refuse to where each rank's program is its own."""
+        replicas = math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
+        wrap = _on_one_replica if self.engine == "dispatch" and replicas > 1 else with_batch_axes
+        return replace(model, embed=wrap(model.embed), layer=wrap(model.layer), head=wrap(model.head))
+
+
+def _on_one_replica(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Makes a piece of a model raise a ConfigError if it reduces over a mesh axis."""
+
+    def refused(axis: str) -> ConfigError:
+        message = f"must be program for a model that reduces over the mesh axis {axis!r}"
+        return ConfigError(f"`engine` is dispatch: {message}", field="engine")
+
+    @functools.wraps(fn)
+    def piece(*args: Tree) -> Tree:
+        with refused_axes(refused):
+            return fn(*args)
+
+    return piece
 
 
 def _model(loss: Any) -> PipelineModel:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.mesh import batch_axes
+from jgraph.mesh import batch_axes, with_batch_axes
 from jgraph.parallel import checks, fsdp
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.compiled import CompiledStep, DispatchedStep
@@ -77,7 +77,7 @@ def train_step(
     Args:
         loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
             carried state, it takes the state as a fourth argument and returns a `Loss` with the new state. `Pipelined` takes a
-            `jgraph.PipelineModel` instead.
+            `jgraph.PipelineModel` instead. Collectives may reduce over `jgraph.BATCH_AXES` on every mesh.
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
             own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
             `value` and the clipped gradient as `grad`.
@@ -159,7 +159,8 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
     else:
         checks.check_function(loss)
         state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
-        precision, args = FP8Function(loss, config), (microbatch, jax.eval_shape(lambda: jax.random.key(0)), *state)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        precision, args = FP8Function(with_batch_axes(loss), config), (microbatch, key, *state)
     try:
         plan = precision.plan(strategy.shapes, *args)
     except ConfigError as e:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import check_choice
-from jgraph.mesh import Axis, batch_axes, checked
+from jgraph.mesh import Axis, batch_axes, checked, with_batch_axes
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import accumulate
@@ -144,7 +144,7 @@ class Replicated:
     def bind(self, loss: LossFunction, binding: Binding) -> "DataParallel":
         check_function(loss)
         packing = _packing(self.shapes, binding.packing)
-        return DataParallel(self.mesh, loss, binding, packing, {})
+        return DataParallel(self.mesh, with_batch_axes(loss), binding, packing, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,8 @@ class FullySharded:
             experts=dict.fromkeys(experts, self.experts),
             shards=self.shards,
         )
-        return DataParallel(self.mesh, loss, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)
+        reducing = with_batch_axes(loss)
+        return DataParallel(self.mesh, reducing, binding, packing, shards, self.compute_dtype, self.reshard_after_forward)
 
 
 def summary(mesh: Mesh | None, shapes: Tree) -> str:

@@ -235,7 +235,8 @@ class TrainSetup:
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
         options = self.xla_options(jax.default_backend())
-        return self.step.compile(self.batch(), graph=self.config.graph, xla_options=options)
+        with named_by_fields(self.config):
+            return self.step.compile(self.batch(), graph=self.config.graph, xla_options=options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns all options with which the step is compiled on a platform."""

@@ -60,7 +60,7 @@ def loss_and_strategy(config: TrainConfig, model: FunctionalModel, *, layers: in
 
 @contextlib.contextmanager
 def named_by_fields(config: TrainConfig) -> Iterator[None]:
-    """Names `precision` or `ep` in the error of a model that has no product in FP8 or no experts: nobody gave a loss here."""
+    """Names the fields of a run in errors about `loss`, `experts` and `engine`, which are arguments of a step."""
     try:
         yield
     except ConfigError as e:
@@ -69,6 +69,8 @@ def named_by_fields(config: TrainConfig) -> Iterator[None]:
             raise ConfigError(f"`precision` is fp8: must be bf16; {told}", field="precision") from None
         if e.field == "experts":
             raise ConfigError(str(e).replace("`experts`", "`ep`"), field="ep") from None
+        if e.field == "engine":
+            raise ConfigError(str(e).replace("`engine`", "`pp_engine`"), field="pp_engine") from None
         raise
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -120,6 +121,33 @@ def test_as_many_rows_as_places_fit_and_one_more_does_not(more):
     _, overflow = over_devices(2, config)(*given.values())
     np.testing.assert_array_equal(overflow.dropped, [more] * DEVICES)
     np.testing.assert_array_equal(overflow.needed, [9 * more] * DEVICES)
+
+
+class Sorted(nnx.Module):
+    """Sends a row of the identity matrix to the expert of its number."""
+
+    def __init__(self, rngs):
+        config = jgraph.MoEConfig(num_experts=E, experts_per_token=1, capacity=1.0, overflow="drop")
+        self.moe = jgraph.MoE(E, F, config, rngs=rngs)
+        self.moe.router_DE.set_value(99 * jnp.eye(E))
+
+    def loss(self, x):
+        return jnp.mean(self.moe(x))
+
+
+def test_dropped_rows_are_summed_over_destination_devices():
+    model = jgraph.functional(lambda: Sorted(nnx.Rngs(0)))
+
+    def loss(params, batch, key, carried):
+        value, after = model.loss(params, batch, key, carried)
+        return jgraph.Loss(value, carried=after)
+
+    strategy = FullySharded(MESH, model.shapes, experts=DEVICES)
+    step = train_step(loss, optax.sgd(0.1), strategy, carried=model.carried, reductions=model.reductions)
+    # Each device sends 16 rows to the first and 16 to the second, and has places for 8 of each.
+    batch = np.tile(np.repeat(np.eye(E, dtype="f")[[0, 2]], 16, axis=0), (DEVICES, 1))
+    state, _ = step.compile(batch)(step.init(*model.init()), step.place(batch))
+    assert state.carried["moe"]["dropped"] == DEVICES * (8 + 8)
 
 
 def test_no_gradient_of_the_exchange_scatters_and_rows_go_out_and_back_once():

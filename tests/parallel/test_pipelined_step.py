@@ -1,5 +1,7 @@
 """A pipeline in a user's own loop gives what a plain loop gives, with a model in three functions."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,3 +123,24 @@ def test_what_does_not_go_with_a_pipeline_is_refused_by_its_name():
         with pytest.raises(ConfigError) as error:
             train_step(transform=optax.sgd(0.1), strategy=strategy, **arguments)
         assert error.value.field == field
+
+
+def test_the_replicas_of_a_dispatched_pipeline_draw_different_random_numbers():
+    def layer(params, x, key, carried):
+        drawn = jax.random.uniform(key)
+        return x @ params["kernel"], {"largest": drawn, "least": -drawn}
+
+    model = replace(
+        MODEL,
+        layer=layer,
+        takes_key=True,
+        split_carried=lambda carried: [jax.tree.map(lambda leaf, i=i: leaf[i], carried) for i in range(LAYERS)],
+        join_carried=lambda layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+    )
+    carried = {"largest": jnp.zeros(LAYERS), "least": jnp.zeros(LAYERS)}
+    order = generate("gpipe", pp=1, microbatches=1)
+    strategy = Pipelined(jax.make_mesh((2, 1), ("data", "pipe")), shapes(), order, engine="dispatch")
+    step = train_step(model, optax.sgd(0.1), strategy, carried=carried, reductions="max")
+    rows = {"x": np.ones((2, 2), np.float32), "y": np.ones((2, 4), np.float32)}
+    state, _ = step.compile(rows)(step.init(new_params, carried), step.place(rows))
+    assert np.all(state.carried["largest"] > -state.carried["least"])
