@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, run_options, write_file
+from jgraph.cli import Count, File, Module, run_options, write_file
 
 if TYPE_CHECKING:
     from jgraph.training.evaluation import Evaluation
@@ -37,6 +37,8 @@ class Options:
     """As that of `python -m jgraph.train`, whose held-out part is predicted; by default the run's."""
     step: Count = None
     """Steps of the run's checkpoint; by default the newest."""
+    module: Module = ""
+    """Class of a model of your own, as the run has it. The run's model is imported only if it is built in or named here."""
     batch_size: Count = None
     """Sequences at a time; by default as the run has it, or 8."""
     seq_len: Count = None
@@ -67,9 +69,8 @@ def tell(options: Options) -> None:
     logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
     check_devices()
     names = ("data", "batch_size", "seq_len", "eval_batches", "dp", "fsdp")
-    found = evaluate(
-        options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) not in (None, ())}
-    )
+    asked = {name: value for name in names if (value := getattr(options, name)) not in (None, ())}
+    found = evaluate(options.run, options.step, module=options.module, **asked)
     if options.json is not None:
         write_file("json", options.json, lambda path: path.write_text(json.dumps(_fields(found), indent=2) + "\n"))
     show(found)

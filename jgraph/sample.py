@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, run_options
+from jgraph.cli import Count, Module, run_options
 from jgraph.errors import ConfigError
 
 _PROG = "jgraph.sample"
@@ -45,6 +45,8 @@ class Options:
     """Tokens that the model sees at most; by default as many as it was trained to see."""
     step: Count = None
     """Steps of the run's checkpoint; by default the newest."""
+    module: Module = ""
+    """Class of a model of your own, as the run has it. The run's model is imported only if it is built in or named here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +66,7 @@ def sample(options: Options) -> None:
 
     logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
     check_devices()
-    loaded = load(options.run, options.step)
+    loaded = load(options.run, options.step, module=options.module)
     prompts = [_read() if prompt == "-" else prompt for prompt in options.prompts]
     names = ("max_tokens", "temperature", "top_k", "top_p")
     settings = {name: getattr(options, name) for name in names} | {"key": options.seed}

@@ -103,7 +103,7 @@ def parse(args: Sequence[str]) -> TrainConfig | None:
     if chosen.continue_from:
         from jgraph.training.origin import config_of_run
 
-        there = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir)
+        there = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir, module=chosen.module or "")
         if not chosen.preset and there.preset in PRESETS:
             base = preset(there.preset)
         base = dataclasses.replace(base, module=there.module, model=there.model)

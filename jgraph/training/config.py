@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
-from jgraph.training.model import settings_from, settings_of
+from jgraph.training.model import check_import, is_class_name, settings_from, settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
@@ -356,17 +356,27 @@ class TrainConfig:
         return {"fsdp": 1, "profile": ""} | ({"dp": 1} if mixture else {})
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`, through JSON. Raises ConfigError for a field that is not one of ours."""
+    def from_dict(cls, fields: dict[str, Any], *, module: str = "") -> Self:
+        """Restores a configuration from the JSON of its `dataclasses.asdict`.
+
+        Args:
+            fields: Fields by name.
+            module: Model class that the caller named; empty if the caller named none.
+
+        Raises:
+            ConfigError: If a field is missing, unknown or wrong, or the model class may not be imported (`check_import`).
+        """
         try:
             fields = _with_tuples(fields)
+            require(is_class_name(fields["module"]), "module", repr(fields["module"]), "package.module:Class")
+            check_import(fields["module"], module)
             kind, model = settings_of(fields["module"]), fields.pop("model")
             model = None if kind is None else settings_from(kind, model)
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
             parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
             return cls(**fields, **parts, model=model)
-        except (TypeError, KeyError) as e:
+        except (AttributeError, TypeError, KeyError) as e:
             raise ConfigError(f"config is not one of this version of jgraph: {e}", field="run_dir") from e
 
 

@@ -94,18 +94,24 @@ def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tu
             yield number, piece
 
 
-def load(path: str | Path, step: int | None = None) -> Loaded:
+def load(path: str | Path, step: int | None = None, *, module: str = "") -> Loaded:
     """Loads the model of a run directory or of a Hugging Face folder onto the first device.
 
     Args:
-        path: of either. A run may be over any devices, of any layout, and may be going on.
-        step: of a run's checkpoint; None for the newest.
+        path: The run directory or folder. The run may use any number of devices and may still be training.
+        step: Step of the run's checkpoint; None for the newest.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`: loading imports
+            the module and so runs its code.
+
+    Returns:
+        The model with its parameters.
 
     Raises:
-        ConfigError: there is neither. CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: If there is neither a run nor a folder, or the run's class may not be imported.
+        CheckpointError: If there is no such checkpoint, or it is damaged.
     """
     path = checked(path)
-    return _of_folder(path, step) if is_folder(path) else _of_run(path, step)
+    return _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
 
 
 def checked(path: str | Path) -> Path:
@@ -119,15 +125,16 @@ def checked(path: str | Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """Tells whether a directory is a Hugging Face folder."""
+    """Returns True if the directory is a Hugging Face folder."""
     try:
-        return "architectures" in json.loads((path / "config.json").read_text())
-    except (ValueError, RecursionError):
-        return False  # which its reader says
+        fields = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return False  # `SavedRun` reports the error
+    return isinstance(fields, dict) and "architectures" in fields
 
 
-def _of_run(path: Path, step: int | None) -> Loaded:
-    saved = SavedRun(path, step)
+def _of_run(path: Path, step: int | None, module: str) -> Loaded:
+    saved = SavedRun(path, step, module=module)
     model = saved.model
     params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
     carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
@@ -152,9 +159,10 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
 
 
-def open_folder(path: Path, step: int | None) -> tuple[Folder, TrainConfig]:
+def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, TrainConfig]:
     """Returns a folder and a configuration with its model, which computes in the folder's own dtype."""
     require(step is None, "step", step, "left out for a Hugging Face folder")
+    require(not module, "module", module, "left out for a Hugging Face folder")
     config = TrainConfig()
     folder, names = Folder(path, field="run"), names_of(config.module, field="run")
     dtype: Any = folder.config.get("dtype", folder.config.get("torch_dtype"))
@@ -174,8 +182,8 @@ def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
     return load_folder(folder, names.parts(settings), like)
 
 
-def _of_folder(path: Path, step: int | None) -> Loaded:
-    folder, config = open_folder(path, step)
+def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
+    folder, config = open_folder(path, step, module)
     window = folder.config.get("max_position_embeddings")
     model = functional_model(config)
     params = place_folder(folder, config, model.shapes)

@@ -46,11 +46,22 @@ def run_of(continue_from: str) -> tuple[Path, int | None]:
     return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
-def config_of_run(continue_from: str, run_dir: str) -> TrainConfig:
-    """Returns the configuration of the run that another begins with, or, where it is gone, of the one that began with it."""
+def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
+    """Returns the saved configuration of the run named by `continue_from`.
+
+    Reads the configuration of the run in `run_dir` instead if the other run has been removed.
+
+    Args:
+        continue_from: The other run.
+        run_dir: Directory of the run that begins with it.
+        module: Model class that the caller named; empty if the caller named none.
+
+    Raises:
+        ConfigError: As `RunDir.saved_config`.
+    """
     there, here = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
     is_gone = not there.path.exists() and here.config.exists()
-    return (here if is_gone else there).saved_config(field="continue_from")
+    return (here if is_gone else there).saved_config(field="continue_from", module=module)
 
 
 def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
@@ -59,7 +70,6 @@ def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
     as_it = f"as `continue_from` {config.continue_from} has it"
     if path.resolve() == Path(config.run_dir).resolve():
         raise ConfigError(f"`run_dir` is {config.run_dir}: must be another directory than `continue_from`", field="run_dir")
-    require(config.module == there.module, "module", config.module, f"{there.module}, {as_it}")
     _check_alike(config.model, there.model, as_it)
 
 
