@@ -120,7 +120,7 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
     def state(setup: TrainSetup) -> TrainState:
         return setup.weights(place_folder(folder, config, setup.step.canonical.shapes().params), setup.new_state())
 
-    longest = min(_LONGEST, folder.config.get("max_position_embeddings") or _LONGEST)
+    longest = min(_LONGEST, folder.window or _LONGEST)
     sizes = TrainConfig(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
     file = folder.path / TOKENIZER_FILE
     return _Model(str(folder.path), sizes, file if file.exists() else None, file.exists(), state)

@@ -22,9 +22,9 @@ from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.training.config import TrainConfig
 from jgraph.training.functional import functional_model
-from jgraph.training.origin import kept_config, names_of
+from jgraph.training.origin import kept_ends, names_of
 from jgraph.training.saved import SavedRun
-from jgraph.tree import leaf_names, path_name
+from jgraph.tree import path_name
 
 Tree = Any
 
@@ -153,7 +153,7 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     """Returns the tokenizer of a run; `numbers` where nobody knows it."""
     vocab_size = getattr(saved.config.model, "vocab_size", 256)
     if file := tokenizer_kept(saved):
-        return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
+        return Tokenizer.of_file(file, ends=kept_ends(saved.dir))
     if is_text(saved.config.data) or vocab_size <= 256:
         return Tokenizer.of_bytes()
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
@@ -165,35 +165,26 @@ def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, Trai
     require(not module, "module", module, "left out for a Hugging Face folder")
     config = TrainConfig()
     folder, names = Folder(path, field="run"), names_of(config.module, field="run")
-    dtype: Any = folder.config.get("dtype", folder.config.get("torch_dtype"))
-    dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=dtype)
+    settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=folder.dtype)
+    folder.check(names, settings)
     return folder, dataclasses.replace(config, model=settings, init_from=str(path), preset="")
 
 
 def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
-    """Returns a folder's parameters where `like` lies. Raises ConfigError where it does not have them."""
-    names, settings = names_of(config.module, field="run"), config.model
-    by_name = dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True))
-    folder.check(names.parts(settings), by_name, names.ignored(settings))
+    """Loads the parameters of a folder, checked by `open_folder`, with the shardings of `like`."""
+    parts = names_of(config.module, field="run").parts(config.model)
     # In the folder's own dtype: nothing here sums up updates, for which float32 would be needed.
-    dtype = jnp.dtype(settings.compute_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
-    return load_folder(folder, names.parts(settings), like)
+    return load_folder(folder, parts, like)
 
 
 def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
     folder, config = open_folder(path, step, module)
-    window = folder.config.get("max_position_embeddings")
+    window, ends = folder.window, folder.ends
     model = functional_model(config)
     params = place_folder(folder, config, model.shapes)
     file = path / TOKENIZER_FILE
-    of_file = partial(Tokenizer.of_file, file, ends=_ends(folder.config), add_special_tokens=True)
+    of_file = partial(Tokenizer.of_file, file, ends=ends, add_special_tokens=True)
     tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
     return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path))
-
-
-def _ends(config: dict[str, Any]) -> list[int]:
-    """Returns the tokens that end a text, by a folder's config.json."""
-    found = config.get("eos_token_id")
-    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]

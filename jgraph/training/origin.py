@@ -74,16 +74,17 @@ def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
 
 
 def opened(config: TrainConfig, run_dir: RunDir) -> Folder | None:
-    """Returns the folder that a run is to begin with; None where it goes on, or begins with none.
+    """Opens the folder named by `init_from`. Returns None if there is none, or if the run resumes from its own checkpoint.
 
     Raises:
-        ConfigError: there is none, it is of another model, or the settings contradict it.
+        ConfigError: If there is no such folder, its tensors are not those of its config.json, or the settings contradict it.
     """
     if not config.init_from or goes_on(config, run_dir):
         return None
-    folder = Folder(Path(config.init_from), field="init_from")
-    there = folder.settings(names_of(config.module, field="init_from"), config.model)
+    folder, names = Folder(Path(config.init_from), field="init_from"), names_of(config.module, field="init_from")
+    there = folder.settings(names, config.model)
     _check_alike(config.model, there, f"as `init_from` {config.init_from} has it")
+    folder.check(names, config.model)
     return folder
 
 
@@ -137,6 +138,11 @@ def keep(config: TrainConfig, run_dir: RunDir) -> None:
 def kept_config(run_dir: RunDir) -> dict[str, Any]:
     """Returns the config.json that came with the weights; empty where none did."""
     return Folder(run_dir.origin, field="run").config if (run_dir.origin / CONFIG_FILE).exists() else {}
+
+
+def kept_ends(run_dir: RunDir) -> list[int]:
+    """Returns the token ids that end a text, from the config.json that came with the weights."""
+    return Folder(run_dir.origin, field="run").ends if (run_dir.origin / CONFIG_FILE).exists() else []
 
 
 def kept(run_dir: RunDir) -> list[Path]:
