@@ -54,6 +54,7 @@ def optional(kind: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec
 
 Count = Annotated[int | None, optional(int, "INT"), tyro.conf.arg(help_behavior_hint="")]
 Name = Annotated[str | None, optional(str, "NAME"), tyro.conf.arg(help_behavior_hint="")]
+Module = Annotated[str, tyro.conf.arg(name="model.module", metavar="MODULE:CLASS")]
 File = Annotated[Path | None, optional(Path, "FILE"), tyro.conf.arg(help_behavior_hint="")]
 Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(help_behavior_hint="")]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, run_options
+from jgraph.cli import Count, File, Module, run_options
 from jgraph.errors import os_errors
 from jgraph.interop.folder import check_exists
 
@@ -40,6 +40,8 @@ class Options:
     """Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data."""
     step: Count = None
     """Step of the checkpoint to load; by default the newest. Runs only."""
+    module: Module = ""
+    """Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it."""
     batch_size: Count = None
     """Sequences per batch; by default the run's, or 8 for a folder."""
     seq_len: Count = None
@@ -83,9 +85,8 @@ def evaluate_and_print(options: Options) -> None:
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
     names = ("data", "batch_size", "seq_len", "eval_batches", "dp", "fsdp")
-    evaluation = evaluate(
-        options.run, options.step, **{name: value for name in names if (value := getattr(options, name)) not in (None, ())}
-    )
+    asked = {name: value for name in names if (value := getattr(options, name)) not in (None, ())}
+    evaluation = evaluate(options.run, options.step, module=options.module, **asked)
     if options.json is not None:
         with os_errors("json", options.json):
             options.json.write_text(json.dumps(_fields(evaluation), indent=2) + "\n")

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jgraph.cli import Count, run_options
+from jgraph.cli import Count, Module, run_options
 
 _PROG = "python -m jgraph.export"
 
@@ -31,6 +31,8 @@ class Options:
     """The folder to write: new, or empty."""
     step: Count = None
     """Steps of the checkpoint; by default the newest."""
+    module: Module = ""
+    """Class of a model of your own, as the run has it. The run's model is imported only if it is built in or named here."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the tensors."""
 
@@ -59,7 +61,7 @@ def export(options: Options) -> None:
 
     logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
     check_empty(options.to, field="to")
-    with contextlib.closing(SavedRun(options.run, options.step)) as saved:
+    with contextlib.closing(SavedRun(options.run, options.step, module=options.module)) as saved:
         names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
         config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
         beside = origin.kept(saved.dir)

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, run_options
+from jgraph.cli import Count, Module, run_options
 from jgraph.errors import ConfigError
 from jgraph.interop.folder import check_exists
 
@@ -49,6 +49,8 @@ class Options:
     """Maximum number of tokens that a token attends to; by default the longest sequence in training."""
     step: Count = None
     """Step of the checkpoint to load; by default the newest. Runs only."""
+    module: Module = ""
+    """Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
@@ -81,7 +83,7 @@ def sample(options: Options) -> None:
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    loaded = load(options.run, options.step)
+    loaded = load(options.run, options.step, module=options.module)
     prompts = [_read_stdin() if prompt == "-" else prompt for prompt in options.prompts]
     names = ("max_tokens", "temperature", "top_k", "top_p")
     settings = {name: getattr(options, name) for name in names} | {"key": options.seed}

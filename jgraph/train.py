@@ -157,7 +157,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     if chosen.continue_from:
         from jgraph.training.origin import config_of_run
 
-        source = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir)
+        source = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir, module=chosen.module or "")
         if not chosen.preset and source.preset in PRESETS:
             base = preset(source.preset)
         base = dataclasses.replace(base, module=source.module, model=source.model)

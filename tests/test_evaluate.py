@@ -75,12 +75,12 @@ def test_a_folder_is_evaluated_through_its_tokenizer(tmp_path):
 def test_a_model_is_evaluated_with_what_it_carries(tmp_path):
     config = TrainConfig(module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run"))
     written(tmp_path / "run", config)
-    loaded = jgraph.load(tmp_path / "run")
+    loaded = jgraph.load(tmp_path / "run", module=config.module)
     (batch,) = heldout_batches(
         load_corpus("python-docs", seq_len=16, vocab_size=None).heldout, batch_size=4, seq_len=16, limit=1
     )
     expected = float(loaded.model.evaluate("loss", loaded.params, loaded.carried, batch))
-    assert evaluation.evaluate(tmp_path / "run").loss == pytest.approx(expected, rel=1e-6)
+    assert evaluation.evaluate(tmp_path / "run", module=config.module).loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_bytes_are_those_of_the_text_that_is_predicted(tmp_path):

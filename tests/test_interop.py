@@ -1,8 +1,12 @@
 """Hugging Face folders: what is read where, what comes out again, and what is refused before anything is loaded."""
 
 import dataclasses
+import functools
+import itertools
 import json
+import os
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -13,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jgraph
-from jgraph import export
+from jgraph import evaluate, export, sample
 from jgraph.data import load as load_corpus
 from jgraph.errors import ConfigError
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read, replaced
@@ -62,8 +66,7 @@ def make(path, config=LLAMA, **choices):
 
 
 def check(folder, config=LLAMA):
-    folder.settings(HUGGING_FACE, LLAMA)
-    folder.check(HUGGING_FACE.parts(config), shapes(config), HUGGING_FACE.ignored(config))
+    folder.check(HUGGING_FACE, folder.settings(HUGGING_FACE, config))
 
 
 # --- What comes out is what went in ---
@@ -87,12 +90,17 @@ def test_parameters_come_back_bit_for_bit_from_whole_and_from_slices(config, tmp
 
 def test_a_folder_of_several_files_is_that_of_one(tmp_path):
     one, _ = make(tmp_path / "one")
-    several, _ = make(tmp_path / "several", file_bytes=20_000)
+    limit = 20_000
+    several, _ = make(tmp_path / "several", file_bytes=limit)
     check(several)
     files = sorted(path.name for path in several.path.glob("*.safetensors"))
     assert len(files) > 2
     assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
-    tensors = {name: tensor for file in files for name, tensor in load_file(several.path / file).items()}
+    by_file = [load_file(several.path / file) for file in files]
+    sizes = [sum(tensor.nbytes for tensor in own.values()) for own in by_file]
+    assert all(size <= limit or len(own) == 1 for size, own in zip(sizes, by_file, strict=True))
+    assert all(first + second > limit for first, second in itertools.pairwise(sizes)), "no file ends before it is full"
+    tensors = {name: tensor for own in by_file for name, tensor in own.items()}
     whole = load_file(one.path / WEIGHTS_FILE)
     assert json.loads((several.path / INDEX_FILE).read_text())["metadata"]["total_size"] == sum(
         t.nbytes for t in whole.values()
@@ -158,6 +166,32 @@ def test_a_number_of_experts_is_read_by_both_of_its_names():
     assert HUGGING_FACE.settings(renamed) == HUGGING_FACE.settings(written)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "default"),
+    [("norm_topk_prob", "weights", "as-they-are"), ("router_aux_loss_coef", "balance_loss", 0.001)],
+)
+def test_a_mixtures_missing_field_has_the_default_of_transformers(name, setting, default):
+    other = dataclasses.replace(QWEN3_MOE, moe=dataclasses.replace(QWEN3_MOE.moe, weights="normalized", balance_loss=0.5))
+    written = HUGGING_FACE.config(other, {})
+    for missing in ({name: None}, {}):
+        fields = {own: value for own, value in written.items() if own != name} | missing
+        assert HUGGING_FACE.settings(fields)["moe"][setting] == default
+
+
+@pytest.mark.parametrize(
+    ("router", "weights", "normalized"),
+    [
+        ("softmax-topk", "normalized", True),
+        ("softmax-topk", "as-they-are", False),
+        ("topk-softmax", "normalized", True),
+        ("topk-softmax", "as-they-are", True),
+    ],
+)
+def test_an_export_says_whether_the_weights_of_a_token_sum_to_one(router, weights, normalized):
+    moe = dataclasses.replace(QWEN3_MOE.moe, router=router, weights=weights)
+    assert HUGGING_FACE.config(dataclasses.replace(QWEN3_MOE, moe=moe), {})["norm_topk_prob"] is normalized
+
+
 # --- What is refused ---
 
 
@@ -192,10 +226,6 @@ def file_missing(path):
 
 def index_wrong(path):
     (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head": WEIGHTS_FILE}}))
-
-
-def outside(path):
-    (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": "../../secret.safetensors"}}))
 
 
 ROPE = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
@@ -235,11 +265,16 @@ WRONG = {
     "a pickle under another name": (lambda p: (p / WEIGHTS_FILE).write_bytes(b"\x80\x02}q\x00."), "cannot be read"),
     "a file missing": (file_missing, "model-00001-of-00002.safetensors cannot be read"),
     "an index of something else": (index_wrong, "has no tensor lm_head, which"),
-    "a file outside the folder": (outside, "secret.safetensors cannot be read"),
     "an index without names": (lambda path: (path / INDEX_FILE).write_text("{}"), "has no `weight_map`"),
 }
 
 
+def a_pipe(path):
+    (path / WEIGHTS_FILE).unlink()
+    os.mkfifo(path / WEIGHTS_FILE)
+
+
+WRONG["a pipe, which nobody writes"] = (a_pipe, "model.safetensors cannot be read")
 WRONG_MIXTURE = {
     "an expert's tensor missing": (
         edit_tensors(lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
@@ -266,6 +301,109 @@ def test_what_cannot_be_loaded_is_refused_by_its_name(wrong, tmp_path):
         check(Folder(tmp_path / "f", field="init_from"), config)
     assert error.value.field == "init_from"
     assert told in str(error.value)
+
+
+@pytest.fixture
+def unbuilt(tmp_path, monkeypatch):
+    """The folder of a Qwen3-MoE. A test fails if it builds a GPT."""
+
+    @functools.wraps(GPT.__init__)  # keeps its signature
+    def built(*args, **kwargs):
+        raise AssertionError("a model was built")
+
+    make(tmp_path / "f", QWEN3_MOE)
+    monkeypatch.setattr(GPT, "__init__", built)
+    return tmp_path / "f"
+
+
+SIZES = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size head_dim"
+SIZES += " num_experts num_experts_per_tok moe_intermediate_size max_position_embeddings"
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED["original_max_position_embeddings"] = 64
+WRONG_VALUES = {
+    **dict.fromkeys(SIZES.split(), ("x", 1.5, True, -1, [1], {}, 10**12, 10**400)),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "router_aux_loss_coef"), ("x", True, -1.0, [1], 10**400, np.inf, np.nan)),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), ("false", 0, [], {})),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ("x", 5, ["x"], True)),
+    **dict.fromkeys(("architectures", "layer_types"), ("LlamaForCausalLM", 5, [5], {})),
+    "eos_token_id": ("x", -1, 1.5, True, {}),
+    "dtype": (5, ["float32"], {}),
+    "torch_dtype": (5, ["float32"], {}),
+}
+WRONG_ROPE = {name: ("x", -1, True, [1], 10**400) for name in SCALED if name != "rope_type"} | {"rope_type": (5, [], {})}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_by_its_name(name, unbuilt):
+    written = json.loads((unbuilt / CONFIG_FILE).read_text())
+    for value in WRONG_VALUES[name]:
+        (unbuilt / CONFIG_FILE).write_text(json.dumps(written | {"dtype": None} | {name: value}))
+        with pytest.raises(ConfigError) as error:
+            jgraph.load(unbuilt)
+        assert error.value.field == "run"
+        assert f"config.json: `{name}` is {value!r}"[:60] in str(error.value)
+
+
+@pytest.mark.parametrize("name", WRONG_ROPE)
+def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_name(name):
+    written = HUGGING_FACE.config(LLAMA, {})
+    assert HUGGING_FACE.settings(written | {"rope_scaling": SCALED})["rope_original_length"] == 64
+    for value in WRONG_ROPE[name]:
+        with pytest.raises(ConfigError) as error:
+            HUGGING_FACE.settings(written | {"rope_scaling": SCALED | {name: value}})
+        assert error.value.field == name
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluate", "train"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "has no tensor model.layers.2."),
+        ({"num_experts": 1_000_000}, "mlp.gate.weight has shape [3, 32]: must be [1000000, 32]"),
+        ({"vocab_size": 2**31 - 1}, "must be [2147483647, 32]"),
+    ],
+    ids=["layers", "experts", "vocabulary"],
+)
+def test_a_folder_whose_tensors_contradict_its_sizes_is_refused_before_a_model_is_built(
+    command, changes, told, unbuilt, capsys
+):
+    edit_config(**changes)(unbuilt)
+    began = time.process_time()
+    act = {
+        "sample": lambda path: sample.main([path, "--prompt", "a"]),
+        "evaluate": lambda path: evaluate.main([path, "--data", "synthetic"]),
+        "train": lambda path: train(unbuilt.with_name("run"), "--init-from", path),
+    }[command]
+    assert act(str(unbuilt)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+    assert time.process_time() - began < 5, "a million layers take minutes"
+
+
+@pytest.mark.parametrize(
+    "path", ["../other.safetensors", "{tmp_path}/other.safetensors", "a/../../other.safetensors", "..", ""]
+)
+def test_an_index_that_names_an_existing_file_outside_the_folder_is_refused(path, tmp_path):
+    make(tmp_path / "f")
+    tensors = load_file(tmp_path / "f" / WEIGHTS_FILE)
+    (tmp_path / "f" / WEIGHTS_FILE).rename(tmp_path / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, path.format(tmp_path=tmp_path))}
+    (tmp_path / "f" / INDEX_FILE).write_text(json.dumps(index))
+    (tmp_path / "f" / "a").mkdir()
+    with pytest.raises(ConfigError, match=r"must be the name of a file in the folder|cannot be read") as error:
+        check(Folder(tmp_path / "f", field="init_from"))
+    assert error.value.field == "init_from"
+
+
+def test_symbolic_links_to_files_are_followed_because_the_hugging_face_cache_consists_of_them(tmp_path):
+    make(tmp_path / "f")
+    blobs = tmp_path / "blobs"
+    (tmp_path / "f").rename(blobs)
+    (tmp_path / "snapshot").mkdir()
+    for file in blobs.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    check(Folder(tmp_path / "snapshot", field="init_from"))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +433,26 @@ def test_what_fails_half_way_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="gone"):
         write(tmp_path / "f", {}, HUGGING_FACE.parts(LLAMA), parameter, dtype="float32", file_bytes=20_000)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_appears_when_it_is_complete_and_two_processes_do_not_mix_their_files(tmp_path, monkeypatch):
+    arrays, to = drawn(LLAMA), tmp_path / "f"
+    seen = []
+
+    def parameter(name):
+        if not seen:
+            seen.extend(path.name for path in tmp_path.iterdir())
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda: -1)
+                write(to, HUGGING_FACE.config(LLAMA, {}), HUGGING_FACE.parts(LLAMA), arrays.__getitem__, dtype="float32")
+        return np.zeros_like(arrays[name])
+
+    with pytest.raises((ConfigError, OSError)):
+        write(to, HUGGING_FACE.config(LLAMA, {}), HUGGING_FACE.parts(LLAMA), parameter, dtype="float32")
+    assert len(seen) == 1
+    assert seen[0].startswith("."), "a file manager and a glob do not show it"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+    np.testing.assert_array_equal(load_file(to / WEIGHTS_FILE)["model.norm.weight"], arrays["norm/scale"])
 
 
 # --- Runs ---
@@ -335,7 +493,6 @@ def test_how_a_router_is_trained_is_not_the_folders_to_say(tmp_path):
 def test_a_mixture_begins_with_a_folders_weights_and_the_state_that_the_model_makes(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
     setup = TrainSetup.of(TrainConfig(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16))
-    setup.check_folder(folder)
     state = setup.load(folder)
     params, began = setup.step.canonical.of(state).params, setup.model.init()[1]
     assert leaf_names(state.carried) == leaf_names(began)

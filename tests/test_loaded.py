@@ -80,7 +80,7 @@ def test_a_stop_text_ends_the_continuation(loaded):
 def test_a_model_of_your_own_comes_with_its_running_statistics_and_needs_logits_for_text(tmp_path):
     flags = "--model.module tests.own:Normed --steps 2 --batch-size 4 --seq-len 16 --eval-batches 1 --sample-tokens 0"
     assert main([*shlex.split(flags), "--run-dir", str(tmp_path / "own")]) == 0
-    loaded = jgraph.load(tmp_path / "own")
+    loaded = jgraph.load(tmp_path / "own", module="tests.own:Normed")
     assert np.abs(loaded.carried["norm"]["mean"]).max() > 0
     with pytest.raises(ConfigError) as error:
         loaded.generate("ab")

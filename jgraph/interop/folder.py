@@ -14,21 +14,24 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jgraph.errors import ConfigError, download_hint, os_errors
-from jgraph.interop.names import Box, HuggingFace, Part, fill
+from jgraph.interop import fields
+from jgraph.interop.names import Box, HuggingFace, Part
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 
 
 class Folder:
-    """Reads slices of tensors in safetensors files, one or several; a pickle is never opened.
+    """Reads config.json and slices of tensors in safetensors files. Never opens a pickle, or a file outside the folder.
+
+    A file may be a symbolic link: the cache of `hf download` consists of links.
 
     Args:
-        path: of the folder.
-        field: the argument that named it, for errors.
+        path: The folder.
+        field: Argument that named it, for errors.
 
     Raises:
-        ConfigError: from every method, where something is missing, cut off or not what it should be.
+        ConfigError: From every method, if a file or field is missing, truncated or wrong.
     """
 
     def __init__(self, path: Path, *, field: str):
@@ -46,29 +49,42 @@ class Folder:
         """The content of config.json."""
         return self._json(CONFIG_FILE)
 
+    @property
+    def dtype(self) -> str:
+        """The compute dtype: bfloat16 if config.json names it, else float32."""
+        with self._config_errors():
+            dtype = fields.string(self.config, "dtype", fields.string(self.config, "torch_dtype", "float32"))
+        return "bfloat16" if dtype == "bfloat16" else "float32"
+
+    @property
+    def window(self) -> int | None:
+        """The longest sequence, in tokens, that the model was trained on; None if config.json has no such field."""
+        with self._config_errors():
+            return fields.integer(self.config, "max_position_embeddings", None)
+
+    @property
+    def ends(self) -> list[int]:
+        """The token ids that end a text."""
+        with self._config_errors():
+            found = self.config.get("eos_token_id")
+            several = found if isinstance(found, list) else [found]
+            return [fields.integer({"eos_token_id": one}, "eos_token_id", least=0) for one in several if one is not None]
+
     def settings(self, names: HuggingFace, base: Any) -> Any:
-        """Returns the settings of the model in the folder: those of `base`, with what config.json determines."""
-        try:
+        """Returns the settings of the model in the folder: those of `base`, updated from config.json."""
+        with self._config_errors():
             return replaced(base, names.settings(self.config))
-        except (ConfigError, ArithmeticError, AttributeError, TypeError, ValueError) as e:
-            if isinstance(e, ConfigError) and e.field == self._field:
-                raise
-            raise self.error(f"{CONFIG_FILE}: {e}") from e
 
-    def check(self, parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]], ignored: Sequence[str]) -> None:
-        """Raises ConfigError unless the folder has the tensors that parameters are made of, and no others.
+    def check(self, names: HuggingFace, settings: Any) -> None:
+        """Checks that the tensors in the folder are those of a model with these settings, and no others.
 
-        Args:
-            parts: of each parameter, by its name.
-            shapes: of the parameters.
-            ignored: patterns of tensors that may be there besides.
+        Reads the headers of the files only and stops at the first missing tensor, before any model of these settings is built.
         """
-        assert parts.keys() == shapes.keys(), "a model's names for a folder leave a parameter out, or have one more"
-        assert all(fill(parts[name], shape) for name, shape in shapes.items()), "tensors do not fill their parameter"
-        wanted = {part.tensor: part for own in parts.values() for part in own}
-        if missing := [name for name in wanted if name not in self._files]:
-            raise self.error(f"has no tensor {_some(missing)}")
-        for name, part in wanted.items():
+        wanted = set()
+        for _, part in names.tensors(settings):
+            name = part.tensor
+            if name not in self._files:
+                raise self.error(f"has no tensor {name}, which a model of its {CONFIG_FILE} has")
             with self._reading(name):
                 found = self._open(name).get_slice(name)
             shape, dtype = tuple(found.get_shape()), found.get_dtype()
@@ -76,6 +92,8 @@ class Folder:
                 raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {CONFIG_FILE}")
             if dtype not in _DTYPES:
                 raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
+            wanted.add(name)
+        ignored = names.ignored(settings)
         more = [name for name in self._files if name not in wanted and not any(fnmatch.fnmatch(name, p) for p in ignored)]
         if more:
             raise self.error(f"has a tensor that the model has no place for: {_some(more)}")
@@ -93,8 +111,7 @@ class Folder:
             listed = self._json(INDEX_FILE).get("weight_map")
             if not isinstance(listed, dict) or not listed:
                 raise self.error(f"{INDEX_FILE} has no `weight_map`")
-            # A file's name alone: nothing outside the folder is opened.
-            files = {name: self.path / Path(str(file)).name for name, file in listed.items()}
+            files = {name: self.path / self._inside(file) for name, file in listed.items()}
         elif (self.path / WEIGHTS_FILE).exists():
             files = dict.fromkeys(self._names(self.path / WEIGHTS_FILE), self.path / WEIGHTS_FILE)
         else:
@@ -109,8 +126,16 @@ class Folder:
                 raise self.error(f"{file.name} has a tensor that {INDEX_FILE} does not say it has: {_some(more)}")
         return files
 
+    def _inside(self, file: object) -> str:
+        """Returns the name of a file in the index. Raises ConfigError for a path, which may lead out of the folder."""
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise self.error(f"{INDEX_FILE} has the file {file!r}: must be the name of a file in the folder, without a path")
+        return file
+
     def _names(self, file: Path) -> list[str]:
         with self._reading(file.name):
+            if not file.is_file():  # to open a pipe would block
+                raise FileNotFoundError("it is missing, or not a regular file")
             return list(self._handle(file).keys())
 
     def _open(self, name: str) -> Any:
@@ -126,10 +151,19 @@ class Folder:
         return {}
 
     @contextmanager
+    def _config_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConfigError, ArithmeticError, AttributeError, TypeError, ValueError) as e:
+            if isinstance(e, ConfigError) and e.field == self._field:
+                raise
+            raise self.error(f"{CONFIG_FILE}: {e}") from e
+
+    @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (SafetensorError, OSError) as e:
+        except (SafetensorError, OSError, ValueError) as e:
             raise self.error(f"{name} cannot be read: {e}; is it cut off, or no safetensors file?") from e
 
     def _json(self, name: str) -> dict[str, Any]:

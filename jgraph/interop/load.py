@@ -8,20 +8,24 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jgraph.interop.folder import Folder, read
-from jgraph.interop.names import Part
-from jgraph.tree import path_name
+from jgraph.interop.names import Part, check_filled
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 
 
 def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tree:
-    """Returns a model's parameters, read from a folder that was checked.
+    """Loads a model's parameters from a folder that was checked.
 
     Args:
-        folder: with the tensors.
-        parts: of each parameter, by its name.
-        like: `jax.ShapeDtypeStruct`s of the parameters; with shardings, a process reads only what its devices hold.
+        folder: The folder with the tensors.
+        parts: Parts of every parameter, by parameter name.
+        like: `jax.ShapeDtypeStruct`s of the parameters. A process reads only the shards of its own devices.
+
+    Returns:
+        The parameters, with the shapes, dtypes and shardings of `like`.
     """
+    check_filled(parts, dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True)))
 
     def leaf(path: Any, aval: Any) -> jax.Array:
         slices: Any = partial(read, folder, parts[path_name(path)], aval.shape, aval.dtype)

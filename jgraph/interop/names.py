@@ -4,7 +4,7 @@ A model that can come from such a folder, and go into one, has a `HuggingFace` a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,21 +41,29 @@ class Part:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """The names of one family of models, read in both directions.
+    """Maps one family of models to Hugging Face folders and back.
 
     Attributes:
-        settings: `settings(config)` returns the fields of the model's settings that a config.json determines; of settings
-            within these, a dict. Raises ConfigError for what the model cannot be.
-        config: `config(settings, base)` returns the config.json of a model with these settings, which says the rest as `base`.
-            Raises ConfigError where there is none.
-        parts: `parts(settings)` returns the tensors that each parameter is made of, by our name. They fill it.
-        ignored: patterns of tensors that a folder may have besides, as transformers ignores them, by the settings.
+        settings: `settings(config)` returns the settings that a config.json determines, nested settings as a dict. Raises
+            ConfigError for a model that the family does not contain. `jgraph.interop.fields` reads fields with their types.
+        config: `config(settings, base)` returns the config.json of a model; other fields come from `base`. Raises ConfigError
+            for settings that no architecture has.
+        tensors: `tensors(settings)` yields (parameter name, `Part`) for every tensor. The parts of a parameter fill it. It must
+            be lazy: a folder is checked tensor by tensor, so that wrong sizes in config.json cost no time or memory.
+        ignored: `ignored(settings)` returns patterns of tensors that a folder may contain in addition.
     """
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-    parts: Callable[[Any], dict[str, tuple[Part, ...]]]
+    tensors: Callable[[Any], Iterable[tuple[str, Part]]]
     ignored: Callable[[Any], Sequence[str]]
+
+    def parts(self, settings: Any) -> dict[str, tuple[Part, ...]]:
+        """Returns the parts of every parameter, by parameter name."""
+        found: dict[str, list[Part]] = {}
+        for name, part in self.tensors(settings):
+            found.setdefault(name, []).append(part)
+        return {name: tuple(own) for name, own in found.items()}
 
 
 def side_by_side(
@@ -76,8 +84,14 @@ def side_by_side(
     return tuple(parts)
 
 
-def fill(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Tells whether parts lie inside a parameter of this shape and have as many elements."""
+def check_filled(parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Asserts that the parts fill the parameters of a model: a `HuggingFace` that does not fit its model is a bug."""
+    assert parts.keys() == shapes.keys(), "a model's names for a folder leave a parameter out, or have one more"
+    assert all(_fill(parts[name], shape) for name, shape in shapes.items()), "tensors do not fill their parameter"
+
+
+def _fill(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Returns True if the parts are inside a parameter of this shape and have as many elements."""
     inside = all(len(part.start) == len(shape) for part in parts) and all(
         box.stop <= size for part in parts for box, size in zip(part.box, shape, strict=True)
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from jgraph.errors import ConfigError, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
-from jgraph.training.model import settings_from, settings_of
+from jgraph.training.model import check_import, is_class_name, settings_from, settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
@@ -363,27 +363,30 @@ class TrainConfig:
         return {"fsdp": 1, "profile": ""} | ({"dp": 1} if mixture else {})
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
+    def from_dict(cls, fields: dict[str, Any], *, module: str = "") -> Self:
         """Restores a configuration from JSON, the inverse of `dataclasses.asdict`.
 
         Args:
             fields: The decoded JSON object.
+            module: Model class that the caller named; empty if the caller named none.
 
         Returns:
             The configuration.
 
         Raises:
-            ConfigError: If a field is missing, unknown or invalid.
+            ConfigError: If a field is missing, unknown or invalid, or the model class may not be imported (`check_import`).
         """
         try:
             fields = _with_tuples(fields)
+            require(is_class_name(fields["module"]), "module", repr(fields["module"]), "package.module:Class")
+            check_import(fields["module"], module)
             kind, model = settings_of(fields["module"]), fields.pop("model")
             model = None if kind is None else settings_from(kind, model)
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
             parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
             return cls(**fields, **parts, model=model)
-        except (TypeError, KeyError) as e:
+        except (AttributeError, TypeError, KeyError) as e:
             raise ConfigError(f"the configuration does not fit this version of jgraph: {e}", field="run_dir") from e
 
 

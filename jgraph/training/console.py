@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
 from jgraph.training.config import DefaultSteps, TrainConfig
+from jgraph.training.model import is_built_in
 from jgraph.training.presets import preset
 from jgraph.training.rundir import flatten
 
@@ -141,7 +142,8 @@ class Reporter:
         if any(summary.sample):
             prompt, continuation = summary.sample
             self.line(f"sample text for the held-out prompt {prompt!r}:\n{continuation}")
-            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir} --prompt 'The '")
+            module = "" if is_built_in(self._config.module) else f" --model.module {self._config.module}"
+            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir}{module} --prompt 'The '")
 
     def _rows(self, rows: dict[str, str]) -> None:
         for label, text in rows.items():

@@ -14,16 +14,17 @@ from jgraph.training.setup import TrainSetup
 
 
 def opened(config: TrainConfig, run_dir: RunDir) -> SavedRun | None:
-    """Returns the run that another is to begin with; None where that goes on, or begins with none.
+    """Opens the run named by `continue_from`. Returns None if there is none, or if this run resumes from its own checkpoint.
 
     Raises:
-        ConfigError: there is none, it is of another model, or it is the same run. CheckpointError: it has no such checkpoint.
+        ConfigError: If there is no such run, it has another model, or it is this run.
+        CheckpointError: If it has no such checkpoint.
     """
     if not config.continue_from or goes_on(config, run_dir):
         return None
     path, step = run_of(config.continue_from)
-    check_like_run(config, RunDir(path).saved_config(field="continue_from"))
-    return SavedRun(path, step, field="continue_from")
+    check_like_run(config, RunDir(path).saved_config(field="continue_from", module=config.module))
+    return SavedRun(path, step, module=config.module, field="continue_from")
 
 
 def load(setup: TrainSetup, saved: SavedRun) -> TrainState:

@@ -74,27 +74,33 @@ class _Model(NamedTuple):
     state: Callable[[TrainSetup], TrainState]
 
 
-def evaluate(path: str | Path, step: int | None = None, **asked: Any) -> Evaluation:
+def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **asked: Any) -> Evaluation:
     """Evaluates the model of a run directory or of a Hugging Face folder, as a run does while it trains.
 
     Args:
-        path: of either. A run may have been over any devices, of any layout, and may be going on.
-        step: of a run's checkpoint; None for the newest.
-        asked: `data`, `batch_size`, `seq_len`, `eval_batches`, `dp`, `fsdp` of `TrainConfig`, where not as the run has them.
+        path: The run directory or folder. The run may use any number of devices and may still be training.
+        step: Step of the run's checkpoint; None for the newest.
+        module: Model class of the run; required for a class outside `jgraph_models`, as in `load`.
+        asked: `data`, `batch_size`, `seq_len`, `eval_batches`, `dp`, `fsdp` of `TrainConfig`; defaults to those of the run.
+
+    Returns:
+        The loss and the evaluated text.
 
     Raises:
-        ConfigError, DataError: what is asked for cannot be. CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: If an argument has a wrong value, or the run's class may not be imported.
+        DataError: If the text cannot be read.
+        CheckpointError: If there is no such checkpoint, or it is damaged.
     """
     path = checked(path)
     if not is_folder(path):
-        saved = SavedRun(path, step)
+        saved = SavedRun(path, step, module=module)
         try:
             return _evaluated(_of_run(saved), asked)
         finally:
             saved.close()
     if "data" not in asked:
         raise ConfigError("`data` is missing: must be given for a Hugging Face folder", field="data")
-    return _evaluated(_of_folder(*open_folder(path, step)), asked)
+    return _evaluated(_of_folder(*open_folder(path, step, module)), asked)
 
 
 def _of_run(saved: SavedRun) -> _Model:
@@ -115,7 +121,7 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
     def state(setup: TrainSetup) -> TrainState:
         return setup.weights(place_folder(folder, config, setup.step.canonical.shapes().params), setup.new_state())
 
-    longest = min(_LONGEST, folder.config.get("max_position_embeddings") or _LONGEST)
+    longest = min(_LONGEST, folder.window or _LONGEST)
     sizes = TrainConfig(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
     file = folder.path / TOKENIZER_FILE
     return _Model(str(folder.path), sizes, file if file.exists() else None, file.exists(), state)

@@ -22,9 +22,9 @@ from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.training.config import TrainConfig
 from jgraph.training.functional import functional_model
-from jgraph.training.origin import kept_config, names_of
+from jgraph.training.origin import kept_ends, names_of
 from jgraph.training.saved import SavedRun
-from jgraph.tree import leaf_names, path_name
+from jgraph.tree import path_name
 
 Tree = Any
 
@@ -94,18 +94,24 @@ def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tu
             yield number, piece
 
 
-def load(path: str | Path, step: int | None = None) -> Loaded:
+def load(path: str | Path, step: int | None = None, *, module: str = "") -> Loaded:
     """Loads the model of a run directory or of a Hugging Face folder onto the first device.
 
     Args:
-        path: of either. A run may be over any devices, of any layout, and may be going on.
-        step: of a run's checkpoint; None for the newest.
+        path: The run directory or folder. The run may use any number of devices and may still be training.
+        step: Step of the run's checkpoint; None for the newest.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`: loading imports
+            the module and so runs its code.
+
+    Returns:
+        The model with its parameters.
 
     Raises:
-        ConfigError: there is neither. CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: If there is neither a run nor a folder, or the run's class may not be imported.
+        CheckpointError: If there is no such checkpoint, or it is damaged.
     """
     path = checked(path)
-    return _of_folder(path, step) if is_folder(path) else _of_run(path, step)
+    return _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
 
 
 def checked(path: str | Path) -> Path:
@@ -119,15 +125,16 @@ def checked(path: str | Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """Tells whether a directory is a Hugging Face folder."""
+    """Returns True if the directory is a Hugging Face folder."""
     try:
-        return "architectures" in json.loads((path / "config.json").read_text())
-    except (ValueError, RecursionError):
-        return False  # which its reader says
+        fields = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return False  # `SavedRun` reports the error
+    return isinstance(fields, dict) and "architectures" in fields
 
 
-def _of_run(path: Path, step: int | None) -> Loaded:
-    saved = SavedRun(path, step)
+def _of_run(path: Path, step: int | None, module: str) -> Loaded:
+    saved = SavedRun(path, step, module=module)
     model = saved.model
     params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
     carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
@@ -146,46 +153,38 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     """Returns the tokenizer of a run; `numbers` where nobody knows it."""
     vocab_size = getattr(saved.config.model, "vocab_size", 256)
     if file := tokenizer_kept(saved):
-        return Tokenizer.of_file(file, ends=_ends(kept_config(saved.dir)))
+        return Tokenizer.of_file(file, ends=kept_ends(saved.dir))
     if is_text(saved.config.data) or vocab_size <= 256:
         return Tokenizer.of_bytes()
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
 
 
-def open_folder(path: Path, step: int | None) -> tuple[Folder, TrainConfig]:
+def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, TrainConfig]:
     """Returns a folder and a configuration with its model, which computes in the folder's own dtype."""
     require(step is None, "step", step, "left out for a Hugging Face folder")
+    require(not module, "module", module, "left out for a Hugging Face folder")
     config = TrainConfig()
     folder, names = Folder(path, field="run"), names_of(config.module, field="run")
-    dtype: Any = folder.config.get("dtype", folder.config.get("torch_dtype"))
-    dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=dtype)
+    settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=folder.dtype)
+    folder.check(names, settings)
     return folder, dataclasses.replace(config, model=settings, init_from=str(path), preset="")
 
 
 def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
-    """Returns a folder's parameters where `like` lies. Raises ConfigError where it does not have them."""
-    names, settings = names_of(config.module, field="run"), config.model
-    by_name = dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True))
-    folder.check(names.parts(settings), by_name, names.ignored(settings))
+    """Loads the parameters of a folder, checked by `open_folder`, with the shardings of `like`."""
+    parts = names_of(config.module, field="run").parts(config.model)
     # In the folder's own dtype: nothing here sums up updates, for which float32 would be needed.
-    dtype = jnp.dtype(settings.compute_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
-    return load_folder(folder, names.parts(settings), like)
+    return load_folder(folder, parts, like)
 
 
-def _of_folder(path: Path, step: int | None) -> Loaded:
-    folder, config = open_folder(path, step)
-    window = folder.config.get("max_position_embeddings")
+def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
+    folder, config = open_folder(path, step, module)
+    window, ends = folder.window, folder.ends
     model = functional_model(config)
     params = place_folder(folder, config, model.shapes)
     file = path / TOKENIZER_FILE
-    of_file = partial(Tokenizer.of_file, file, ends=_ends(folder.config), add_special_tokens=True)
+    of_file = partial(Tokenizer.of_file, file, ends=ends, add_special_tokens=True)
     tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
     return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path))
-
-
-def _ends(config: dict[str, Any]) -> list[int]:
-    """Returns the tokens that end a text, by a folder's config.json."""
-    found = config.get("eos_token_id")
-    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]

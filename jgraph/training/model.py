@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import re
 import traceback
 import typing
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from jgraph.errors import ConfigError, JgraphError
+from jgraph.errors import ConfigError, JgraphError, require
 
 
 def find_model(name: str) -> Any:
@@ -18,6 +19,39 @@ def find_model(name: str) -> Any:
     module, _, class_name = name.partition(":")
     with model_errors(name, "be package.module:Class of something that can be imported from here"):
         return getattr(importlib.import_module(module), class_name)
+
+
+def is_class_name(name: object) -> bool:
+    """Returns True for a string of the form `package.module:Class`."""
+    return isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) is not None
+
+
+def is_built_in(name: str) -> bool:
+    """Returns True if the class `package.module:Class` is in `jgraph_models`."""
+    return re.split(r"[.:]", name)[0] == "jgraph_models"
+
+
+def check_import(saved: str, named: str) -> None:
+    """Checks that the model class in a saved configuration may be imported.
+
+    An import runs the code of the module, and the author of a saved configuration may not be trusted. A class outside
+    `jgraph_models` must therefore be named by the caller too.
+
+    Args:
+        saved: Class in the saved configuration.
+        named: Class that the caller named; empty if the caller named none.
+
+    Raises:
+        ConfigError: If the caller named another class, or none for a class outside `jgraph_models`.
+    """
+    if is_built_in(saved):
+        require(named in ("", saved), "module", named, f"{saved}, as in the run's config.json, or left out")
+    elif named != saved:
+        raise ConfigError(
+            f"`module` is {saved} in the run's config.json: an import runs its code, so it is imported only if you name it; "
+            f"if you trust it, pass `module` {saved}",
+            field="module",
+        )
 
 
 def settings_of(name: str) -> type | None:

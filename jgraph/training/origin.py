@@ -46,8 +46,19 @@ def run_of(continue_from: str) -> tuple[Path, int | None]:
     return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
-def config_of_run(continue_from: str, run_dir: str) -> TrainConfig:
-    """Returns the configuration of the run that another begins with, or, where it is gone, of the one that began with it."""
+def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
+    """Returns the saved configuration of the run named by `continue_from`.
+
+    Reads the configuration of the run in `run_dir` instead if the other run has been removed.
+
+    Args:
+        continue_from: The other run.
+        run_dir: Directory of the run that begins with it.
+        module: Model class that the caller named; empty if the caller named none.
+
+    Raises:
+        ConfigError: As `RunDir.saved_config`.
+    """
     there, here = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
     is_gone = not there.path.exists() and here.config.exists()
     if not is_gone and not there.path.exists() and download_hint(continue_from):
@@ -55,7 +66,7 @@ def config_of_run(continue_from: str, run_dir: str) -> TrainConfig:
             f"`continue_from` is {continue_from}: no such run directory; for a model of the Hugging Face Hub, use `init_from`",
             field="continue_from",
         )
-    return (here if is_gone else there).saved_config(field="continue_from")
+    return (here if is_gone else there).saved_config(field="continue_from", module=module)
 
 
 def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
@@ -64,21 +75,21 @@ def check_like_run(config: TrainConfig, there: TrainConfig) -> None:
     as_it = f"as `continue_from` {config.continue_from} has it"
     if path.resolve() == Path(config.run_dir).resolve():
         raise ConfigError(f"`run_dir` is {config.run_dir}: must be another directory than `continue_from`", field="run_dir")
-    require(config.module == there.module, "module", config.module, f"{there.module}, {as_it}")
     _check_alike(config.model, there.model, as_it)
 
 
 def opened(config: TrainConfig, run_dir: RunDir) -> Folder | None:
-    """Returns the folder that a run is to begin with; None where it goes on, or begins with none.
+    """Opens the folder named by `init_from`. Returns None if there is none, or if the run resumes from its own checkpoint.
 
     Raises:
-        ConfigError: there is none, it is of another model, or the settings contradict it.
+        ConfigError: If there is no such folder, its tensors are not those of its config.json, or the settings contradict it.
     """
     if not config.init_from or goes_on(config, run_dir):
         return None
-    folder = Folder(Path(config.init_from), field="init_from")
-    there = folder.settings(names_of(config.module, field="init_from"), config.model)
+    folder, names = Folder(Path(config.init_from), field="init_from"), names_of(config.module, field="init_from")
+    there = folder.settings(names, config.model)
     _check_alike(config.model, there, f"as `init_from` {config.init_from} has it")
+    folder.check(names, config.model)
     return folder
 
 
@@ -132,6 +143,11 @@ def keep(config: TrainConfig, run_dir: RunDir) -> None:
 def kept_config(run_dir: RunDir) -> dict[str, Any]:
     """Returns the config.json that came with the weights; empty where none did."""
     return Folder(run_dir.origin, field="run").config if (run_dir.origin / CONFIG_FILE).exists() else {}
+
+
+def kept_ends(run_dir: RunDir) -> list[int]:
+    """Returns the token ids that end a text, from the config.json that came with the weights."""
+    return Folder(run_dir.origin, field="run").ends if (run_dir.origin / CONFIG_FILE).exists() else []
 
 
 def kept(run_dir: RunDir) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from jgraph.errors import ConfigError
 from jgraph.training.config import TrainConfig
+from jgraph.training.model import is_class_name
 from jgraph.training.resume import differences, resumed
 
 
@@ -101,9 +102,20 @@ class RunDir:
         return self._error(f"{who} is writing there; {advice}, or name another `run_dir`")
 
     def resumed(self, config: TrainConfig) -> TrainConfig:
-        """Returns the configuration with which a run goes on here: with the rate that follows from what it was before."""
-        goes_on = config.resume and self.config.exists() and self.has_checkpoint()
-        return resumed(config, self._before(config)) if goes_on else config
+        """Returns the configuration to resume with: the learning rate schedule continues that of the saved run.
+
+        Returns `config` unchanged if there is no checkpoint to resume from.
+
+        Raises:
+            ConfigError: If the saved run has another model class. It is not imported.
+        """
+        if not (config.resume and self.config.exists() and self.has_checkpoint()):
+            return config
+        before = self._before(config)
+        if (saved := before.get("module", config.module)) != config.module:
+            advice = f"pass `module` {saved} to resume it" if is_class_name(saved) else "it cannot be resumed"
+            raise self._error(f"holds a run of the model {saved!r}, and `module` is {config.module}; {advice}")
+        return resumed(config, before)
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
         """Raises ConfigError if a run of this configuration, on the text of this fingerprint, may not write there.
@@ -181,14 +193,23 @@ class RunDir:
             fields["data"] = [fields["data"]]
         return fields
 
-    def saved_config(self, *, field: str) -> TrainConfig:
-        """Returns the configuration of the run that is there. Raises ConfigError, of the argument that named it, for none."""
+    def saved_config(self, *, field: str, module: str = "") -> TrainConfig:
+        """Returns the configuration of the saved run.
+
+        Args:
+            field: Argument that named the directory, for errors.
+            module: Model class that the caller named; empty if the caller named none.
+
+        Raises:
+            ConfigError: If there is no run, or as `TrainConfig.from_dict`.
+        """
         if not self.config.exists():
             must = "be a run directory, with a config.json and checkpoints/"
             wrong = f"must {must}" if self.path.exists() else "no such directory"
             raise ConfigError(f"`{field}` is {self.path}: {wrong}", field=field)
         fields = self.fields()
-        return TrainConfig.from_dict({name: fields[name] for name in fields if name not in ("corpus", "versions")})
+        own = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
+        return TrainConfig.from_dict(own, module=module)
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns the differences from the run that is there, one text each."""

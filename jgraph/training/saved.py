@@ -41,26 +41,27 @@ def check_histories(config: TrainConfig, run_dir: RunDir) -> None:
 
 
 class SavedRun:
-    """Reads what a run saved.
+    """Reads the configuration and the parameters of a saved run.
 
     Attributes:
-        path: the run directory.
-        config: of the run.
-        step: of the checkpoint.
+        path: The run directory.
+        config: The configuration of the run.
+        step: Step of the checkpoint.
 
     Args:
-        path: the run directory.
-        step: of a checkpoint; None for the newest.
-        field: the argument that named it, for errors.
+        path: The run directory.
+        step: Step of the checkpoint; None for the newest.
+        module: Model class that the caller named. A class outside `jgraph_models` is imported only if it is named here.
+        field: Argument that named the directory, for errors.
 
     Raises:
-        ConfigError: it is no run directory, or of another version.
-        CheckpointError: there is no such checkpoint, or, from `read`, it is damaged.
+        ConfigError: If there is no run, it was written by another version, or its model class may not be imported.
+        CheckpointError: If there is no such checkpoint, or, from `read`, it is damaged.
     """
 
-    def __init__(self, path: Path, step: int | None = None, *, field: str = "run"):
+    def __init__(self, path: Path, step: int | None = None, *, module: str = "", field: str = "run"):
         self.dir, self.path = RunDir(path), path
-        self.config = self.dir.saved_config(field=field)
+        self.config = self.dir.saved_config(field=field, module=module)
         self._reader = CheckpointReader(self.dir.checkpoints, step, field="step" if field == "run" else field)
         self.step = self._reader.step
 

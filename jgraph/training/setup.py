@@ -193,12 +193,6 @@ class TrainSetup:
         """Returns the state before the first step."""
         return self.compile_init()()
 
-    def check_folder(self, folder: Folder) -> None:
-        """Raises ConfigError where a Hugging Face folder does not have the parameters, and reads none."""
-        names, shapes = names_of(self.config.module, field="init_from"), self.model.shapes
-        by_name = dict(zip(leaf_names(shapes), (leaf.shape for leaf in jax.tree.leaves(shapes)), strict=True))
-        folder.check(names.parts(self.config.model), by_name, names.ignored(self.config.model))
-
     def load(self, folder: Folder) -> TrainState:
         """Returns the state before the first step, with the weights of a folder that was checked.
 

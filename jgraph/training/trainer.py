@@ -89,8 +89,6 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                     run_dir.check(config, corpus.fingerprint)
             config, engine = settle_engine(config, corpus.sources, run_dir, reporter)
             setup = TrainSetup.of(config)
-            if isinstance(source, Folder):
-                setup.check_folder(source)
             # Traced now, called long after the start.
             setup.check_loss()
             no_sample = setup.sampling_problem() if config.sample_tokens else ""

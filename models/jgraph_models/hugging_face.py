@@ -1,9 +1,10 @@
 """How Llama, Qwen and Mixtral are called in a Hugging Face folder: config.json and tensors, each in both directions. No jax."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jgraph.errors import ConfigError, require
+from jgraph.interop.fields import boolean, integer, mapping, number, string, strings
 from jgraph.interop.names import HuggingFace, Part, side_by_side
 from jgraph.moe.config import MoEConfig
 from jgraph_models.gpt_config import GPTConfig
@@ -40,14 +41,14 @@ _QWEN3_MOE = {
     "mlp/down_EFD": {"mlp.experts.{}.down_proj.weight": "DF"},
 }
 _TRANSPOSED = ("kernel", "head_DV", "router_DE", "up_EDF2", "down_EFD")
-# Settings that have one name there and one here, in every architecture.
-_SAME = {
+# Settings that have one name there and one here, in every architecture: sizes, and the epsilon.
+_SIZES = {
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
     "num_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
 }
+_EPSILON = {"norm_eps": "rms_norm_eps"}
 _SCALING = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -81,38 +82,40 @@ _MUST: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parts(config: GPTConfig) -> dict[str, tuple[Part, ...]]:
-    """Returns the tensors that each of our parameters is made of, by its name."""
+def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
+    """Yields every tensor of a model, layer by layer, with the name of the parameter that it is a part of."""
     K, E = config.head_size, config.moe.num_experts
     widths = {"D": config.d_model, "V": config.vocab_size, "F": config.moe.d_ff or config.d_ff if E else config.d_ff, "K": K}
     widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K, "E": E}
 
-    def of(own: str, tensors: Mapping[str, str], layer: int | None = None) -> tuple[Part, ...]:
+    def of(own: str, names: Mapping[str, str], layer: int | None = None) -> Iterator[Part]:
         prefix = "" if layer is None else f"model.layers.{layer}."
         lead = (layer,) if layer is not None and config.scan_layers else ()
         order = "transposed" if own.endswith(_TRANSPOSED) else "same"
 
         def one(expert: tuple[int, ...] = ()) -> tuple[Part, ...]:
-            shapes = {prefix + name.format(*expert): tuple(widths[axis] for axis in axes) for name, axes in tensors.items()}
+            shapes = {prefix + name.format(*expert): tuple(widths[axis] for axis in axes) for name, axes in names.items()}
             return side_by_side(shapes, order=order, lead=(*lead, *expert))
 
-        if any("{}" in name for name in tensors):
-            return tuple(part for expert in range(E) for part in one((expert,)))
-        return one()
-
-    found = {own: of(own, tensors) for own, tensors in _OUTER.items() if own != "head_DV" or config.head == "untied"}
-    mixture = _MIXTRAL if config.qk_norm == "none" else _QWEN3_MOE
-    for own, tensors in (_BLOCK | (mixture if E else _MLP)).items():
-        if (own.endswith("bias") and config.attention_bias == "none") or (
-            own.startswith(("attention/q_norm", "attention/k_norm")) and config.qk_norm == "none"
-        ):
-            continue
-        by_layer = [of(own, tensors, layer) for layer in range(config.num_layers)]
-        if config.scan_layers:
-            found[f"blocks/{own}"] = tuple(part for own_parts in by_layer for part in own_parts)
+        if any("{}" in name for name in names):
+            for expert in range(E):
+                yield from one((expert,))
         else:
-            found |= {f"blocks/{layer}/{own}": own_parts for layer, own_parts in enumerate(by_layer)}
-    return found
+            yield from one()
+
+    absent = ("head_DV",) * (config.head == "tied") + ("attention/qkv/bias",) * (config.attention_bias == "none")
+    absent += ("attention/q_norm/scale", "attention/k_norm/scale") * (config.qk_norm == "none")
+    mixture = _MIXTRAL if config.qk_norm == "none" else _QWEN3_MOE
+    outer, block = (
+        {own: names for own, names in all_names.items() if own not in absent}
+        for all_names in (_OUTER, _BLOCK | (mixture if E else _MLP))
+    )
+    for own, names in outer.items():
+        yield from ((own, part) for part in of(own, names))
+    for layer in range(config.num_layers):
+        for own, names in block.items():
+            name = f"blocks/{own}" if config.scan_layers else f"blocks/{layer}/{own}"
+            yield from ((name, part) for part in of(own, names, layer))
 
 
 def ignored(config: GPTConfig) -> tuple[str, ...]:
@@ -124,56 +127,54 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a model that a config.json determines.
 
     Raises:
-        ConfigError: it is of another architecture, asks for what these models do not do, or lacks a size.
+        ConfigError: If it describes another architecture or a feature these models lack, or a field is missing or wrong.
     """
-    names = config.get("architectures") or [_TYPES.get(str(config.get("model_type")), "missing")]
+    names = strings(config, "architectures") or [_TYPES.get(string(config, "model_type", ""), "missing")]
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
         raise _cannot("architectures", ", ".join(map(str, names)), f"one of {', '.join(_ARCHITECTURES)}")
     for name, allowed in _MUST.items():
         if name in config and config[name] not in allowed:
             raise _cannot(name, config[name], f"{allowed[0]}".lower())
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    if "sliding_attention" in strings(config, "layer_types"):
         raise _cannot("layer_types", "sliding_attention", "full_attention in every layer")
     if names[0] == "MixtralForCausalLM" and config.get("sliding_window") is not None:
         raise _cannot("sliding_window", config["sliding_window"], "null")
-    try:
-        found: dict[str, Any] = {own: config[theirs] for own, theirs in _SAME.items()}
-        found["d_ff"] = config["intermediate_size"]
-        found["moe"] = _moe(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
-    except KeyError as e:
-        raise _cannot(e.args[0], "missing", "given") from None
+    found: dict[str, Any] = {own: integer(config, theirs) for own, theirs in _SIZES.items()}
+    found |= {own: number(config, theirs) for own, theirs in _EPSILON.items()}
+    found["d_ff"] = integer(config, "intermediate_size")
+    found["moe"] = _moe(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
     found |= _ARCHITECTURES[names[0]] | _rotary(config, names[0]) | {"mlp": "swiglu"}
-    found["num_kv_heads"] = config.get("num_key_value_heads") or found["num_heads"]
-    head_dim = config.get("head_dim") or 0
+    found["num_kv_heads"] = integer(config, "num_key_value_heads", found["num_heads"])
+    head_dim = integer(config, "head_dim", 0, least=0)
     found["head_dim"] = 0 if head_dim * found["num_heads"] == found["d_model"] else head_dim
-    found["head"] = "tied" if config.get("tie_word_embeddings", False) else "untied"
+    found["head"] = "tied" if boolean(config, "tie_word_embeddings", False) else "untied"
     return found
 
 
 def _moe(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     # Mixtral has no width but that of an expert, and divides weights by their sum. The number has two names in Qwen3's.
-    width, own, is_normalized, number = config["intermediate_size"], 0, True, "num_local_experts"
+    width, own, is_normalized, experts = integer(config, "intermediate_size"), 0, True, "num_local_experts"
     if architecture != "MixtralForCausalLM":
-        own, is_normalized = config["moe_intermediate_size"], config.get("norm_topk_prob", False)
-        number = number if number in config else "num_experts"
+        own, is_normalized = integer(config, "moe_intermediate_size"), boolean(config, "norm_topk_prob", False)
+        experts = experts if experts in config else "num_experts"
     return {
-        "num_experts": config[number],
-        "experts_per_token": config["num_experts_per_tok"],
+        "num_experts": integer(config, experts),
+        "experts_per_token": integer(config, "num_experts_per_tok"),
         "d_ff": 0 if own == width else own,
         "shared_experts": 0,
         "router": "softmax-topk",
         "weights": "normalized" if is_normalized else "as-they-are",
         "weights_scale": 1.0,
-        "balance_loss": float(config.get("router_aux_loss_coef", 0.001)),
+        "balance_loss": number(config, "router_aux_loss_coef", 0.001),
     }
 
 
 def _rotary(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     # transformers 5 has one group; before, the base stood alone and the rest was called otherwise.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    usual = 1e6 if architecture == "MixtralForCausalLM" else 1e4
-    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", usual)))}
+    rope = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
+    kind = string(rope, "rope_type", string(rope, "type", "default"))
+    default = 1e6 if architecture == "MixtralForCausalLM" else 1e4
+    found: dict[str, Any] = {"rope_theta": number(rope, "rope_theta", number(config, "rope_theta", default))}
     if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
         raise _cannot("partial_rotary_factor", fraction, "1")
     if kind == "default":
@@ -181,9 +182,7 @@ def _rotary(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if kind != "llama3":
         raise _cannot("rope_type", kind, "default or llama3")
     for own, theirs in _SCALING.items():
-        if theirs not in rope:
-            raise _cannot(theirs, "missing", "given with rope_type llama3")
-        found[own] = rope[theirs] if own == "rope_original_length" else float(rope[theirs])
+        found[own] = integer(rope, theirs) if own == "rope_original_length" else number(rope, theirs)
     return found | {"rope_scaling": "llama3"}
 
 
@@ -205,7 +204,8 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
         )
     kind = next(kind for kind, name in _TYPES.items() if among.get(name) == apart)
     found: dict[str, Any] = {"architectures": [_TYPES[kind]], "model_type": kind, "hidden_act": "silu"}
-    found |= {theirs: getattr(settings, own) for own, theirs in _SAME.items()} | {"intermediate_size": settings.d_ff}
+    found |= {theirs: getattr(settings, own) for own, theirs in (_SIZES | _EPSILON).items()}
+    found["intermediate_size"] = settings.d_ff
     if settings.moe.num_experts:
         found |= _config_of_moe(settings.moe, settings.d_ff, kind)
     found |= {"num_key_value_heads": settings.num_kv_heads, "head_dim": settings.head_size}
@@ -234,4 +234,4 @@ def _cannot(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"`{name}` is {value}: must be {allowed}", field=name)
 
 
-HUGGING_FACE = HuggingFace(settings, config, parts, ignored)
+HUGGING_FACE = HuggingFace(settings, config, tensors, ignored)

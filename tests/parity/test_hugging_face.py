@@ -57,8 +57,7 @@ def opened(path, **changes):
     config = folder.settings(HUGGING_FACE, GPTConfig(compute_dtype="float32", **changes))
     parts = HUGGING_FACE.parts(config)
     shapes = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))).shapes
-    named = dict(zip(leaf_names(shapes), [leaf.shape for leaf in jax.tree.leaves(shapes)], strict=True))
-    folder.check(parts, named, HUGGING_FACE.ignored(config))
+    folder.check(HUGGING_FACE, config)
     return config, parts, load(folder, parts, shapes)
 
 
