@@ -10,6 +10,7 @@ Needs coverage 7.10 or newer in the environment. Coverage starts in every Python
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,10 @@ def _config(out: Path) -> Path:
     return config
 
 
+def _pytest(tier: str) -> list[str]:
+    return ["nice", "-n", "19", sys.executable, "-m", "pytest", "-n", "0", "-q", "-o", "timeout=3600", "-m", TIERS[tier]]
+
+
 def _measure(directory: Path, tier: str, paths: list[str], environ: dict[str, str]) -> bool:
     """Runs one chunk, unless an earlier call finished it. Returns whether its tests passed."""
     name = "+".join(paths).replace("/", "-")
@@ -56,11 +61,10 @@ def _measure(directory: Path, tier: str, paths: list[str], environ: dict[str, st
         return True
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir(parents=True)
-    pytest = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-o", "timeout=3600", "-m", TIERS[tier], *paths]
     environ = environ | {"COVERAGE_FILE": str(data / "data")}
     start = time.monotonic()
     with (directory / f"{name}.log").open("w") as log:
-        process = subprocess.run(["nice", "-n", "19", *pytest], cwd=ROOT, env=environ, stdout=log, stderr=log, check=False)
+        process = subprocess.run([*_pytest(tier), *paths], cwd=ROOT, env=environ, stdout=log, stderr=log, check=False)
     status = process.returncode
     print(f"{name}: exit status {status}, {time.monotonic() - start:.0f} s", flush=True)
     if status in (0, 5):  # 5: the tier has no test here
@@ -75,7 +79,7 @@ def run(out: Path, tier: str, paths: list[str]) -> int:
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     about = {"tier": tier, "jax": metadata.version("jax"), "python": sys.version.split()[0], "revision": git.stdout.strip()}
     about |= {"core": os.environ.get("COVERAGE_CORE", "ctrace"), "date": time.strftime("%Y-%m-%d")}
-    about["command"] = " ".join(["python .ci/measure_coverage.py run OUT", tier, *paths])
+    about["command"] = shlex.join([*_pytest(tier), *paths])
     (directory / "about.json").write_text(json.dumps(about))
     path = os.pathsep.join([str(ROOT), str(ROOT / "models"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environ = {"JAX_COMPILATION_CACHE_DIR": str(out / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
