@@ -32,7 +32,7 @@ class Options:
     step: Count = None
     """Steps of the checkpoint; by default the newest."""
     module: Module = ""
-    """Class of a model of your own, as the run has it. The run's model is imported only if it is built in or named here."""
+    """Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the tensors."""
 
