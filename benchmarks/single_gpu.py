@@ -2,7 +2,7 @@
 
 python -m benchmarks run single_gpu --presets launch-bound gpt-124m --timeout 400
 python -m benchmarks run single_gpu --presets gpt-1b3 --together 2     # no more of it fit in an H200 at a time
-python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jgraph norm=xla"
+python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jgraph attention=fused norm=fused"
 """
 
 from collections.abc import Iterator

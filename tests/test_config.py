@@ -61,6 +61,11 @@ MODEL = [
         "model.compute_dtype",
         "`model.compute_dtype` is float32: must be bfloat16 for cuDNN attention, or choose `model.attention` xla",
     ),
+    (
+        {"attention": "fused", "num_kv_heads": 2},
+        "model.num_kv_heads",
+        "`model.num_kv_heads` is 2: must be `model.num_heads` 4 for `model.attention` fused",
+    ),
 ]
 OPTIMIZER = [
     ({"learning_rate": 0.0}, "optimizer.learning_rate", "`optimizer.learning_rate` is 0.0: must be positive"),

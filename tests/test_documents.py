@@ -120,8 +120,9 @@ def test_a_loop_over_layers_gives_the_same(weights, padded):
     np.testing.assert_allclose(found, padded[0], rtol=2e-6)
 
 
-def test_cudnn_attention_is_refused_for_separate_documents():
-    config = dataclasses.replace(CONFIG, attention="cudnn", num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
+@pytest.mark.parametrize("attention", ["cudnn", "fused"])
+def test_an_attention_kernel_without_documents_is_refused(attention):
+    config = dataclasses.replace(CONFIG, attention=attention, num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
     with pytest.raises(ConfigError) as error:
         TrainSetup.of(config_of(model=config)).check_loss()
     assert error.value.field == "model.attention"

@@ -143,37 +143,38 @@ def test_only_the_distance_between_tokens_counts():
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_attention_on_a_cpu_is_xlas_by_itself(compute_dtype):
-    assert attention_kernel(replace(compute_dtype=compute_dtype)) == "xla"
+    assert attention_kernel(replace(compute_dtype=compute_dtype), 64) == "xla"
 
 
 def test_attention_on_a_gpu_is_cudnns_by_itself(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(replace(compute_dtype="bfloat16")) == "cudnn"
+    assert attention_kernel(replace(compute_dtype="bfloat16"), 64) == "cudnn"
 
 
 def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(CONFIG) == "xla"
+    assert attention_kernel(CONFIG, 64) == "xla"
 
 
-def test_the_fused_norm_gives_the_same_loss_and_gradients():
-    graphdef, params = split(CONFIG)
-    fused, _ = split(replace(norm="fused"))
+@pytest.mark.parametrize("changes", [{"attention": "fused"}, {"norm": "fused"}], ids=["attention", "norm"])
+def test_what_is_fused_gives_the_same_loss_and_gradients(changes):
+    graphdef, params = split(replace(num_kv_heads=4))
+    fused, _ = split(replace(num_kv_heads=4, **changes))
     for one, other in zip(*(jax.tree.leaves(loss_and_grads(graph, params)) for graph in (graphdef, fused)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", ["xla", "cudnn"])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "fused"])
 def test_attention_that_was_asked_for_is_what_one_gets(kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4)) == kernel
+    assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4), 64) == kernel
 
 
 def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = replace(d_model=40, num_heads=4, compute_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"head size 10 is a multiple of 8 .* or choose `model.attention` xla"):
-        attention_kernel(config)
+        attention_kernel(config, 64)
 
 
 @pytest.mark.long

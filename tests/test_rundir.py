@@ -232,7 +232,6 @@ def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
     saved["model"]["module"] = "models.gpt:GPT"
     saved["data"] = saved["data"][0]
     saved["graph"] = "measure"
-    saved["model"]["attention"] = "fused"
     del (
         saved["model"]["qk_norm"],
         saved["model"]["moe"],

@@ -1,5 +1,6 @@
 """Kernels that XLA does not make well, each with its plain jax reference and a choice by device."""
 
+from jgraph.kernels.attention import rotary_attention as rotary_attention
 from jgraph.kernels.documents import document_attention as document_attention
 from jgraph.kernels.norm import rms_norm as rms_norm
 from jgraph.kernels.quantize import Quantized as Quantized

@@ -185,8 +185,6 @@ class RunDir:
         if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
             module = model.pop("module")
             fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
-        if isinstance(model, dict) and model.get("attention") == "fused":  # a kernel that earlier versions had
-            model["attention"] = "auto"
         if fields.get("graph") == "measure":  # a choice that earlier versions had
             fields["graph"] = "auto"
         if isinstance(fields.get("data"), str):  # as versions wrote it where there was one

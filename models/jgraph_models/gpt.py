@@ -18,13 +18,14 @@ from jax import Array
 import jgraph
 from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
+from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
 from jgraph.moe import MoE
 from jgraph.parallel.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
-from jgraph_models.rotary import Rotary, Scaling, rotary, rotate
+from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "xla"]
 
@@ -59,7 +60,7 @@ class GPT(nnx.Module):
 
     def cached_decoder(self) -> Decoder:
         """Returns the model in the pieces that draw text, with a cache of keys and values."""
-        return decoder(self.config, rotary_of, attention_kernel)
+        return decoder(self.config, rotary_of, library_attention)
 
     def loss(self, batch: Any) -> Array:
         """Returns the mean next-token loss in nats, scalar float32.
@@ -212,7 +213,11 @@ class Attention(nnx.Module):
         config = self.config
         B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
-        kernel: Any = attention_kernel(config) if starts_BT is None else document_kernel(config)
+        kernel: Any = attention_kernel(config, T) if starts_BT is None else document_kernel(config)
+        if kernel == "fused":
+            with jgraph.scope("attention"):
+                y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
+            return self.out(y_BTHK.reshape(B, T, -1))
         q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
         if config.qk_norm == "head":
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
@@ -257,21 +262,28 @@ def norm_kernel(config: GPTConfig) -> Norm:
     return "xla" if config.norm == "xla" else "fused"
 
 
+def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
+    """Returns the kernel for sequences of a length; `auto` by the device. Raises ConfigError as `library_attention`."""
+    if config.attention == "fused":
+        return "fused"
+    if config.attention == "auto" and config.can_fuse_attention:
+        heads = config.num_heads + 2 * config.num_kv_heads
+        if choose((1, length, heads, config.head_size), jnp.dtype(config.compute_dtype)) == "mosaic":
+            return "fused"
+    return library_attention(config)
+
+
 def document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
-    """Returns the implementation of `document_attention`. Raises ConfigError if `attention` is cudnn."""
-    if config.attention == "cudnn":
+    """Returns the implementation of `document_attention`. Raises ConfigError where another kernel was asked for."""
+    if config.attention in ("cudnn", "fused"):
         message = f"`model.attention` is {config.attention}: must be auto or xla where documents are kept apart"
         raise ConfigError(message, field="model.attention")
     return "xla" if config.attention == "xla" else "auto"
 
 
-def attention_kernel(config: GPTConfig) -> Literal["cudnn", "xla"]:
-    """Returns the implementation of `jax.nn.dot_product_attention`; `auto` depends on the device and the dtype.
-
-    Raises:
-        ConfigError: If cuDNN or the device cannot run the requested implementation.
-    """
-    if config.attention == "xla":
+def library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
+    """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError where cuDNN or the device would refuse it."""
+    if config.attention in ("fused", "xla"):
         return "xla"
     is_gpu = jax.default_backend() == "gpu"
     if config.attention == "cudnn" and not is_gpu:

@@ -38,8 +38,9 @@ class GPTConfig:
     """Whether queries, keys and values have a bias (Qwen2)."""
     qk_norm: Literal["none", "head"] = "none"
     """Whether each head's query and key pass an RMSNorm before they are rotated (Qwen3)."""
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """Attention kernel. auto is cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
+    attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
+    """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
+    and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
     norm: Literal["auto", "fused", "xla"] = "auto"
     """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto is fused, except
     in FP8, whose kernels compute the norms."""
@@ -83,11 +84,19 @@ class GPTConfig:
             require(value == usual, f"model.{name}", value, f"{usual} where `model.rope_scaling` is none")
         if self.attention == "cudnn":
             self.check_cudnn()
+        if self.attention == "fused":
+            require(groups == heads, "model.num_kv_heads", groups, f"`model.num_heads` {heads} for `model.attention` fused")
+            require(self.qk_norm == "none", "model.qk_norm", self.qk_norm, "none for `model.attention` fused")
 
     @property
     def head_size(self) -> int:
         """Width of a head."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def can_fuse_attention(self) -> bool:
+        """Whether queries, keys and values go into attention as the projection makes them, with as many heads each."""
+        return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
 
     def in_fp8(self) -> "GPTConfig":
         """Returns the settings for products in FP8, whose kernels compute the norms: `norm` auto is xla."""

@@ -45,6 +45,13 @@ def rotary(length: int, head_size: int, theta: float, scaling: Scaling | None = 
     return cos_T1K, sin_T1K
 
 
+def halves(rotary_T1K: Rotary) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines (T, K/2) of the pairs, from the tables of `rotary`."""
+    cos_T1K, sin_T1K = rotary_T1K
+    pairs = cos_T1K.shape[-1] // 2
+    return cos_T1K[:, 0, :pairs], sin_T1K[:, 0, pairs:]
+
+
 def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
     """Rotates the pairs (i, i + K/2) of each head, in float32, back in the input's dtype."""
     cos_T1K, sin_T1K = rotary_T1K

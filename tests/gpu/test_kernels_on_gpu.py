@@ -9,6 +9,7 @@ import pytest
 from jgraph.kernels import Slot, cast_transpose
 from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
+from tests.kernels import test_attention as attention
 from tests.kernels import test_documents as documents
 from tests.kernels import test_grouped as grouped
 from tests.kernels import test_norm as norm
@@ -74,6 +75,7 @@ def test_a_slot_is_written_where_it_is():
 
 
 KERNELS = {
+    "attention": (attention.run, lambda: attention.arrays(128, 64, heads=8)),
     "norm of 256": (norm.run, lambda: norm.arrays((4096, 256))),
     "norm of 2048": (norm.run, lambda: norm.arrays((4096, 2048))),
     "swiglu of 768": (swiglu.run, lambda: swiglu.arrays(4096, 768)),

@@ -27,7 +27,7 @@ def block():
 
 def test_gradients_are_those_of_jax_vjp_with_cudnn_attention():
     stage, params, x, dy = block()
-    assert attention_kernel(CONFIG) == "cudnn"
+    assert attention_kernel(CONFIG, 512) == "cudnn"
     split = jgraph.split_backward(stage)
 
     @jax.jit

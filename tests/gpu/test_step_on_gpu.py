@@ -34,7 +34,7 @@ def losses(config, steps=8):
 
 def test_the_default_step_with_cudnn_attention_is_one_command_buffer():
     config = small(seq_len=256)
-    assert attention_kernel(config.model) == "cudnn"
+    assert attention_kernel(config.model, config.seq_len) == "cudnn"
     _, report = losses(config, steps=1)
     assert (report.command_buffers, report.captured) == (1, report.total)
     assert report.outside == ()
