@@ -278,7 +278,7 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
     forwards, dgrads = [0] * len(layers), [0] * len(layers)
     waiting: list[deque[int]] = [deque() for _ in layers]
     dgrad_kinds = (DGRAD, BACKWARD)
-    where = {FORWARD: kinds == FORWARD, DGRAD: np.isin(kinds, dgrad_kinds)}
+    where = {FORWARD: kinds == FORWARD, DGRAD: (kinds == DGRAD) | (kinds == BACKWARD)}
     totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in where.items()}
 
     def place(kind: int, c: int, m: int) -> int:
