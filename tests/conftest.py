@@ -39,6 +39,14 @@ def pytest_ignore_collect(collection_path, config):
     return True if collection_path.is_dir() and collection_path.name in left_out else None
 
 
+def pytest_collection_finish():
+    # Imported modules live until the end, so exempt them from garbage collection. Tracing allocates many objects that reference
+    # counting frees, so collect less often. Together they save about 5% of the time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_compiled_outlives_its_module():
     """A worker would grow to several GB with the programs of all its tests; what a later one needs again is in the cache."""

@@ -335,7 +335,7 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
     forwards, dgrads = [0] * len(layers), [0] * len(layers)
     pending: list[deque[int]] = [deque() for _ in layers]
     dgrad_kinds = (DGRAD, BACKWARD)
-    masks = {FORWARD: kinds == FORWARD, DGRAD: np.isin(kinds, dgrad_kinds)}
+    masks = {FORWARD: kinds == FORWARD, DGRAD: (kinds == DGRAD) | (kinds == BACKWARD)}
     totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in masks.items()}
 
     def position_of(kind: int, c: int, m: int) -> int:

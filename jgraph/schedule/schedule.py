@@ -164,7 +164,7 @@ class Schedule(Sequence[Order]):
         """
         table = np.full((self.num_stages, self.num_microbatches), missing, np.asarray(times[0]).dtype)
         for order, stages, time in zip(self.orders, self.stages, times, strict=True):
-            mask = np.isin(order.kinds, kinds)
+            mask = (order.kinds[:, None] == kinds).any(axis=1)
             table[stages[mask], order.microbatches[mask]] = time[mask]
         return table
 

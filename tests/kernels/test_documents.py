@@ -59,7 +59,6 @@ def test_what_cannot_be_attended_to_is_refused():
 
 
 @pytest.mark.target
-@pytest.mark.long
 def test_long_rows_are_captured_on_an_h200_and_have_no_array_of_their_scores(h200):
     with aot.lowering_for("h200"):
         assert choose(128) == "triton"

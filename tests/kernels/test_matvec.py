@@ -71,7 +71,6 @@ def test_sizes_that_the_kernel_does_not_take_are_refused(D, F, parts):
 
 
 @pytest.mark.target
-@pytest.mark.long
 @pytest.mark.parametrize("activation", [jax.nn.gelu, gated])
 def test_it_is_one_kernel_for_an_h200(h200, activation):
     own = jax.eval_shape(lambda: arrays(2048, 8192, "bfloat16"))

@@ -46,6 +46,7 @@ def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
     assert strategy.recipe_of(TrainConfig(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
+@pytest.mark.once
 def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "1", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
     assert "weights in FP8 stay gathered for the backward" in " ".join(capsys.readouterr().out.split())
