@@ -7,6 +7,7 @@ such as running statistics, is carried: it goes in and comes out.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -71,7 +72,7 @@ class FunctionalModel:
         return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
-        """Computes the module's `loss(batch)` in training mode.
+        """Computes the module's `loss(batch)` in training mode. The loss may reduce over `jgraph.BATCH_AXES`.
 
         Args:
             params: Parameters, like `shapes`.
@@ -92,11 +93,11 @@ class FunctionalModel:
                 "the fourth argument of your loss to model.loss",
                 field="carried",
             )
-        return self.call("loss", "train", params, carried, key, batch)
+        return with_batch_axes(partial(self.call, "loss", "train"))(params, carried, key, batch)
 
     def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
-        """Calls a method in evaluation: without dropout, with the statistics as they are. Returns its result."""
-        return self.call(name, "evaluate", params, carried, jax.random.key(0), *args)[0]
+        """Calls a method in evaluation: without dropout, with the running statistics, which stay. Returns its result."""
+        return with_batch_axes(partial(self.call, name, "evaluate"))(params, carried, jax.random.key(0), *args)[0]
 
 
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
@@ -182,12 +183,9 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         return params, carried
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-        def run(params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-            model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
-            found = getattr(model, name)(*args)
-            return found, split(model)[3]
-
-        return with_batch_axes(run)(params, carried, key, *args)
+        model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
+        found = getattr(model, name)(*args)
+        return found, split(model)[3]
 
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
 
@@ -233,14 +231,11 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
         return split(boxed(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch)))
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-        def run(params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-            # Streams that are not named here begin from this one.
-            how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
-            if mode == "train" and carried:
-                return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
-            return module.apply({"params": params, **carried}, *args, **how), carried
-
-        return with_batch_axes(run)(params, carried, key, *args)
+        # Streams that are not named here begin from this one.
+        how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
+        if mode == "train" and carried:
+            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
+        return module.apply({"params": params, **carried}, *args, **how), carried
 
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)

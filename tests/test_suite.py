@@ -285,14 +285,14 @@ def test_fp8_is_compared_with_pytorchs_fastest_of_any_precision_and_with_our_bf1
     one["rows"].append({"system": "torch", "variant": "float8 tensorwise compile", "failed": "no"})
     line = readme.in_fp8([("gpt", one)])[-1]
     torchs = "1.25 (float8 rowwise compile; fastest of 2, 1 failed)"
-    assert line == f"| gpt, 2x8 tokens | X | 12.0 | 9.00 | 8.00 | 13.0 | 10.0 | {torchs} | 1.50 |"
+    assert line == f"| gpt, 2x8 tokens | X | 12.0 | 9.00 | 8.00 | 13.0 | 10.0 |  | {torchs} | 1.50 |"
 
 
 def test_sharded_fp8_is_compared_with_its_like():
     times = {"jgraph_fp8=delayed": 8.0, "jgraph": 12.0, "torch_compile": 13.0, "torch_compile:float8:reshard": 10.0}
     kept, again = readme.in_fp8([("gpt", fp8_work(**times))])[-2:]
-    assert kept == "| gpt, 2x8 tokens, parameters kept | X | 12.0 |  | 8.00 | 13.0 |  | 1.62 (compile; alone) | 1.50 |"
-    assert again == "| gpt, 2x8 tokens, parameters gathered again | X |  |  |  |  | 10.0 | alone |  |"
+    assert kept == "| gpt, 2x8 tokens, parameters kept | X | 12.0 |  | 8.00 | 13.0 |  |  | 1.62 (compile; alone) | 1.50 |"
+    assert again == "| gpt, 2x8 tokens, parameters gathered again | X |  |  |  |  | 10.0 |  | alone |  |"
 
 
 def test_results_of_fp8_come_into_the_readme_with_pages_of_their_own(tmp_path, monkeypatch):

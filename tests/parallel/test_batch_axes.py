@@ -262,6 +262,15 @@ def test_a_functional_model_can_reduce_over_the_batch_axes_outside_a_step(kind):
     assert_same(*(model.evaluate("loss", params, carried, BATCH) for model in (reducing, other)))
 
 
+def test_a_linen_model_with_a_mean_over_the_batch_axes_can_be_initialized_and_evaluated():
+    class Averaged(LinenNormed):
+        def loss(self, batch, train):
+            return lax.pmean(super().loss(batch, train), BATCH_AXES)
+
+    reducing, other = (jgraph.functional(lambda kind=kind: kind(None), BATCH) for kind in (Averaged, LinenNormed))
+    assert_same(reducing.evaluate("loss", *reducing.init(), BATCH), other.evaluate("loss", *other.init(), BATCH))
+
+
 def test_an_index_along_a_missing_batch_axis_is_zero():
     def loss(params, batch, key):
         return jnp.mean(batch @ params["w"]) + jnp.sum(lax.axis_index(BATCH_AXES))
