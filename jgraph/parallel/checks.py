@@ -48,7 +48,7 @@ def float_dtype(field: str, value: Any) -> Any:
 
 def random_key(value: Any) -> Array:
     """Returns a random key from a key or a seed. Raises ConfigError for anything else."""
-    if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**64:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return jax.random.key(int(value))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     is_typed = dtype is not None and shape == () and jnp.issubdtype(dtype, jax.dtypes.prng_key)
