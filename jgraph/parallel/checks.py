@@ -162,12 +162,12 @@ def check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str, 
 def check_batch(batch: Tree) -> None:
     """Raises ShapeError unless a batch is a tree of arrays or shapes."""
     if batch is None:
-        raise ShapeError("`batch` is None: must be a tree of arrays whose first axes are rows", field="batch")
+        raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
     for name, leaf in _named(batch):
         if not _is_array(leaf):
             example = f", e.g. np.full(rows, {leaf!r})" if isinstance(leaf, numbers.Number) else ""
             raise ShapeError(
-                f"`batch` has {_told(leaf)}{at(name)}: must have arrays only, whose first axes are rows{example}", field="batch"
+                f"`batch` has {_told(leaf)}{at(name)}: must have only arrays with rows as first axes{example}", field="batch"
             )
         if not _is_numeric(leaf.dtype):
             raise ShapeError(

@@ -1,7 +1,7 @@
-"""Optax transforms in a training step: the arguments they get, and the proof that one may see packed parameters.
+"""Optax transforms in a training step: how they are declared, and which arguments they get.
 
-A transform that is declared `elementwise` updates small parameters that share one array. `check_elementwise` runs it on a small
-tree in both layouts, before anything is compiled, and refuses it if the updates differ.
+A transform that is declared `elementwise` updates small parameters that share one array. `jgraph.parallel.probe` checks the
+declaration.
 """
 
 import inspect
