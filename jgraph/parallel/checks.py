@@ -48,7 +48,7 @@ def float_dtype(field: str, value: Any) -> Any:
 
 def random_key(value: Any) -> Array:
     """Returns a random key from a key or a seed. Raises ConfigError for anything else."""
-    if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**64:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return jax.random.key(int(value))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     is_typed = dtype is not None and shape == () and jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -162,12 +162,12 @@ def check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str, 
 def check_batch(batch: Tree) -> None:
     """Raises ShapeError unless a batch is a tree of arrays or shapes."""
     if batch is None:
-        raise ShapeError("`batch` is None: must be a tree of arrays whose first axes are rows", field="batch")
+        raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
     for name, leaf in _named(batch):
         if not _is_array(leaf):
             example = f", e.g. np.full(rows, {leaf!r})" if isinstance(leaf, numbers.Number) else ""
             raise ShapeError(
-                f"`batch` has {_told(leaf)}{at(name)}: must have arrays only, whose first axes are rows{example}", field="batch"
+                f"`batch` has {_told(leaf)}{at(name)}: must have only arrays with rows as first axes{example}", field="batch"
             )
         if not _is_numeric(leaf.dtype):
             raise ShapeError(

@@ -265,16 +265,17 @@ def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:
 
 
 def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
-    """Returns where an optimizer's state lies: what belongs to a parameter as the parameter does.
+    """Returns the shardings of an optimizer state: a moment of a parameter is sharded like the parameter.
 
     Args:
-        transform: the optimizer.
-        opt_state, params: as shapes.
-        shardings: of the parameters.
-        rest: of what belongs to none.
+        transform: The optimizer.
+        opt_state: Shapes of its state.
+        params: Shapes of the parameters.
+        shardings: Shardings of the parameters.
+        rest: Sharding of the other leaves, such as counters.
 
     Raises:
-        ConfigError: something that belongs to a parameter has another shape.
+        ConfigError: If a moment has another shape than its parameter.
     """
 
     def of(leaf: Any, param: Any, sharding: Any) -> Any:

@@ -26,7 +26,7 @@ def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
 
     Trains a small tree in two layouts: the model's own, and one flat array each for matrices and vectors, with half of the
     elements replaced. The updates of the other half must agree. This detects transforms that depend on shapes, on names, or
-    on other elements. Nothing is compiled: the transform is traced, and the trace is evaluated on the host (15 to 30 ms for
+    on other elements. Nothing is compiled: the transform is traced, and the trace is evaluated on the host (18 to 43 ms for
     AdamW).
 
     Args:
@@ -50,7 +50,7 @@ def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
     unflatten = packing.treedef.unflatten
     flat_grads = [joined(*each) for each in zip(grads, other_grads, strict=True)]
     try:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with jax.default_device(_host()):
             separate = _updates(make_transform(declared, matrices), unflatten(params), [unflatten(each) for each in grads])
             shared = _updates(make_transform(declared, packing.decay_mask()), joined(params, other_params), flat_grads)
             equal = _agree(separate, shared, kept, packing)
@@ -61,6 +61,14 @@ def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
         raise _not_elementwise(f"fails on parameters that share an array ({reason})") from e
     if not equal:
         raise _not_elementwise("gives other updates to parameters that share an array than to separate ones")
+
+
+def _host() -> Any:
+    """Returns the CPU; None, for the default device, if JAX has none (`JAX_PLATFORMS=cuda`)."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _sample(shapes: Tree) -> Tree:

@@ -179,7 +179,16 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
 
 
 def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
-    """Returns shapes of a device's microbatch. Raises ShapeError where microbatches and devices cannot share the rows."""
+    """Returns the shapes of one device's microbatch.
+
+    Args:
+        batch: Arrays or shapes of a whole batch, leaves [B, ...].
+        num_microbatches: Slices of the batch.
+        mesh: The devices; None for one.
+
+    Raises:
+        ShapeError: If a leaf is not an array, or its rows cannot be shared by microbatches and data ranks.
+    """
     checks.check_batch(batch)
     ranks = _num_data_ranks(mesh)
 
@@ -205,12 +214,16 @@ class TrainStep:
     """Compiles a training step, makes its state, places batches; holds no arrays. Made by `train_step`.
 
     Attributes:
-        bound: the strategy with its loss.
-        transform: optax's.
-        shapes: of the parameters, in the model's own tree.
-        binding: what was asked of the strategy.
-        sees: whether the transform sees `arrays` as they lie on the devices, or the model's own `tree`.
-        frozen: names of the parameters that are not trained.
+        bound: The strategy with its loss.
+        transform: The optax transform.
+        shapes: Shapes of the parameters, in the model's own tree.
+        binding: The choices that the strategy needs.
+        sees: The layout that the transform gets: packed and sharded `arrays`, or the model's own `tree`.
+        clip_norm: Largest global norm of the gradient; None does not clip.
+        key: The random key of the run.
+        params_dtype: Dtype of the parameters in the state.
+        read_dtype: Dtype to which gradients are rounded before the update; None does not round.
+        frozen: Names of the parameters that are not trained.
     """
 
     bound: Bound
@@ -507,7 +520,16 @@ class TrainStep:
             return self.update(state, sums, grads)
 
     def update(self, state: TrainState, sums: Sums, grads: Tree) -> tuple[TrainState, StepMetrics]:
-        """Applies gradients as the bound strategy gives them, inside a jitted function."""
+        """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
+
+        Args:
+            state: The state before the step.
+            sums: Loss, weight, metrics and carried state of the whole batch.
+            grads: The mean gradient, laid out like `state.params`.
+
+        Returns:
+            The new state and the metrics of the step.
+        """
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)
         mask = self.trained() if self.frozen else None

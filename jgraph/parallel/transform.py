@@ -1,7 +1,7 @@
-"""Optax transforms in a training step: the arguments they get, and the proof that one may see packed parameters.
+"""Optax transforms in a training step: how they are declared, and which arguments they get.
 
-A transform that is declared `elementwise` updates small parameters that share one array. `check_elementwise` runs it on a small
-tree in both layouts, before anything is compiled, and refuses it if the updates differ.
+A transform that is declared `elementwise` updates small parameters that share one array. `jgraph.parallel.probe` checks the
+declaration.
 """
 
 import inspect
@@ -90,16 +90,21 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
     extra = _accepted(transform.update, {"value": value, "grad": grads})
     try:
         return transform.update(grads, opt_state, params, **extra)
-    except TypeError as e:
-        _, missing, names = str(e).partition("required keyword-only argument")
-        if not missing:
+    except (TypeError, ValueError) as e:
+        if not (missing := _missing(str(e))):
             raise
-        names = ", ".join(f"`{name}`" for name in re.findall(r"'(\w+)'", names))
+        names = ", ".join(f"`{name}`" for name in missing)
         raise ConfigError(
             f"`transform` requires the keyword argument {names}: must require no others than `value` (the loss) and `grad` "
             "(the gradient), because a step computes the loss once",
             field="transform",
         ) from e
+
+
+def _missing(message: str) -> list[str]:
+    """Returns the keyword arguments that are missing according to Python's message or to one of optax."""
+    _, found, rest = message.partition("required keyword-only argument")
+    return re.findall(r"'(\w+)'", rest) if found else re.findall(r"(\w+) must be provided", message)
 
 
 def _is_transform(value: Any) -> TypeGuard[Transform]:

@@ -1,6 +1,6 @@
 """Evaluates a small jaxpr with NumPy, so that nothing is compiled.
 
-XLA takes 0.1 to 0.5 s to compile an optimizer's update for a CPU. NumPy evaluates it on small arrays in a few milliseconds.
+XLA takes 0.2 to 0.35 s to compile an update of AdamW for a CPU. NumPy evaluates it on small arrays in a millisecond.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 import jgraph
 
@@ -267,6 +268,11 @@ def test_a_line_search_is_refused_because_it_needs_the_loss_function(declare):
     assert_refused(
         lambda: step_of(transform=declare(optax.lbfgs())).compile(BATCH), "transform", "`value_fn`", "`value`", "`grad`"
     )
+
+
+def test_a_transform_that_needs_another_function_is_refused_by_its_name():
+    transform = contrib.sam(SGD, optax.chain(contrib.normalize(), SGD), opaque_mode=True)
+    assert_refused(lambda: step_of(transform=transform).lower(BATCH), "transform", "`grad_fn`", "`value`")
 
 
 def test_a_transform_without_extra_arguments_gets_none():

@@ -109,6 +109,16 @@ def test_the_check_of_a_transform_compiles_nothing():
     assert not [name for name in compiled if "backend_compile" in name]
 
 
+def test_a_transform_is_checked_where_jax_has_no_cpu(monkeypatch):
+    def unknown(*args, **kwargs):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(jax, "local_devices", unknown)
+    make(optax.adam(1e-3))
+    with pytest.raises(jgraph.ConfigError, match="gives other updates"):
+        make(COUPLED["clipping by the global norm"])
+
+
 @pytest.mark.parametrize("transform", ["adam", 3, None])
 def test_elementwise_takes_a_transform_or_a_function(transform):
     with pytest.raises(jgraph.ConfigError, match="must be an optax transform") as error:
