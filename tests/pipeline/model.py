@@ -134,9 +134,7 @@ def played(pipe: Pipeline) -> tuple[Any, Tree]:
     """The same of executables that the host hands over: of the second of two steps, where the first one had another batch."""
     M, key = pipe.schedule.num_microbatches, jax.random.key(0)
     stacked, unpack = placed(pipe, *params(pipe.layout.num_layers)), lambda params: params
-    batches = [jax.tree.map(lambda leaf: leaf.reshape(-1, T), batch(M, seed)) for seed in (1, 0)]
-    where = NamedSharding(pipe.mesh, PartitionSpec("data"))
-    batches = jax.device_put(batches, where)
+    batches = jax.device_put([batch(M, seed) for seed in (1, 0)], NamedSharding(pipe.mesh, PartitionSpec(None, "data")))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (stacked, batches))
     gradients = dispatched(pipe, shapes[0], {}, unpack, shapes[1][0], key, {})
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
