@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jgraph.cli import Count, Module, run_options
+from jgraph.errors import os_errors
 
 _PROG = "python -m jgraph.export"
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
 
 
 def export(options: Options) -> None:
-    """Writes the folder. Raises JgraphError, OSError; then nothing is left."""
+    """Writes the folder. Raises JgraphError if it cannot; nothing is left then."""
     # Only now: jax takes its time.
     from absl import logging
 
@@ -65,7 +66,8 @@ def export(options: Options) -> None:
         names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
         config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
         beside = origin.kept(saved.dir)
-        files = write(options.to, config, names.parts(model), saved.read, dtype=options.dtype, beside=beside)
+        with os_errors("to", options.to):
+            files = write(options.to, config, names.parts(model), saved.read, dtype=options.dtype, beside=beside)
     print(f"step {saved.step} of {options.run} is in {options.to}: {', '.join(file.name for file in files)}")
 
 

@@ -1,6 +1,9 @@
 """Bad input: exit code 2 and one line that names the flag, the value and what is allowed; never a traceback."""
 
+import importlib
 import re
+import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +17,9 @@ import tyro
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
 from jgraph.train import ELSEWHERE, main, parse
+from jgraph.training.config import TrainConfig
 from jgraph.training.presets import PRESETS
+from jgraph.training.rundir import RunDir
 from jgraph.training.setup import TrainSetup
 from tests import tiny
 
@@ -177,6 +182,65 @@ def test_devices_of_other_processes_are_not_counted_before_they_are_connected(re
 
 def test_a_batch_that_microbatches_do_not_divide_is_refused(refused):
     assert_names(refused("--num-microbatches", "3"), "--num-microbatches", "is 3", "divisor of --batch-size 4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--batch-size 100000000", "with --seq-len 32 it has 3200000000"),
+        ("--batch-size 1000000000000 --num-microbatches 1000000000", "its tokens of"),
+        ("--batch-size 60000000 --model.module tests.faulty:Bigram", " GiB of this machine"),
+    ],
+)
+def test_a_batch_that_fits_no_machine_is_refused_by_its_flag(refused, tmp_path, flags, told):
+    line = refused(*flags.split())
+    assert line.startswith("--batch-size is ")
+    assert told in line
+    assert not (tmp_path / "run").exists()
+
+
+WRITING = {
+    "train": ("jgraph.train", "--run-dir", "--run-dir /proc/none/x"),
+    "the cache": ("jgraph.train", "--compile-cache", "--compile-cache /proc/none/x --run-dir {tmp_path}/run"),
+    "report": ("jgraph.report.__main__", "--to", "{tmp_path} --to /proc/none/x"),
+    "data": ("jgraph.data.__main__", "--out", "make --text {tmp_path}/text.txt --train-bpe 300 --out /proc/none/x"),
+    "schedule": ("jgraph.inspect.__main__", "--svg", "schedule 1f1b --pp 2 --microbatches 2 --svg /proc/none/x.svg"),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys, name):
+    module, flag, args = WRITING[name]
+    RunDir(tmp_path).write(TrainConfig(), {}, {})
+    (tmp_path / "text.txt").write_text("some text, and more of it\n" * 9)
+    assert importlib.import_module(module).main(shlex.split(args.format(tmp_path=tmp_path))) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.match(rf"jgraph\.\w+: error: {flag}(:| is) /proc/none.* cannot be written.*No such file or directory", err)
+
+
+def test_a_disk_that_is_full_is_told_with_the_file_and_its_flag(tmp_path, capsys):
+    RunDir(tmp_path).write(TrainConfig(), {}, {})
+    (tmp_path / "text.txt").write_text("some text, and more of it\n" * 99)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, flag in (("report", "--to"), ("data", "--out")):
+        module, _, args = WRITING[name]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            args = args.replace("/proc/none/x", f"{tmp_path}/{name}").format(tmp_path=tmp_path)
+            assert importlib.import_module(module).main(shlex.split(args)) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        error = f"jgraph.{name}: error: {flag} is {tmp_path}/{name}: cannot be written (File too large"
+        assert capsys.readouterr().err.startswith(error)
+
+
+def test_a_full_disk_behind_standard_output_is_told_in_a_line():
+    command = [sys.executable, "-m", "jgraph.inspect", "schedule", "1f1b", "--pp", "2", "--microbatches", "2"]
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(command, cwd=tiny.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    line = "standard output or a temporary file cannot be written: No space left on device"
+    assert (process.returncode, process.stderr) == (2, f"jgraph.inspect: error: {line}\n")
 
 
 def test_a_vocabulary_smaller_than_a_token_id_is_refused(refused):

@@ -7,6 +7,8 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import jax
@@ -207,6 +209,55 @@ def test_a_run_whose_devices_hang_ends_by_itself_and_goes_on_with_the_same_losse
     assert not (tmp_path / "run" / "lock").exists()
     assert tiny.train(tmp_path / "run", *flags) == 0
     assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+
+import jax
+
+import jgraph
+from tests import tiny
+
+
+def limited(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+path = Path(sys.argv[1])
+arrays = {str(i): jax.random.normal(jax.random.key(i), (300, 40)) for i in range(12)}
+for name, size in (("config", 1000), ("metrics", 8000)):
+    limited(size)
+    assert tiny.train(path / name, "--steps", "60", "--eval-every", "100", "--compile-cache", "off") == 2
+for step in range(3):
+    limited(resource.RLIM_INFINITY)
+    checkpoints = jgraph.Checkpoints(path / str(step), 1)
+    limited(40_000)
+    try:
+        checkpoints.save(1, arrays)
+        checkpoints.close()
+    except jgraph.JgraphError as e:
+        print(e, file=sys.stderr)
+limited(resource.RLIM_INFINITY)
+"""
+
+
+@pytest.mark.once
+def test_a_file_that_cannot_be_written_is_named_in_one_line_with_its_flag(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    process = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], cwd=tiny.ROOT, env=environ, capture_output=True, text=True, timeout=200
+    )
+    config, metrics, *checkpoints = process.stderr.splitlines()
+    assert process.returncode == 0, process.stderr
+    told = "jgraph.train: error: --run-dir is {}: cannot be written (File too large)"
+    assert config == told.format(tmp_path / "config" / "config.json")
+    assert metrics == told.format(tmp_path / "metrics" / "metrics.jsonl")
+    assert "\n" in (tmp_path / "metrics" / "metrics.jsonl").read_text(), "some entries had room"
+    assert len(checkpoints) == 3, "one line each, and no traceback of Orbax"
+    for step, line in enumerate(checkpoints):
+        assert f"checkpoints in {tmp_path / str(step)} cannot be written: a file is larger than" in line
 
 
 def test_the_second_ctrl_c_does_not_wait_and_the_handlers_come_back():

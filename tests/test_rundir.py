@@ -1,6 +1,7 @@
 """Whose a run directory is: which configuration may go on there, and which process may write."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import socket
@@ -326,6 +327,26 @@ def test_a_lock_left_on_another_machine_is_taken_and_told_of(left, told):
         pass
     assert len(told) == 1
     assert "process 1 on elsewhere" in told[0]
+
+
+@pytest.mark.parametrize("then", ["removed", "replaced"])
+def test_a_lock_file_that_its_owner_removes_at_the_same_time_is_made_again(tmp_path, told, monkeypatch, then):
+    run_dir, flock, calls = RunDir(tmp_path / "run"), fcntl.flock, []
+
+    def while_the_owner_ends(file, operation):
+        calls.append(file)
+        if len(calls) == 1:
+            run_dir.lock_file.unlink()
+            if then == "replaced":
+                run_dir.lock_file.touch()
+        flock(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", while_the_owner_ends)
+    with run_dir.locked(told.append):
+        assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
+        with pytest.raises(ConfigError, match="is writing there"), RunDir(tmp_path / "run").locked(told.append):
+            pass
+    assert told == []
 
 
 @pytest.fixture

@@ -136,10 +136,16 @@ def test_a_run_on_a_mixture_goes_on_with_the_batches_that_it_would_have_read(tmp
 def test_starting_over_replaces_the_run_with_the_same_losses(run):
     run_dir, _ = run
     (run_dir / "mine.txt").write_text("mine")
+    RunDir(run_dir).add_sample(61, "of a longer run", "text")
+    for name in ("wandb.json", "capacity.json"):
+        (run_dir / name).write_text('{"id": "before", "capacity": 4.0}')
+    (run_dir / "tensorboard").mkdir()
     before = tiny.losses(run_dir)
     assert tiny.train(run_dir, *FLAGS, "--no-resume") == 0
     assert tiny.losses(run_dir) == before
-    assert (run_dir / "mine.txt").exists()
+    assert [sample["step"] for sample in RunDir(run_dir).read_samples()] == [60]
+    left = {path.name for path in run_dir.iterdir()}
+    assert left == {"mine.txt", "config.json", "metrics.jsonl", "samples.jsonl", "checkpoints"}
 
 
 def test_the_held_out_loss_is_the_mean_over_all_batches_of_an_evaluation(tmp_path):

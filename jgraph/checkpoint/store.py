@@ -8,6 +8,7 @@ import contextlib
 import errno
 import gc
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -70,6 +71,7 @@ class Checkpoints:
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._warn, self._wait = warn, wait
+        self._has_failed, self._show_closed_loops = False, _hide_closed_loops()
         with self._write_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
             self._empty_trash()
@@ -158,7 +160,9 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            # An error of the last save is told by `wait`; closing would tell it a second time.
+            if not self._has_failed:  # else some arrays may still be written
+                self._show_closed_loops()
+            # `wait` raises the error of the last save; closing would raise it a second time.
             with contextlib.suppress(Exception):
                 self._manager.close()
 
@@ -237,18 +241,26 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Turns errors of the disk, here or in Orbax's threads, into a CheckpointError. A save may raise that of the last."""
-        what = f"checkpoints in {self._directory}"
+        """Turns errors of the disk, here or in Orbax's threads, into a CheckpointError.
+
+        A save may raise the error of the save before it.
+        """
+        what = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
         except CheckpointError:
             raise
         except Exception as e:
+            self._has_failed = True
             if is_no_space(e):
                 raise CheckpointError(
                     f"{what}: no space left on the disk; free some, name another `run_dir`, or lower `checkpoint_keep`"
                 ) from e
-            raise CheckpointError(f"{what}: cannot be written: {first_line(e)}; check `run_dir`") from e
+            if _has_code(e, errno.EFBIG):
+                raise CheckpointError(
+                    f"{what}: a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
+                ) from e
+            raise CheckpointError(f"{what}: {first_line(e)}; check `run_dir`") from e
 
 
 class DamagedError(Exception):
@@ -281,15 +293,40 @@ def check_space(directory: Path, state: object, count: int) -> None:
 
 
 def is_no_space(error: BaseException) -> bool:
-    """Tells whether an error, or one it came from, is of a full disk. TensorStore says so in its message only."""
+    """Returns True if an error, or one of its causes, was raised because the disk is full."""
+    return _has_code(error, errno.ENOSPC, errno.EDQUOT)
+
+
+def _has_code(error: BaseException, *codes: int) -> bool:
+    """Returns True if an error or one of its causes has one of these codes of the operating system."""
+    # TensorStore has the code in its message only.
+    names = [name for code in codes for name in (os.strerror(code), errno.errorcode[code])]
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left on device" in str(seen) or "ENOSPC" in str(seen):
+        if (isinstance(seen, OSError) and seen.errno in codes) or any(name in str(seen) for name in names):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _hide_closed_loops() -> Callable[[], None]:
+    """Hides a traceback that Python prints for each array of a save that failed. Returns a function that ends this.
+
+    A save that fails closes its event loop. TensorStore then finds the loop closed for every array still being written, and
+    Python prints the error of its callback, although the error of the save is raised as well.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    def end() -> None:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
+
+    sys.unraisablehook = hook
+    return end
 
 
 def checksums(leaves: list[Array], wait: Callable[[Any], Any] = jax.block_until_ready) -> list[int]:

@@ -82,6 +82,12 @@ def make_token_files(
             write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(own[-1]) for own in ends))
         spool.unlink()
         partial.rename(out)
+    except OSError as e:
+        # Python names a file that cannot be opened, but not one that cannot be written.
+        if e.filename is not None and partial.name not in str(e.filename):
+            raise
+        with os_errors("out", out):
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -121,8 +121,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         path: the file to write.
 
     Raises:
-        ConfigError: `vocab_size` is less than 257.
-        DataError: the library is not installed.
+        ConfigError: If `vocab_size` is less than 257.
+        DataError: If the library is not installed.
+        OSError: If the file cannot be written.
     """
     require(vocab_size > 256, "train_bpe", vocab_size, "at least 257: the 256 bytes and <|endoftext|>")
     library = _library(path)
@@ -136,7 +137,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
+    try:
+        tokenizer.save(str(path))
+    except Exception as e:  # the library raises no subclass
+        raise OSError(str(e)) from e
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:

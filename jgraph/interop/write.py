@@ -9,6 +9,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jgraph.errors import ConfigError, os_errors
@@ -45,19 +46,22 @@ def write(
     beside: Sequence[Path] = (),
     file_bytes: int = FILE_BYTES,
 ) -> list[Path]:
-    """Writes a folder, under another name until all is there.
+    """Writes a folder, under a temporary name until it is complete.
 
     Args:
-        to: must not exist, or be empty.
-        config: of its config.json.
-        parts: the tensors that each parameter is made of.
-        parameter: returns a parameter by its name; called once for each.
-        dtype: of the tensors, float32 or bfloat16.
-        beside: files that it gets too.
-        file_bytes: of tensors in a file, at most, where one tensor is not more.
+        to: The folder: new, or empty.
+        config: Content of its config.json.
+        parts: Parts of every parameter, by parameter name.
+        parameter: Returns a parameter by its name. Called once for each.
+        dtype: Dtype of the tensors, float32 or bfloat16.
+        beside: Files to copy into the folder.
+        file_bytes: Largest size of a file; a larger tensor has a file of its own.
 
     Returns:
         The files.
+
+    Raises:
+        OSError: If the folder cannot be written. Nothing is left then.
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
@@ -72,7 +76,7 @@ def write(
         for number, names in enumerate(files, start=1):
             file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             held = dict(next(tensors) for _ in names)
-            save_file(held, partial / file, metadata={"format": "pt"})  # transformers asks for this
+            _save(held, partial / file)
             index |= dict.fromkeys(held, file)
             total += sum(array.nbytes for array in held.values())
         if len(files) > 1:
@@ -105,6 +109,13 @@ def _tensors(
         for part in own:
             array = whole[part.box].reshape(part.own_shape)
             yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=dtype)
+
+
+def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})  # required by transformers
+    except SafetensorError as e:
+        raise OSError(str(e)) from e
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -235,6 +235,11 @@ class TrainConfig:
         must("dp", rows % self.dp == 0, f"a divisor of the {rows} sequences of a microbatch ({of})")
         shared = f"such that `dp` {self.dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
         must("fsdp", rows // self.dp % self.fsdp == 0, shared)
+        tokens = rows // self.dp // self.fsdp * self.seq_len
+        allowed = (
+            f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {self.seq_len} it has {tokens}"
+        )
+        must("batch_size", tokens < 2**31, allowed)
         self._check_experts(must)
         must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
         must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")

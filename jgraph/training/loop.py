@@ -13,7 +13,7 @@ import numpy as np
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Ahead
 from jgraph.device import peak_flops
-from jgraph.errors import NonFiniteError, ProfileError
+from jgraph.errors import NonFiniteError, ProfileError, os_errors
 from jgraph.moe import statistics
 from jgraph.parallel.compiled import CompiledStep
 from jgraph.parallel.state import StepMetrics, TrainState
@@ -198,7 +198,9 @@ class Loop:
         if not is_process_zero():
             return
         try:
-            written = report.write(report.of_run(recorder.directory), recorder.directory)
+            profile = report.of_run(recorder.directory)
+            with os_errors("run_dir", recorder.directory):
+                written = report.write(profile, recorder.directory)
             self.reporter.line(f"profile of {which}: {', '.join(map(str, written))}")
         except ProfileError as e:
             self.reporter.warn(f"no profile: {e}")

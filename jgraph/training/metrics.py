@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jgraph.errors import os_errors
 from jgraph.training.trackers import Tracker
 
 
@@ -23,35 +24,40 @@ def peak_memory_bytes(device: Any) -> int:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object a line, on disk as soon as it is added.
+    """Writes metrics.jsonl: one JSON object per line, flushed as soon as it is added.
 
     Args:
-        path: the file; made when missing.
-        done: steps done; entries of later ones, left by a run that went further than its last checkpoint, are dropped, as is
-            a line that a kill cut off; the file is replaced in one go.
-        trackers: get every entry too.
+        path: The file; created if missing.
+        done: Number of finished steps. Entries of later steps and incomplete lines are dropped, atomically.
+        trackers: Receive every entry too.
+
+    Raises:
+        ConfigError: From every method, if the file cannot be written.
     """
 
     def __init__(self, path: Path, *, done: int, trackers: Sequence[Tracker] = ()):
-        self._trackers = trackers
+        self._trackers, self._path = trackers, path
         kept = [line for line, entry in _entries(path) if entry["step"] <= done]
         text = "".join(f"{line}\n" for line in kept)
-        if not path.exists() or path.read_bytes() != text.encode():
-            scratch = path.with_name(path.name + ".tmp")
-            scratch.write_text(text)
-            os.replace(scratch, path)
-        self._file = path.open("a")
+        with os_errors("run_dir", path):
+            if not path.exists() or path.read_bytes() != text.encode():
+                scratch = path.with_name(path.name + ".tmp")
+                scratch.write_text(text)
+                os.replace(scratch, path)
+            self._file = path.open("a")
 
     def add(self, entry: dict[str, Any]) -> None:
         """Appends an entry, which has a "step". Numbers that are not finite become null."""
         entry = finite(entry)
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
+        with os_errors("run_dir", self._path):
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
         for tracker in self._trackers:
             tracker.add(entry)
 
     def close(self) -> None:
-        self._file.close()
+        with os_errors("run_dir", self._path):
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jgraph.data import is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
-from jgraph.errors import ConfigError, download_hint, require
+from jgraph.errors import ConfigError, download_hint, os_errors, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
 from jgraph.interop.names import HuggingFace
 from jgraph.training.config import TrainConfig
@@ -136,8 +136,9 @@ def keep(config: TrainConfig, run_dir: RunDir) -> None:
             continue
         kept = run_dir.origin / source.name
         if source.exists() and not kept.exists():  # the folder's tokenizer comes before that of the data
-            run_dir.origin.mkdir(exist_ok=True)
-            shutil.copyfile(source, kept)
+            with os_errors("run_dir", kept):
+                run_dir.origin.mkdir(exist_ok=True)
+                shutil.copyfile(source, kept)
 
 
 def kept_config(run_dir: RunDir) -> dict[str, Any]:

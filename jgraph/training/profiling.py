@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jgraph.errors import os_errors
 from jgraph.parallel.compiled import CompiledStep
 from jgraph.parallel.state import StepMetrics, TrainState
 from jgraph.schedule import files
@@ -64,7 +65,8 @@ class Recorder:
     def record(self, state: TrainState, batches: Iterator[Any], watchdog: Watchdog) -> tuple[TrainState, list[StepMetrics]]:
         """Runs 2 x `count` + 1 steps, or `count` where only one kind of trace is taken. `state` is donated, as in any step."""
         shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
+        with os_errors("run_dir", self.directory):
+            self.directory.mkdir(parents=True)
         metrics: list[StepMetrics] = []
         trace = partial(jax.profiler.trace, profiler_options=profiler_options())
 
@@ -86,10 +88,11 @@ class Recorder:
             state = run(self.uncaptured, state, 1)  # its first run loads and records
         with trace(str(self.directory / "uncaptured")):
             state = run(self.uncaptured, state, self.count)
-        with gzip.open(self.directory / "program.txt.gz", "wt") as file:
-            file.write(self.uncaptured.as_text())
         about = _about(self.setup, self.uncaptured) | {"steps": self.count}
-        (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        with os_errors("run_dir", self.directory):
+            with gzip.open(self.directory / "program.txt.gz", "wt") as file:
+                file.write(self.uncaptured.as_text())
+            (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
         return state, metrics
 
 

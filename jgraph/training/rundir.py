@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, os_errors
 from jgraph.training.config import TrainConfig
 from jgraph.training.model import is_class_name
 from jgraph.training.resume import differences, resumed
@@ -58,23 +58,27 @@ class RunDir:
         Raises:
             ConfigError: another process has the lock.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self._open_locked() as file:
+        with os_errors("run_dir", self.lock_file):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._open_locked()
+        try:
             if (left := _holder(file)) and left["host"] != socket.gethostname():
                 warn(
                     f"`run_dir` is {self.path}: process {left['pid']} on {left['host']} wrote there and did not end well; "
                     "if it still runs there, stop one of the two"
                 )
-            file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
-            file.flush()
-            try:
-                yield
-            finally:
-                # While it is locked: who opens it from now on makes a new one.
-                self.lock_file.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # nothing was written, if it is empty
-                    self.path.rmdir()
+            with os_errors("run_dir", self.lock_file):
+                file.truncate(0)
+                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+                file.flush()
+            yield
+        finally:
+            # While it is locked: a process that opens the file from now on makes a new one.
+            self.lock_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
+                self.path.rmdir()
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _open_locked(self) -> TextIO:
         while True:
@@ -138,11 +142,12 @@ class RunDir:
         # Renamed first: half-removed checkpoints must not look like damaged ones.
         removed = self.path / "checkpoints.removed"
         shutil.rmtree(removed, ignore_errors=True)
-        if self.checkpoints.exists():
-            self.checkpoints.rename(removed)
-            shutil.rmtree(removed)
-        for file in (self.metrics, self.samples, self.wandb, self.capacity):
-            file.unlink(missing_ok=True)
+        with os_errors("run_dir", self.path):
+            if self.checkpoints.exists():
+                self.checkpoints.rename(removed)
+                shutil.rmtree(removed)
+            for file in (self.metrics, self.samples, self.wandb, self.capacity):
+                file.unlink(missing_ok=True)
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
@@ -162,7 +167,8 @@ class RunDir:
 
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
         """Makes the directory and writes config.json in one go: the fields of the config, then "corpus" and "versions"."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        with os_errors("run_dir", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         replace_json(self.config, dataclasses.asdict(config) | {"corpus": corpus, "versions": versions})
 
     def _error(self, wrong: str) -> ConfigError:
@@ -232,14 +238,15 @@ class RunDir:
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
-    """Writes a file in one go."""
+    """Replaces a file of the run directory atomically. Raises ConfigError if it cannot be written."""
     _replace(path, json.dumps(fields, indent=2) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    with os_errors("run_dir", path):
+        scratch.write_text(text)
+        os.replace(scratch, path)
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, os_errors
 from jgraph.training.rundir import RunDir, replace_json
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -40,16 +40,20 @@ class TensorBoard:
     def __init__(self, run_dir: RunDir, done: int):
         from tensorboardX import SummaryWriter
 
+        self._directory = run_dir.tensorboard
         # The file's name has the second in it; two runs within one must not share it.
-        self._writer = SummaryWriter(str(run_dir.tensorboard), purge_step=done + 1, filename_suffix=f".{done}")
+        with os_errors("run_dir", self._directory):
+            self._writer = SummaryWriter(str(self._directory), purge_step=done + 1, filename_suffix=f".{done}")
 
     def add(self, entry: dict[str, Any]) -> None:
-        for name, value in _numbers(entry).items():
-            self._writer.add_scalar(name, value, entry["step"])
-        self._writer.flush()
+        with os_errors("run_dir", self._directory):
+            for name, value in _numbers(entry).items():
+                self._writer.add_scalar(name, value, entry["step"])
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with os_errors("run_dir", self._directory):
+            self._writer.close()
 
 
 class Wandb:

@@ -76,6 +76,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             source = origin.opened(config, run_dir) or continued.opened(config, run_dir)
             if isinstance(source, SavedRun):
                 held.callback(source.close)
+            rows = config.batch_size // jax.process_count()
+            _check_memory(config, rows * (config.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
             sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": getattr(config.model, "vocab_size", None)}
             tokenizer = origin.tokenizer_of(config, run_dir)
             sizes |= {"field": config.data_field, "documents": config.data_documents}
@@ -144,6 +146,18 @@ def _memory_errors(config: TrainConfig, run_dir: RunDir) -> Iterator[None]:
             f"{jax.local_devices()[0].device_kind}; take a smaller batch or more microbatches{over} ({str(e).splitlines()[0]})",
             field="batch_size",
         ) from e
+
+
+def _check_memory(config: TrainConfig, needed: int, what: str) -> None:
+    """Raises ConfigError if something that grows with the batch needs more bytes than the memory of this machine."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        sizes = f"{what} of {needed / 2**30:,.1f} GiB must fit the {there / 2**30:,.1f} GiB of this machine"
+        raise ConfigError(
+            f"`batch_size` is {config.batch_size} in `num_microbatches` {config.num_microbatches}: {sizes}; "
+            "take a smaller batch or more microbatches",
+            field="batch_size",
+        )
 
 
 def _train(
@@ -284,6 +298,10 @@ def _check_alike(config: TrainConfig, corpus: Corpus, source: Folder | SavedRun 
 def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
     """Compiles the step and reports its XLA options, capture and pipeline."""
     step = setup.compile_step()
+    if jax.default_backend() == "cpu" and step.memory is not None:
+        # A CPU device takes memory that is not there, and Linux kills the process later.
+        devices = setup.num_devices // jax.process_count()
+        _check_memory(setup.config, devices * step.memory.total, "a step")
     if chosen := setup.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
     if step.capture is not None:

@@ -39,6 +39,7 @@ ELEMENTWISE = {
     "sgd with a rate of zero": optax.sgd(0.0),
     "sgd with momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optax.adam(1e-3),
+    "adam with a rate that overflows": optax.adam(1e38),
     "adam with a moment in bfloat16": optax.adam(1e-3, mu_dtype=jnp.bfloat16),
     "adamw": optax.adamw(1e-3),
     "adamw masked by a function of the matrices": lambda matrices: optax.adamw(1e-3, mask=matrices),
