@@ -173,8 +173,8 @@ class Checkpoints:
         old = [has_old_units(found) and leaf["name"].startswith(_HISTORIES) for leaf in found["leaves"]]
         if any(old) and old_num_losses is None:
             raise CheckpointError(
-                f"checkpoint {self._directory / str(step)} has FP8 amax histories of an earlier version, in units that depend on "
-                "the run that saved it; pass `old_num_losses`, the data ranks x microbatches of that run",
+                f"checkpoint {self._directory / str(step)} has FP8 amax histories of an earlier version, in units that depend "
+                "on the run that saved it; pass `old_num_losses`, the data ranks x microbatches of that run",
                 field="old_num_losses",
             )
         restore = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]

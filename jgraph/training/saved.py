@@ -34,8 +34,8 @@ def check_histories(config: TrainConfig, run_dir: RunDir) -> None:
         saved.close()
         if not saved.has_histories_of_batch:
             raise ConfigError(
-                f"`run_dir` is {run_dir.path}: its FP8 amax histories are of an earlier version of jgraph, in units that depend on "
-                "devices and microbatches; begin a new run with `continue_from`, which begins new histories",
+                f"`run_dir` is {run_dir.path}: its FP8 amax histories are of an earlier version of jgraph, in units that "
+                "depend on devices and microbatches; begin a new run with `continue_from`, which begins new histories",
                 field="run_dir",
             )
 
