@@ -182,7 +182,7 @@ def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, 
     params = weights.tree(config, weights.draw(config))
 
     def transform(is_matrix):
-        return adamw(settings, STEPS, decay_mask={name: decayed or decay_vectors for name, decayed in is_matrix.items()})
+        return adamw(settings, STEPS, decay_mask=jax.tree.map(lambda decayed: decayed or decay_vectors, is_matrix))
 
     def loss(params, tokens_BS, key):
         return scale * nnx.merge(graphdef, params).loss(tokens_BS)
