@@ -58,8 +58,9 @@ class RunDir:
         Raises:
             ConfigError: another process has the lock.
         """
-        with os_errors("run_dir", self.lock_file):
+        with os_errors("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        with os_errors("run_dir", self.lock_file):
             file = self._open_locked()
         try:
             if (left := _holder(file)) and left["host"] != socket.gethostname():
