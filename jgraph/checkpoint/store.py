@@ -8,6 +8,7 @@ import contextlib
 import errno
 import gc
 import json
+import logging
 import os
 import shutil
 import sys
@@ -71,7 +72,7 @@ class Checkpoints:
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._warn, self._wait = warn, wait
-        self._has_failed, self._show_closed_loops = False, _hide_closed_loops()
+        self._has_failed, self._show_later_errors = False, _hide_later_errors(self._directory)
         with self._write_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
             self._empty_trash()
@@ -161,7 +162,7 @@ class Checkpoints:
             self.wait()
         finally:
             if not self._has_failed:  # else some arrays may still be written
-                self._show_closed_loops()
+                self._show_later_errors()
             # `wait` raises the error of the last save; closing would raise it a second time.
             with contextlib.suppress(Exception):
                 self._manager.close()
@@ -309,23 +310,33 @@ def _has_code(error: BaseException, *codes: int) -> bool:
     return False
 
 
-def _hide_closed_loops() -> Callable[[], None]:
-    """Hides a traceback that Python prints for each array of a save that failed. Returns a function that ends this.
+def _hide_later_errors(directory: Path) -> Callable[[], None]:
+    """Hides the tracebacks that Python prints for each array of a save that failed. Returns a function that ends this.
 
     A save that fails closes its event loop. TensorStore then finds the loop closed for every array still being written, and
-    Python prints the error of its callback, although the error of the save is raised as well.
+    asyncio logs the exceptions of the other arrays when they are garbage collected. `save` and `wait` raise the error as well.
+
+    Args:
+        directory: The directory of the checkpoints. Messages of asyncio that do not name it are not hidden.
     """
-    before = sys.unraisablehook
+    before, asyncio_log = sys.unraisablehook, logging.getLogger("asyncio")
 
     def hook(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
+    def is_shown(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "exception was never retrieved" not in message or str(directory) not in message
+
     def end() -> None:
+        asyncio_log.removeFilter(is_shown)
         if sys.unraisablehook is hook:
             sys.unraisablehook = before
 
     sys.unraisablehook = hook
+    asyncio_log.addFilter(is_shown)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)  # arrays that were not begun
     return end
 
 
