@@ -419,7 +419,11 @@ class TrainStep:
 
         def is_placed(leaf: Any) -> bool:
             where = getattr(leaf, "sharding", None)
-            return sharding is not None and where == sharding and leaf.shape[0] == num_microbatches
+            if sharding is None or not isinstance(where, NamedSharding):
+                return False
+            # Not the devices: a batch placed for one mesh also describes the batch of a mesh of other devices (`on`).
+            alike = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
+            return alike and leaf.shape[0] == num_microbatches
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             lead = (num_microbatches, leaf.shape[0] // num_microbatches)
