@@ -30,7 +30,7 @@ def check_histories(config: TrainConfig, run_dir: RunDir) -> None:
     if not (config.resume and config.is_delayed and run_dir.has_checkpoint()):
         return
     with contextlib.suppress(CheckpointError):  # `Checkpoints.restore_latest` reports a damaged one
-        saved = SavedRun(run_dir.path, field="run_dir")
+        saved = SavedRun(run_dir.path, module=config.module, field="run_dir")
         saved.close()
         if not saved.has_histories_of_batch:
             raise ConfigError(

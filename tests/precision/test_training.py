@@ -76,6 +76,16 @@ def test_a_run_resumes_from_histories_without_units_only_if_they_fit_every_layou
 
 @pytest.mark.long
 @pytest.mark.once
+def test_a_run_of_a_users_model_resumes_with_delayed_scaling(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text("from jgraph_models.gpt import GPT as Model\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = (*RUN, "--model.module", "mine:Model", "--precision", "fp8", "--fp8.recipe", "delayed", "--steps", "1")
+    assert tiny.train(tmp_path / "run", *flags) == 0
+    assert tiny.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.once
 def test_a_schedule_is_measured_with_layers_in_fp8(monkeypatch):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
     fp8 = FP8Config(recipe="delayed")
