@@ -4,7 +4,7 @@ python -m benchmarks run fp8 --presets gpt-124m
 python -m benchmarks run fp8 --presets gpt-1b3 --together 2     # no more of it fit in an H200 at a time
 
 `te RECIPE` is Transformer Engine with float32 parameters and PyTorch's fused AdamW; `bf16-params` has bfloat16 parameters and
-Transformer Engine's FusedAdam with float32 master weights. Rows of a peer that is not installed say so.
+Transformer Engine's FusedAdam with float32 master weights. A peer that is not installed leaves a row with its error.
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -38,6 +39,11 @@ Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """Returns the `BATCH_AXES` of a mesh, in their order."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+
+
+def num_data_ranks(mesh: Mesh | None) -> int:
+    """Returns the number of devices that share the rows of a batch. A mesh of None is one device."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def with_batch_axes(fn: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -168,3 +168,9 @@ def test_a_wrong_flag_is_told_in_one_line_with_its_name(run_dir, capsys, flag, a
     assert out == ""
     assert err.startswith(f"jgraph.sample: error: {flag} ")
     assert err.count("\n") == 1
+
+
+def test_loading_an_id_of_the_hugging_face_hub_is_refused_with_the_command_to_download_it():
+    with pytest.raises(ConfigError, match=r"no such folder; .* hf download Qwen/Qwen3-0\.6B --local-dir") as error:
+        jgraph.load("Qwen/Qwen3-0.6B")
+    assert error.value.field == "run"

@@ -19,8 +19,8 @@ class CheckpointReader:
     """Reads leaves by name, one at a time.
 
     Attributes:
-        step: Of the checkpoint.
-        has_old_units: True if an earlier version saved it, whose amax histories depend on the layout of the run.
+        step: The step of the checkpoint.
+        has_old_units: True if an earlier version saved the checkpoint. Its amax histories depend on the layout of the run.
 
     Args:
         directory: of the checkpoints.

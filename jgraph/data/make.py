@@ -83,7 +83,7 @@ def make_token_files(
         spool.unlink()
         partial.rename(out)
     except OSError as e:
-        # Python names a file that cannot be opened, but not one that cannot be written.
+        # Python names the file if opening it fails, but not if writing to it fails.
         if e.filename is not None and partial.name not in str(e.filename):
             raise
         with os_errors("out", out):

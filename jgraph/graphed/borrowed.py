@@ -1,7 +1,7 @@
 """Handles on main_grad: readable until its next update, which ends them with an error that names it.
 
 A jax.Array whose buffer was donated raises a bare "Array has been deleted". Gradients that alias main_grad are therefore given
-out as handles, which know what updated the buffer.
+out as handles, which name the call that updated the buffer.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.errors import CallableError, OwnershipError
-from jgraph.graphed.borrowed import check_no_handles, handles_in
+from jgraph.graphed.borrowed import check_no_handles
 from jgraph.graphed.entry import Entry
 from jgraph.graphed.main_grad import MainGrad
 from jgraph.graphed.match import call_differences, check_concrete, differences, mismatch
@@ -194,8 +194,8 @@ class Graphed:
                 return weights, arrays, self._run("forward", [*weights, *arrays])
             except (TypeError, ValueError, RuntimeError) as e:
                 cause = e
-        elif handles_in((params, x, extra, kwargs)):
-            check_no_handles((params, x, extra, kwargs))
+        else:
+            check_no_handles((params, x, extra, kwargs))  # a handle is a pytree node, so the structure differs
         check_concrete(f"callable {self.index}", (weights, arrays))
         texts = call_differences(shaped, params, (x, *extra), kwargs)
         if cause and not texts:

@@ -61,7 +61,8 @@ def write(
         The files.
 
     Raises:
-        OSError: If the folder cannot be written. Nothing is left then.
+        ConfigError: If the folder cannot be created.
+        OSError: If a file cannot be written. Nothing is left then.
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")

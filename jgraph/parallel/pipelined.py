@@ -1,7 +1,6 @@
 """The strategy of a pipeline: every rank has the layers of its stages, and its part of embedding and head."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, check_choice
-from jgraph.mesh import Axis, batch_axes, checked, refused_axes, with_batch_axes
+from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
 from jgraph.parallel import fsdp
 from jgraph.parallel.accumulate import by_microbatch
@@ -118,8 +117,8 @@ class Pipelined:
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:
         """Lets the pieces of a model reduce over the batch axes, or refuse to where each rank's program is its own."""
-        replicas = math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
-        wrap = _on_one_replica if self.engine == "dispatch" and replicas > 1 else with_batch_axes
+        is_split = self.engine == "dispatch" and num_data_ranks(self.mesh) > 1
+        wrap = _on_one_replica if is_split else with_batch_axes
         return replace(model, embed=wrap(model.embed), layer=wrap(model.layer), head=wrap(model.head))
 
 

@@ -5,7 +5,6 @@ applied only where the loss and the gradient are finite. The program decides tha
 looks at the metrics.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.mesh import batch_axes, with_batch_axes
+from jgraph.mesh import batch_axes, num_data_ranks, with_batch_axes
 from jgraph.parallel import checks, fsdp
 from jgraph.parallel.accumulate import by_microbatch
 from jgraph.parallel.compiled import CompiledStep, DispatchedStep
@@ -169,7 +168,7 @@ def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, b
         raise ConfigError(str(e).replace("`fn`", "`loss`"), field="loss") from None
     # A strategy differentiates the loss of each microbatch on each device as it is; the head of a pipeline returns a mean.
     if is_mean(jax.tree.unflatten(plan.structure, [0] * plan.structure.num_leaves)):
-        precision = replace(precision, num_losses=binding.num_microbatches * _num_data_ranks(getattr(strategy, "mesh", None)))
+        precision = replace(precision, num_losses=binding.num_microbatches * num_data_ranks(getattr(strategy, "mesh", None)))
     history = jax.eval_shape(plan.init)
     if jax.tree.leaves(history):
         largest = jax.tree.map(lambda _: "max", history)
@@ -190,7 +189,7 @@ def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
         ShapeError: If a leaf is not an array, or its rows cannot be shared by microbatches and data ranks.
     """
     checks.check_batch(batch)
-    ranks = _num_data_ranks(mesh)
+    ranks = num_data_ranks(mesh)
 
     def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if leaf.ndim == 0 or leaf.shape[0] % (num_microbatches * ranks):
@@ -202,11 +201,6 @@ def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
         return jax.ShapeDtypeStruct((leaf.shape[0] // (num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(share, batch)
-
-
-def _num_data_ranks(mesh: Mesh | None) -> int:
-    """Returns the number of devices that share the rows of a batch."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,7 +433,7 @@ class TrainStep:
     def _data_ranks(self) -> tuple[int, int]:
         """The number of data ranks that this process feeds, and the number of all."""
         assert self.mesh is not None
-        total = math.prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
+        total = num_data_ranks(self.mesh)
         return len(self.batch_rows(self.binding.num_microbatches * total)) // self.binding.num_microbatches, total
 
     # --- The program ---

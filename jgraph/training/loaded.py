@@ -17,7 +17,7 @@ from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, require
 from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.text import TextStream
-from jgraph.interop.folder import Folder
+from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.training.config import TrainConfig
@@ -115,9 +115,8 @@ def load(path: str | Path, step: int | None = None, *, module: str = "") -> Load
 
 
 def checked(path: str | Path) -> Path:
-    """Returns a path. Raises ConfigError where there is neither a run nor a folder."""
-    if not Path(path).exists():
-        raise ConfigError(f"`run` is {path}: no such directory", field="run")
+    """Returns the path of a run or a folder. Raises ConfigError if it is neither."""
+    check_exists(path, field="run")
     if not (Path(path) / "config.json").exists():
         must = "a run directory or a Hugging Face folder, which have a config.json"
         raise ConfigError(f"`run` is {path}: must be {must}", field="run")

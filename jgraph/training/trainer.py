@@ -82,7 +82,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             tokenizer = origin.tokenizer_of(config, run_dir)
             sizes |= {"field": config.data_field, "documents": config.data_documents}
             corpus = load(config.data, **sizes, tokenizer=tokenizer)
-            with os_errors("run_dir", run_dir.path):
+            with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 check_histories(config, run_dir)
                 if is_process_zero():

@@ -205,7 +205,8 @@ def test_two_threads_do_not_run_at_once():
 
 def test_each_callable_may_be_called_by_its_own_thread():
     graphed, params = chain.build(2, order=[1, 2, -2, -1])
-    elsewhere(graphed[1], params[1], graphed[0](params[0], X))
+    y = graphed[0](params[0], X)
+    chain.assert_close(elsewhere(graphed[1], params[1], y), chain.stage(params[1], y))
 
 
 # What the caller changes meanwhile

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import ConfigError
-from jgraph.mesh import batch_axes
+from jgraph.mesh import num_data_ranks
 from jgraph.parallel.pipeline.ends import End
 from jgraph.parallel.pipeline.program import Pipeline
 from jgraph.precision.product import XLA_OPTIONS
@@ -205,7 +205,7 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
 def _head(pipeline: Pipeline, params: Tree, inputs: Tree) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """Returns the loss of one microbatch on one rank with its gradients, and the shapes of its arguments."""
     model, (x, *_) = pipeline.model, pipeline.inputs(params, inputs)
-    shares = math.prod(pipeline.mesh.shape[axis] for axis in batch_axes(pipeline.mesh))
+    shares = num_data_ranks(pipeline.mesh)
     microbatch = jax.tree.map(lambda s: jax.ShapeDtypeStruct((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
     head = End.of(model.head, params["outer"], pipeline.cast, model.sharded, x, microbatch)
 
