@@ -36,7 +36,7 @@ from benchmarks.compare import read
 from benchmarks.rows import Row
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
-from jgraph.training.metrics import read_metrics
+from jgraph.train.metrics import read_metrics
 
 _WINDOW = 10  # entries of the moving mean
 _LAST_STEPS, _ALLOWED_NATS = 200, 0.01

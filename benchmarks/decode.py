@@ -24,7 +24,7 @@ from benchmarks.tables import COLUMNS, Section, number
 from benchmarks.turns import Entrant
 from benchmarks.works import TINY
 from jgraph.device import find
-from jgraph.training.presets import preset
+from jgraph.train.presets import preset
 from jgraph_models import decoding
 from jgraph_models.gpt import GPT, GPTConfig
 

@@ -14,7 +14,7 @@ from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
 from benchmarks.turns import Entrant, ask
 from benchmarks.works import in_fp8, training
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-1b3-fp8"]
 MICROBATCHES = 16

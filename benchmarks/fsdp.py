@@ -23,7 +23,7 @@ from benchmarks.runner import Benchmark, Several, Soaked, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import in_fp8, training, training_step
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
 

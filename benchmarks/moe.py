@@ -20,7 +20,7 @@ from benchmarks.runner import Benchmark, Soaked, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import training
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 
 WorkName = Literal["gpt-moe", "qwen3-30b-a3b-layers"]
 LAYERS = "-layers"

@@ -1,4 +1,4 @@
-"""A schedule as one program (`jgraph.parallel.pipeline`) against torch.distributed.pipelining, and against its actions alone.
+"""A schedule as one program (`jgraph.pipeline`) against torch.distributed.pipelining, and against its actions alone.
 
     python -m benchmarks run pipeline --work mlp-large mlp-launch-bound gpt-1b3
 

@@ -7,7 +7,7 @@ A results file is {"works": {NAME: result}}. A result has `environment`, `option
 import statistics
 from typing import Any
 
-from jgraph.training.model import settings_from
+from jgraph.train.model import settings_from
 from jgraph_models.gpt_config import GPTConfig
 
 Row = dict[str, Any]

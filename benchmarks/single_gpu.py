@@ -13,7 +13,7 @@ from benchmarks.runner import Benchmark, Traced, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Entrant
 from benchmarks.works import in_fp8, training, training_step
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 
 # The first is in every comparison. The last takes torch minutes to compile: what --timeout ends is a row that says so.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")

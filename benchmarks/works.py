@@ -8,8 +8,8 @@ from benchmarks.runner import Options, Traced
 from benchmarks.turns import Entrant
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import Schedule, generate
-from jgraph.training.config import TrainConfig
-from jgraph.training.presets import preset
+from jgraph.train.config import TrainConfig
+from jgraph.train.presets import preset
 from jgraph_models.gpt import GPTConfig
 
 

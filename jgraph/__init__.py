@@ -13,7 +13,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jgraph.backward import split_backward as split_backward
+    from jgraph.autodiff import split_backward as split_backward
+    from jgraph.callables import Borrowed as Borrowed
+    from jgraph.callables import fold_key as fold_key
+    from jgraph.callables import make_graphed_callables as make_graphed_callables
     from jgraph.checkpoint import Checkpoints as Checkpoints
     from jgraph.errors import CallableError as CallableError
     from jgraph.errors import CheckpointError as CheckpointError
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
     from jgraph.errors import ShapeError as ShapeError
     from jgraph.errors import SplitError as SplitError
     from jgraph.errors import TargetError as TargetError
-    from jgraph.graphed import Borrowed as Borrowed
-    from jgraph.graphed import fold_key as fold_key
-    from jgraph.graphed import make_graphed_callables as make_graphed_callables
     from jgraph.inference.generate import generate as generate
     from jgraph.inference.generate import stream as stream
     from jgraph.kernels.grouped import grouped_dot as grouped_dot
@@ -41,32 +41,32 @@ if TYPE_CHECKING:
     from jgraph.modules import functional as functional
     from jgraph.moe.config import MoEConfig as MoEConfig
     from jgraph.moe.layer import MoE as MoE
-    from jgraph.parallel import FullySharded as FullySharded
-    from jgraph.parallel import Loss as Loss
-    from jgraph.parallel import Pipelined as Pipelined
-    from jgraph.parallel import PipelineModel as PipelineModel
-    from jgraph.parallel import Replicated as Replicated
-    from jgraph.parallel import elementwise as elementwise
-    from jgraph.parallel import split_embedding as split_embedding
-    from jgraph.parallel import train_step as train_step
+    from jgraph.pipeline import Pipelined as Pipelined
+    from jgraph.pipeline import PipelineModel as PipelineModel
+    from jgraph.pipeline import split_embedding as split_embedding
     from jgraph.precision.config import FP8Config as FP8Config
     from jgraph.precision.transform import fp8 as fp8
     from jgraph.schedule import Order as Order
     from jgraph.schedule import Schedule as Schedule
     from jgraph.scopes import scope as scope
-    from jgraph.training.config import OptimizerConfig as OptimizerConfig
-    from jgraph.training.config import TrainConfig as TrainConfig
-    from jgraph.training.loaded import load as load
-    from jgraph.training.presets import preset as preset
+    from jgraph.step import elementwise as elementwise
+    from jgraph.step import train_step as train_step
+    from jgraph.strategies import FullySharded as FullySharded
+    from jgraph.strategies import Loss as Loss
+    from jgraph.strategies import Replicated as Replicated
+    from jgraph.train.config import OptimizerConfig as OptimizerConfig
+    from jgraph.train.config import TrainConfig as TrainConfig
+    from jgraph.train.loaded import load as load
+    from jgraph.train.presets import preset as preset
     from jgraph.xla.explain import explain as explain
 
 # The module of every public name. What needs jax is imported when it is first asked for: --help and a wrong flag do not wait.
 _MODULES = {
-    "backward": "split_backward",
+    "autodiff": "split_backward",
     "checkpoint": "Checkpoints",
     "errors": "CallableError CheckpointError CompilerOptionError ConfigError DataError DonationError JgraphError "
     "NonFiniteError OrderError OwnershipError ShapeError SplitError TargetError",
-    "graphed": "Borrowed fold_key make_graphed_callables",
+    "callables": "Borrowed fold_key make_graphed_callables",
     "kernels.grouped": "grouped_dot",
     "kernels.norm": "rms_norm",
     "loss": "cross_entropy",
@@ -75,14 +75,16 @@ _MODULES = {
     "modules": "Decoder functional",
     "moe.config": "MoEConfig",
     "moe.layer": "MoE",
-    "parallel": "FullySharded Loss PipelineModel Pipelined Replicated elementwise split_embedding train_step",
+    "pipeline": "PipelineModel Pipelined split_embedding",
+    "step": "elementwise train_step",
+    "strategies": "FullySharded Loss Replicated",
     "precision.transform": "fp8",
     "precision.config": "FP8Config",
     "schedule": "Order Schedule",
     "scopes": "scope",
-    "training.config": "OptimizerConfig TrainConfig",
-    "training.loaded": "load",
-    "training.presets": "preset",
+    "train.config": "OptimizerConfig TrainConfig",
+    "train.loaded": "load",
+    "train.presets": "preset",
     "xla.explain": "explain",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

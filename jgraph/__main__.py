@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 # Module and summary of each command.
 _COMMANDS = {
-    "train": ("jgraph.train", "Train a model, or resume a run from its last checkpoint."),
+    "train": ("jgraph.train.__main__", "Train a model, or resume a run from its last checkpoint."),
     "sample": ("jgraph.sample", "Generate text with the model of a run or of a Hugging Face folder."),
     "evaluate": ("jgraph.evaluate", "Measure loss, perplexity and bits per byte on held-out text."),
     "export": ("jgraph.export", "Write the model of a run as a Hugging Face folder."),

@@ -25,7 +25,7 @@ from jgraph.errors import os_errors
 from jgraph.interop.folder import check_exists
 
 if TYPE_CHECKING:
-    from jgraph.training.evaluation import Evaluation
+    from jgraph.train.evaluation import Evaluation
 
 _PROG = "python -m jgraph.evaluate"
 
@@ -80,7 +80,7 @@ def evaluate_and_print(options: Options) -> None:
     from absl import logging
 
     from jgraph.dispatch import check_devices
-    from jgraph.training.evaluation import evaluate
+    from jgraph.train.evaluation import evaluate
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()

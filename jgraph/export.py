@@ -57,8 +57,8 @@ def export(options: Options) -> None:
     from absl import logging
 
     from jgraph.interop.write import check_empty, write
-    from jgraph.training import origin
-    from jgraph.training.saved import SavedRun
+    from jgraph.train import origin
+    from jgraph.train.saved import SavedRun
 
     logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
     check_empty(options.to, field="to")

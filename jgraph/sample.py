@@ -79,7 +79,7 @@ def sample(options: Options) -> None:
     from absl import logging
 
     from jgraph.dispatch import check_devices
-    from jgraph.training.loaded import load
+    from jgraph.train.loaded import load
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()

@@ -15,7 +15,7 @@ from jgraph.errors import ConfigError, download_hint
 from jgraph.inspect.__main__ import main as inspect_main
 from jgraph.interop.write import check_empty, write
 from jgraph.profile.__main__ import main as profile
-from jgraph.train import main as train
+from jgraph.train.__main__ import main as train
 from tests import tiny
 
 NAMES = ("train", "sample", "evaluate", "export", "report", "inspect", "profile", "data", "aot")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jgraph.cli import flag
-from jgraph.training.presets import preset
-from jgraph.training.rundir import flatten
+from jgraph.train.presets import preset
+from jgraph.train.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 # The diary names what there was on its day.

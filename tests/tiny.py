@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jgraph.train import main
+from jgraph.train.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 _FLAGS = """

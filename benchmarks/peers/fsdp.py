@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.peers import torch_moe
 from benchmarks.peers.ranks import Ranks
 from benchmarks.peers.torch_gpt import GPT, adamw, draw, to_float8, warm_up
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
 # B batch of a rank, T sequence, S = T + 1, N tokens, V vocabulary

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.peers.torch_gpt import draw, rotary, warm_up
 from benchmarks.peers.torch_moe import Block, through
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.peers import torch_gpt, torch_moe
 from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.peers.torch_gpt import adamw, to_float8, warm_up
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 
 
 def built(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Optimizer]:

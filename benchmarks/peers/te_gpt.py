@@ -17,7 +17,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from benchmarks.peers.torch_gpt import cross_entropy, draw, linear
-from jgraph.training.config import OptimizerConfig
+from jgraph.train.config import OptimizerConfig
 from jgraph_models.gpt import GPTConfig
 
 RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jgraph.training.config import OptimizerConfig
+from jgraph.train.config import OptimizerConfig
 from jgraph_models.gpt import GPTConfig
 
 

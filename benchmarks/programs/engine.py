@@ -13,9 +13,9 @@ from benchmarks.peers.protocol import answer, request
 from benchmarks.programs.step import devices_of
 from benchmarks.rows import Row
 from jgraph.data import Source
-from jgraph.training.config import TrainConfig
-from jgraph.training.engine import settle_engine
-from jgraph.training.rundir import RunDir
+from jgraph.train.config import TrainConfig
+from jgraph.train.engine import settle_engine
+from jgraph.train.rundir import RunDir
 
 
 def choice(config: TrainConfig) -> Row:

@@ -14,8 +14,8 @@ from flax import nnx
 from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.programs.step import compiled_bytes, devices_of, stepping
 from benchmarks.rows import Row
-from jgraph.training.config import TrainConfig
-from jgraph.training.metrics import peak_memory_bytes
+from jgraph.train.config import TrainConfig
+from jgraph.train.metrics import peak_memory_bytes
 from jgraph.tree import is_router, path_name
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph_models.gpt import Block, GPTConfig, norm_kernel, rotary_of

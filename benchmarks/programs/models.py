@@ -12,7 +12,7 @@ from flax import nnx
 
 from benchmarks.rows import Row
 from benchmarks.works import GPTSize, MLPSize, Size
-from jgraph.parallel.pipeline import PipelineModel
+from jgraph.pipeline import PipelineModel
 from jgraph_models.gpt import GPT, Block, GPTConfig, pipeline_model
 from jgraph_models.rotary import rotary
 
@@ -22,7 +22,7 @@ class Model:
     """Holds a model in parts with its parameters, and a batch.
 
     Attributes:
-        parts, ends, layers: as `jgraph.parallel.pipeline.Pipeline` takes them.
+        parts, ends, layers: as `jgraph.pipeline.Pipeline` takes them.
         inputs: the batch, by microbatches.
         compute_dtype: as `Pipeline`'s.
     """

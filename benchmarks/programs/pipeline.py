@@ -21,18 +21,17 @@ from benchmarks.rows import Row
 from benchmarks.works import GPTSize, schedule_of, size_from
 from jgraph import FP8Config
 from jgraph.dispatch import in_turn
-from jgraph.parallel import Pipelined
-from jgraph.parallel.objective import WithHistory
-from jgraph.parallel.pipeline import Pipeline
-from jgraph.parallel.pipeline.dispatched import dispatched
-from jgraph.parallel.step import in_fp8
-from jgraph.parallel.strategy import Binding
+from jgraph.pipeline import Pipeline, Pipelined
+from jgraph.pipeline.dispatched import dispatched
 from jgraph.precision.product import XLA_OPTIONS
 from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.tables import tabulate
-from jgraph.training.metrics import peak_memory_bytes
+from jgraph.step.train_step import in_fp8
+from jgraph.strategies.base import Binding
+from jgraph.strategies.objective import WithHistory
+from jgraph.train.metrics import peak_memory_bytes
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known
 

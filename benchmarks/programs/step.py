@@ -14,14 +14,14 @@ from benchmarks.harness import soak
 from benchmarks.peers.protocol import answer, request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
-from jgraph.parallel.compiled import CompiledStep
 from jgraph.profile.attribution import by_category, choose_step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import read
-from jgraph.training.config import TrainConfig
-from jgraph.training.metrics import peak_memory_bytes
-from jgraph.training.profiling import profiled
-from jgraph.training.setup import TrainSetup
+from jgraph.step.compiled import CompiledStep
+from jgraph.train.config import TrainConfig
+from jgraph.train.metrics import peak_memory_bytes
+from jgraph.train.profiling import profiled
+from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, count_launches
 from jgraph.xla.launches import profiler_options
 

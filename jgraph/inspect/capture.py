@@ -13,9 +13,9 @@ from rich.console import Console
 from jgraph.cli import Count, File, Name, optional
 from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
-from jgraph.training.config import TrainConfig
-from jgraph.training.model import settings_of
-from jgraph.training.presets import PRESETS, preset
+from jgraph.train.config import TrainConfig
+from jgraph.train.model import settings_of
+from jgraph.train.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from jgraph.xla.explain import Explanation
@@ -96,7 +96,7 @@ def _explain(options: CaptureOptions) -> "Explanation":
         fn, args, donated = _example(options.name)
         report = explain(fn, *args, donate_argnums=donated, target=options.target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{options.name}, {report.name}")
-    from jgraph.training.setup import TrainSetup
+    from jgraph.train.setup import TrainSetup
 
     setup = TrainSetup.of(config)
     shapes = (setup.step.state, setup.batch())

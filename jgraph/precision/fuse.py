@@ -18,10 +18,10 @@ from jax import Array
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from jgraph.autodiff import replay
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise, Operand, can
 from jgraph.kernels.quantize import CALLS, Want, cast_transpose, choose, has_kernel
 from jgraph.scopes import scope
-from jgraph.trace import replay
 
 _MOST = 4  # inputs of a kernel, whose tiles have to fit into shared memory
 _FLOATS = (jnp.bfloat16, jnp.float32)

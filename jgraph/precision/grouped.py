@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.backward.linear import GROUPED, DelayedProduct
+from jgraph.autodiff.linear import GROUPED, DelayedProduct
 from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
 from jgraph.precision.config import FP8Config
 from jgraph.precision.product import Tap, formats, product, quantized, waiting

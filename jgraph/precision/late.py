@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.backward.linear import DelayedProduct
+from jgraph.autodiff import replay
+from jgraph.autodiff.linear import DelayedProduct
 from jgraph.precision.config import FP8Config
 from jgraph.precision.grouped import multiplied
 from jgraph.precision.product import Shape, Tap, formats, weight_gradient, wgrad_of
-from jgraph.trace import replay
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jgraph.backward.linear import GROUPED, DelayedProduct
+from jgraph.autodiff.linear import GROUPED, DelayedProduct
 from jgraph.kernels import amax, cast_transpose
 from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config

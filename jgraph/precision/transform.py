@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.backward import find
-from jgraph.backward.linear import GROUPED, Bound, DelayedProduct, OwnProducts
+from jgraph.autodiff import find
+from jgraph.autodiff.linear import GROUPED, Bound, DelayedProduct, OwnProducts
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config

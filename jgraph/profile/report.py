@@ -26,7 +26,7 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Returns the report of what `jgraph.training.profiling` left in a directory, as profile.json has it.
+    """Returns the report of what `jgraph.train.profiling` left in a directory, as profile.json has it.
 
     Raises ProfileError where something is missing or damaged, or the traces do not show what was traced.
     """

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import ConfigError
-from jgraph.training.metrics import read_metrics
-from jgraph.training.rundir import RunDir, flatten
+from jgraph.train.metrics import read_metrics
+from jgraph.train.rundir import RunDir, flatten
 
 CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes")
 # Of a curve on the page, at most about so many: several for every pixel.

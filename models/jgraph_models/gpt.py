@@ -21,7 +21,7 @@ from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
 from jgraph.moe import MoE
-from jgraph.parallel.pipeline import PipelineModel, split_embedding
+from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE

@@ -7,7 +7,7 @@ Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-
 from typing import Any
 
 from jgraph.moe.config import MoEConfig
-from jgraph.training.config import DefaultSteps, OptimizerConfig, TrainConfig
+from jgraph.train.config import DefaultSteps, OptimizerConfig, TrainConfig
 from jgraph_models.gpt_config import GPTConfig
 
 _GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matrix product has whole tiles

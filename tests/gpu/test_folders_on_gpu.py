@@ -21,7 +21,7 @@ from flax import nnx
 import jgraph
 from jgraph import export, sample
 from jgraph.interop.write import write
-from jgraph.train import main
+from jgraph.train.__main__ import main
 from jgraph.tree import leaf_names
 from jgraph.xla import count_launches
 from jgraph_models.gpt import GPT

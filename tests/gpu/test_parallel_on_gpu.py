@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.training.config import OptimizerConfig, TrainConfig
-from jgraph.training.setup import TrainSetup
+from jgraph.train.config import OptimizerConfig, TrainConfig
+from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 
 pytestmark = pytest.mark.gpu

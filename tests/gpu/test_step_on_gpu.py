@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.training.presets import preset
-from jgraph.training.setup import TrainSetup
+from jgraph.train.presets import preset
+from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import attention_kernel
 
 pytestmark = pytest.mark.gpu

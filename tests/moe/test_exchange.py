@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import jgraph
 from jgraph.errors import ConfigError
 from jgraph.moe import exchange, router
-from jgraph.parallel import FullySharded, train_step
-from jgraph.parallel.fsdp import ShardSpec
+from jgraph.step import train_step
+from jgraph.strategies import FullySharded
+from jgraph.strategies.sharding import ShardSpec
 
 pytestmark = pytest.mark.long
 

@@ -13,8 +13,9 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.moe import dispatch, losses, router
 from jgraph.moe.statistics import starved, statistics
-from jgraph.parallel import Replicated, train_step
 from jgraph.scopes import PREFIX
+from jgraph.step import train_step
+from jgraph.strategies import Replicated
 
 D, F, E = 4, 6, 5
 

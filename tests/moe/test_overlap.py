@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jgraph
-from jgraph.training.setup import TrainSetup
+from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, compiler_options
 from jgraph.xla.explain import Overlap
 

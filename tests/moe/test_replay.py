@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tests.test_capacity import told
+from tests.train.test_capacity import told
 
 FLAGS = """
     --model.vocab-size 256 --model.compute-dtype float32 --model.mlp swiglu --model.moe.num-experts 4 --model.moe.d-ff 16

@@ -10,8 +10,10 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.parallel import FullySharded, Pipelined, PipelineModel, Replicated, train_step
+from jgraph.pipeline import Pipelined, PipelineModel
 from jgraph.schedule import generate
+from jgraph.step import train_step
+from jgraph.strategies import FullySharded, Replicated
 
 pytestmark = pytest.mark.long
 

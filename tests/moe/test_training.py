@@ -13,12 +13,12 @@ from jgraph.data import Batches
 from jgraph.evaluate import main as evaluate
 from jgraph.moe import MoEConfig
 from jgraph.moe.statistics import summary
-from jgraph.train import main
-from jgraph.training.config import OptimizerConfig, TrainConfig
-from jgraph.training.setup import TrainSetup
+from jgraph.train.__main__ import main
+from jgraph.train.config import OptimizerConfig, TrainConfig
+from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 from tests import tiny
-from tests.test_resharding import assert_same_bits, restored
+from tests.train.test_resharding import assert_same_bits, restored
 
 # More experts than there are tokens in a hundred steps: some get none.
 FLAGS = """

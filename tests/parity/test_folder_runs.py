@@ -16,10 +16,10 @@ from jgraph.interop.write import write  # noqa: E402
 from jgraph.tree import leaf_names  # noqa: E402
 from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.interop.test_interop import UNCHANGED  # noqa: E402
 from tests.parity import folders  # noqa: E402
 from tests.parity.test_hugging_face import TOKENS, opened  # noqa: E402
-from tests.test_distributed import finish, start_two  # noqa: E402
-from tests.test_interop import UNCHANGED  # noqa: E402
+from tests.train.test_distributed import finish, start_two  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

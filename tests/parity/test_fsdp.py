@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-from jgraph.training.config import TrainConfig  # noqa: E402
-from jgraph.training.setup import TrainSetup  # noqa: E402
+from jgraph.train.config import TrainConfig  # noqa: E402
+from jgraph.train.setup import TrainSetup  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.parity import torch_fsdp, weights  # noqa: E402
 from tests.parity.test_gpt import (  # noqa: E402

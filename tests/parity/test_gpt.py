@@ -15,10 +15,12 @@ torch = pytest.importorskip("torch")
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from jgraph.parallel import Pipelined, Replicated, elementwise, train_step  # noqa: E402
+from jgraph.pipeline import Pipelined  # noqa: E402
 from jgraph.schedule import generate  # noqa: E402
-from jgraph.training.config import OptimizerConfig  # noqa: E402
-from jgraph.training.optimizer import adamw  # noqa: E402
+from jgraph.step import elementwise, train_step  # noqa: E402
+from jgraph.strategies import Replicated  # noqa: E402
+from jgraph.train.config import OptimizerConfig  # noqa: E402
+from jgraph.train.optimizer import adamw  # noqa: E402
 from jgraph_models import gpt  # noqa: E402
 from jgraph_models.gpt import GPTConfig  # noqa: E402
 from tests.parity import weights  # noqa: E402

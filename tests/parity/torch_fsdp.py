@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peers.torch_gpt import GPT
-from jgraph.training.config import OptimizerConfig
-from jgraph.training.model import settings_from
+from jgraph.train.config import OptimizerConfig
+from jgraph.train.model import settings_from
 from jgraph_models.gpt import GPTConfig
 
 Arrays = dict[str, np.ndarray]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.parallel.pipeline import Pipeline, PipelineModel
-from jgraph.parallel.pipeline.dispatched import dispatched
+from jgraph.pipeline import Pipeline, PipelineModel
+from jgraph.pipeline.dispatched import dispatched
 from jgraph.schedule import Schedule
 
 Tree = Any

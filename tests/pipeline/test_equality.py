@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.parallel.pipeline import PipelineModel
+from jgraph.pipeline import PipelineModel
 from jgraph.schedule import Order, Schedule, generate, read, write
-from tests.backward.stages import grouped_mlp, grouped_params
+from tests.autodiff.stages import grouped_mlp, grouped_params
 from tests.pipeline import model
 from tests.schedule.strategies import delayed_ticks, random_schedule
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 import jgraph
 from jgraph.errors import ConfigError, OrderError, ShapeError
-from jgraph.parallel.pipeline import Pipeline, PipelineModel, StageAssignment
-from jgraph.parallel.pipeline.ends import End
+from jgraph.pipeline import Pipeline, PipelineModel, StageAssignment
+from jgraph.pipeline.ends import End
 from jgraph.schedule import Order, Schedule, generate, vee
 from tests.pipeline import model
 

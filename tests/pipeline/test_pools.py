@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jgraph.parallel.pipeline import Pipeline, PipelineModel, pools
+from jgraph.pipeline import Pipeline, PipelineModel, pools
 from jgraph.schedule import generate
 from jgraph.xla import aot
 from tests.pipeline import model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jgraph.parallel.pipeline import Pipeline, PipelineModel
+from jgraph.pipeline import Pipeline, PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 

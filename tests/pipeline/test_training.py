@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jgraph.parallel.pipeline import PipelineModel
+from jgraph.pipeline import PipelineModel
 from jgraph.schedule import generate
 from tests.pipeline import model
 

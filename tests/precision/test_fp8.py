@@ -12,7 +12,7 @@ from jgraph.errors import ConfigError
 from jgraph.kernels.grouped import grouped_dot
 from jgraph.precision.report import about
 from jgraph.xla.explain import FP8Products
-from tests.backward.stages import grouped_mlp, grouped_params
+from tests.autodiff.stages import grouped_mlp, grouped_params
 
 # B batch, D model, F hidden
 B, D, F, H, K = 32, 48, 64, 4, 16

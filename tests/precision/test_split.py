@@ -12,7 +12,7 @@ from jgraph import FP8Config
 from jgraph.errors import SplitError
 from jgraph.tree import leaf_names
 from jgraph.xla.options import installed_options
-from tests.backward.stages import grouped_mlp, grouped_params
+from tests.autodiff.stages import grouped_mlp, grouped_params
 
 # B rows, D model, F hidden
 B, D, F, LAYERS = 32, 48, 64, 3

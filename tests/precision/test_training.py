@@ -5,13 +5,13 @@ import shutil
 import pytest
 
 from jgraph.errors import ConfigError
-from jgraph.parallel.pipeline import autotune
+from jgraph.pipeline import autotune
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import NAMES
-from jgraph.training.config import TrainConfig
-from jgraph.training.setup import TrainSetup
+from jgraph.train.config import TrainConfig
+from jgraph.train.setup import TrainSetup
 from tests import tiny
-from tests.test_pipeline_training import config_of
+from tests.train.test_pipeline_training import config_of
 
 RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "--sample-tokens", "0")
 
@@ -37,7 +37,7 @@ def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(
 
 
 def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
-    from jgraph.training import strategy
+    from jgraph.train import strategy
 
     monkeypatch.setattr(strategy.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ConfigError) as error:

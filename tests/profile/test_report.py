@@ -9,7 +9,7 @@ import pytest
 from jgraph.errors import ConfigError, ProfileError
 from jgraph.profile import report
 from jgraph.profile.__main__ import main
-from jgraph.training.config import TrainConfig
+from jgraph.train.config import TrainConfig
 from tests import tiny
 from tests.profile.checks import check
 from tests.profile.recordings import NAMES

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 import jgraph
-from jgraph.training.setup import TrainSetup
+from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compiler_options
 
 pytestmark = [pytest.mark.target, pytest.mark.long]

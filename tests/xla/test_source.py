@@ -19,7 +19,7 @@ HloModule jit_step, is_scheduled=true
 FileNames
 1 "/home/me/train.py"
 2 "{LIBRARY}/flax/linear.py"
-3 "{HERE.parents[2]}/jgraph/training/step.py"
+3 "{HERE.parents[2]}/jgraph/train/step.py"
 
 FunctionNames
 1 "main"
@@ -54,7 +54,7 @@ def test_a_program_has_a_stack_of_which_the_users_innermost_call_counts(frame, l
     assert only(program(f', metadata={{op_name="jit(step)/fft" stack_frame_id={frame}}}')).source == f"/home/me/train.py:{line}"
 
 
-@pytest.mark.parametrize(("only_frame", "source"), [("2", f"{LIBRARY}/flax/linear.py:99"), ("3", "jgraph/training/step.py:7")])
+@pytest.mark.parametrize(("only_frame", "source"), [("2", f"{LIBRARY}/flax/linear.py:99"), ("3", "jgraph/train/step.py:7")])
 def test_where_no_call_is_the_users_the_innermost_is_told(only_frame, source, monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
     tables = TABLES.replace("1 {file_location_id=1", f"1 {{file_location_id={int(only_frame) + 1}")

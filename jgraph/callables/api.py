@@ -1,0 +1,205 @@
+"""`make_graphed_callables`: everything checked and compiled once, before anything runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from flax import linen, nnx
+
+from jgraph.callables.arguments import check_wgrads, each, homes, most_waiting, schedule_of
+from jgraph.callables.callable import Graphed
+from jgraph.callables.entry import compile_entries
+from jgraph.callables.group import GraphedCallables
+from jgraph.callables.match import check_concrete, differences, signature
+from jgraph.callables.shaped import Shaped, shape_callable
+from jgraph.errors import CallableError, check_choice
+from jgraph.precision.transform import FP8Function
+from jgraph.schedule.action import Kind
+
+Tree = Any
+ParamGrads = Literal["owned", "aliased"]
+
+# Attributes by which Flax modules say that they infer.
+_MODES = ("deterministic", "use_running_average")
+
+
+def make_graphed_callables(
+    callables: Any,
+    params: Tree,
+    sample_args: Sequence[Any],
+    *,
+    sample_kwargs: Any = None,
+    order: Any = None,
+    num_layers_per_chunk: int | Sequence[int] | None = None,
+    delay_wgrad: bool | Sequence[bool] = False,
+    reuse_buffers: bool = False,
+    param_grads: ParamGrads = "owned",
+    devices: Sequence[Any] | None = None,
+    training: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "GraphedCallables":
+    """Compiles forward and backward of each callable once, as CUDA graphs that your code calls in whatever order.
+
+    As `jax.jit` of `jax.vjp`, but the backward is a call of its own, buffers have an owner, and wgrads may wait. It is the
+    counterpart of the functions of this name in PyTorch and Transformer Engine.
+
+    >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
+    >>> graphed = jgraph.make_graphed_callables(lambda params, x: x @ params, params, (x,))
+    >>> graphed[0]
+    Graphed(0: forward, backward; float32[4, 2] -> float32[4, 3])
+    >>> y = graphed[0](params, x)
+    >>> gradient, dx = graphed[0].backward(jnp.ones_like(y))
+
+    Args:
+        callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
+            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, one in FP8 (`jgraph.fp8`), or a Flax module (NNX or
+            Linen). x and y are floating; an x of integers has no gradient; `extra` and `kwargs` are not differentiated. Random
+            keys are arguments.
+        params: of each callable, a tuple where `callables` is one. Arrays or `jax.ShapeDtypeStruct`. Of a function in FP8 they
+            are (params, state, weights). The gradient of the state is the state afterwards, the maximum over microbatches.
+        sample_args: (x, *extra) of each callable; microbatches share the shapes. Only shapes and dtypes are read.
+        sample_kwargs: keyword arguments of each callable, if any.
+        order: the order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
+            None for callables that are only called one by one.
+        num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
+        delay_wgrad: whether `wgrad` is a call of its own. One bool for all, or one per stage of the order (a chunk of a rank);
+            without an order, one per callable. A callable that has nothing to delay has no wgrad, and none in the order.
+        reuse_buffers: Whether `run` donates a buffer to its last reader, so that a later action writes into it. Saves memory.
+            Needs an order. Single calls are not affected.
+        param_grads: `owned`: a gradient is your own array, in the parameter's dtype, unless it is delayed. `aliased`: it is a
+            float32 sum in main_grad, always in the same buffer, as gradients of delayed parameters are in any case.
+        devices: of each rank of the order; by default one, that of the params.
+        training: False builds forwards only.
+        compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
+
+    Returns:
+        GraphedCallables: `[i]` is the i-th callable, `run` plays the order.
+
+    Raises:
+        ConfigError: `param_grads` is not one of its choices.
+        CallableError: callables, params and samples do not belong together, or an argument has a value that is not allowed.
+        OrderError: the order cannot run, does not fit the callables or `delay_wgrad`, or has a wgrad of a callable that has
+            nothing to delay.
+    """
+    check_choice("param_grads", param_grads, get_args(ParamGrads))
+    fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
+    if not isinstance(callables, (tuple, list)):
+        params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
+    if not fns:
+        raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
+    # What a caller changes later in a list of theirs changes nothing here.
+    lists = (delay_wgrad, num_layers_per_chunk, devices)
+    delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
+    given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
+    every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
+    samples = []
+    for i, (args, kwargs) in enumerate(zip(sample_args, sample_kwargs, strict=True)):
+        kwargs = {} if kwargs is None else kwargs
+        if not isinstance(args, (tuple, list)) or not args:
+            wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
+            raise CallableError(wrong, field="sample_args")
+        if not isinstance(kwargs, Mapping):
+            raise CallableError(f"`sample_kwargs` of callable {i} is {kwargs!r}: must be a dict", field="sample_kwargs")
+        samples.append((every[i], tuple(args), dict(kwargs)))
+    check_concrete("make_graphed_callables", samples)
+    schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
+    if schedule is None and reuse_buffers:
+        wrong = "`reuse_buffers` is True without an order: give an order, such as [1, -1]"
+        raise CallableError(wrong, field="reuse_buffers")
+    if not training and (schedule is not None or any(delayed)):
+        wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
+        raise CallableError(wrong, field="training")
+    placed = homes(schedule, devices, every)
+    checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
+    for check in checks:
+        check()
+    if not isinstance(compiler_options, Mapping | None):
+        wrong = f"`compiler_options` is {type(compiler_options).__name__}: must be a mapping of XLA options to values"
+        raise CallableError(wrong, field="compiler_options")
+    options = dict(compiler_options or {})
+
+    # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose command
+    # buffers then find everything where it was at the last call.
+    traced: dict[Any, Shaped] = {}
+    shaped = []
+    for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
+        name = (id(fn), signature(sample))
+        if name not in traced:
+            traced[name] = shape_callable(_function(fn, i), i, *sample, device=placed[i])
+        shaped.append(replace(traced[name], index=i, device=placed[i]))
+    if schedule is not None:
+        check_wgrads(schedule, shaped)
+        _check_chain(shaped)
+    kinds: list[tuple[Kind, ...]] = []
+    for one, is_delayed in zip(shaped, delayed, strict=True):
+        backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if is_delayed else ("backward",)
+        kinds.append(("forward", *backward) if training else ("forward",))
+    late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
+    aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
+    entries = compile_entries(shaped, kinds, aliased, options)
+    most = most_waiting(schedule, len(fns))
+    graphed = tuple(
+        Graphed(entry, most_waiting=most[i], delayed=delayed[i], check_mode=checks[i]) for i, entry in enumerate(entries)
+    )
+    return GraphedCallables(
+        graphed,
+        every,
+        schedule,
+        parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
+        homes=partial(homes, devices=devices, params=every),
+        reuse_buffers=reuse_buffers,
+        options=options,
+    )
+
+
+def _check_chain(shaped: Sequence[Shaped]) -> None:
+    """Raises CallableError if a callable does not take the output of the one before it."""
+    for before, after in pairwise(shaped):
+        if not after.takes_gradient:
+            raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
+        if texts := differences(after.x, before.y.shapes(), "y", None):
+            raise CallableError(
+                f"callable {after.index} does not take what callable {before.index} gives: {'; '.join(texts)}",
+                mismatches=tuple(texts),
+            )
+
+
+def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
+    """Returns `fn(params, x, *extra, **kwargs)` of a function or a Flax module; a function in FP8 as it is."""
+    if isinstance(fn, FP8Function):
+        return fn
+    if isinstance(fn, linen.Module):
+        return fn.apply
+    if not isinstance(fn, nnx.Module):
+        if not callable(fn):
+            wrong = f"callable {i} is {type(fn).__name__}: must be a function or a Flax module"
+            raise CallableError(wrong, field="callables")
+        return fn
+    graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
+    if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):
+        raise CallableError(
+            f"callable {i} has variables besides its parameters ({', '.join(kinds)}), which a compiled call could not change; "
+            f"write a function fn(params, x, *extra) that takes them as arguments"
+        )
+    return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
+
+
+def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None]:
+    """Returns a function that raises CallableError where the mode of a module is another than it is built with."""
+    found = [
+        ("/".join(map(str, path)) or "the module", module, name)
+        for path, module in (nnx.iter_modules(fn) if isinstance(fn, nnx.Module) else ())
+        for name in _MODES
+        if isinstance(getattr(module, name, None), bool)
+    ]
+
+    def check() -> None:
+        for path, module, name in found:
+            if getattr(module, name) is training:
+                advice = f"call .{('train', 'eval')[not training]}() on it"
+                wrong = f"{path} has {name}={training}, but it is built with training={training}"
+                raise CallableError(f"callable {i}: {wrong}; {advice}")
+
+    return check

@@ -1,0 +1,88 @@
+"""The aligned runtime: in a tick all ranks do the same, so the program says what that is and needs no branch on it.
+
+Equal rounds are one `lax.scan`. In two kinds of tick a rank does what it does by `act_where`: those in which some ranks fill in
+a pending wgrad while the others do a forward or a dgrad, and wgrads that not all ranks have. In others, what idle ranks make
+goes to free slots.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from jax import Array, lax
+
+from jgraph.pipeline.runtime import RankRuntime, Row, State
+from jgraph.pipeline.stage import act_where
+from jgraph.schedule.action import DGRAD, FORWARD, IDLE, WGRAD
+from jgraph.schedule.tables import Phase, phases
+
+
+def play(runtime: RankRuntime) -> State:
+    """All phases, one after another."""
+    state = runtime.start()
+    for phase in phases(runtime.tables.table):
+        size = len(phase.kinds)
+        ticks = phase.first_tick + np.arange(phase.rounds * size).reshape(phase.rounds, size)
+
+        def run(state: State, rows: Row, phase=phase, ticks=ticks) -> State:
+            return _round(runtime, state, phase, rows, ticks)
+
+        rows = {name: row[ticks[0, 0] : ticks[-1, -1] + 1].reshape(ticks.shape) for name, row in runtime.rows.items()}
+        if phase.rounds == 1:
+            state = run(state, {name: row[0] for name, row in rows.items()})
+        else:
+            state, _ = lax.scan(lambda state, rows, run=run: (run(state, rows), None), state, rows)
+    return state
+
+
+def _round(runtime: RankRuntime, state: State, phase: Phase, rows: Row, ticks: np.ndarray) -> State:
+    """A round; `ticks` [rounds, ticks of a round] are all those that this code is run for."""
+    stashed = None
+    for j, kinds in enumerate(phase.kinds):
+        row = {name: row[j] for name, row in rows.items()}
+        if kinds[0] == "forward":
+            state = _forward(runtime, state, row, ticks[:, j])
+        elif kinds[0] == "wgrad":
+            state = _wgrad(runtime, state, row, ticks[:, j], stashed)
+        else:
+            state, made = _dgrad(runtime, state, row, ticks[:, j], phase.is_handed)
+            stashed = made if phase.is_handed else None
+    return state
+
+
+def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) -> State:
+    x, is_forward = runtime.x(state, row, ticks), row["kind"] == FORWARD
+    state, y = _or_wgrad(runtime, state, row, ticks, lambda state: runtime.forward(state, row, x))
+    state = runtime.leave(state, row, y, ticks, is_forward)
+    return runtime.send(state, row, y, ["activation"])
+
+
+def _dgrad(
+    runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, is_handed: bool
+) -> tuple[State, tuple[Array, ...] | None]:
+    """Also gives the stash, if it is in no pool."""
+    dy, does, stash = runtime.dy(state, row), row["kind"] == DGRAD, None
+    counts = None if (runtime.tables.table.kind[ticks] == DGRAD).all() else does
+    if is_handed:
+        state, dx, stash = runtime.dgrad(state, row, dy, keeps=False)
+    else:
+        state, dx = _or_wgrad(runtime, state, row, ticks, lambda state: runtime.dgrad(state, row, dy, counts=counts)[:2])
+    state = runtime.back(state, row, dx, ticks, does)
+    return runtime.send(state, row, dx, ["gradient"]), stash
+
+
+def _wgrad(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, stashed: tuple[Array, ...] | None = None) -> State:
+    if (runtime.tables.table.kind[ticks] == WGRAD).all():
+        return runtime.wgrad(state, row, stashed)
+    return act_where(row["kind"] == WGRAD, lambda state: runtime.wgrad(state, row), state)
+
+
+def _or_wgrad(
+    runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, act: Callable[[State], tuple[State, Array]]
+) -> tuple[State, Array]:
+    """The state after `act`, and what it makes; in a tick in which some ranks do a wgrad, others do nothing or `act`."""
+    kinds = runtime.tables.table.kind[ticks]
+    if not (kinds == WGRAD).any():
+        return act(state)
+    state = _wgrad(runtime, state, row, ticks)
+    does = (row["kind"] != WGRAD) & (row["kind"] != IDLE)
+    return act_where(does, lambda carry: act(carry[0]), (state, runtime.nothing()))

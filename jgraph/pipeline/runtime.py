@@ -1,0 +1,196 @@
+"""What both runtimes are made of: the state of a rank between two ticks, and the steps that a tick can have."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jgraph.autodiff import Residuals, Stash
+from jgraph.pipeline.pools import Pool
+from jgraph.pipeline.stage import AXIS, StageExecutor
+from jgraph.schedule.action import FORWARD
+from jgraph.schedule.tables import ScheduleTables
+from jgraph.scopes import scope
+
+Tree = Any
+Row = dict[str, Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "outer", "loss", "carried"], meta_fields=[])
+@dataclass(frozen=True)
+class State:
+    """Of a rank, between two ticks.
+
+    Attributes:
+        pools: by name.
+        grads: of each chunk, float32 sums over the microbatches so far.
+        outer: the same of embedding and head.
+        loss: float32 sum, of the rank that has the last stage.
+        carried: of all chunks, merged over the microbatches so far.
+    """
+
+    pools: dict[str, Pool]
+    grads: tuple[Tree, ...]
+    outer: Tree
+    loss: Array
+    carried: Tree
+
+    def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
+        return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
+
+    @scope("wgrad")
+    def add_outer(self, gradients: Tree) -> "State":
+        return replace(self, outer=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.outer, gradients))
+
+
+class RankRuntime:
+    """A rank with its part of the schedule tables.
+
+    Attributes:
+        rank: what it computes with.
+        tables: of all ranks.
+        rows: this rank's, int32 [T] each, by name: kind, stage, chunk, microbatch, enter, leave, back, `read POOL`,
+            `write POOL`, `arrive SOURCE POOL`.
+    """
+
+    def __init__(self, rank: StageExecutor, tables: ScheduleTables, num_stages: int):
+        self.rank, self.tables, self._last = rank, tables, num_stages - 1
+        table = tables.table
+        shared = {"enter": tables.enter, "leave": tables.leave, "back": tables.back}
+        own = {"kind": table.kind, "stage": table.stage, "chunk": np.maximum(table.chunk, 0)}
+        own["microbatch"] = np.maximum(table.microbatch, 0)
+        own |= {f"read {pool}": column for pool, column in tables.reads.items()}
+        own |= {f"write {pool}": column for pool, column in tables.writes.items()}
+        own |= {f"arrive {source} {pool}": column for (source, pool), column in tables.arrivals.items()}
+        # One array of all, so that a rank picks its own with one operation.
+        index = lax.axis_index(AXIS) if table.kind.shape[1] > 1 else 0
+        picked = lax.dynamic_index_in_dim(jnp.asarray(np.stack(list(own.values()))), index, 2, keepdims=False)
+        self.rows = {name: picked[i] for i, name in enumerate(own)} | {k: jnp.asarray(v) for k, v in shared.items()}
+
+    def start(self) -> State:
+        """Before the first tick."""
+        shapes, slots = self.rank.shapes, self.tables.slots
+        of = {
+            "forward_dgrad": shapes.residuals.dgrad,
+            "forward_wgrad": shapes.residuals.wgrad,
+            "stash": shapes.stash.arrays,
+            "activation": (shapes.x,),
+            "gradient": (shapes.x,),
+            "loss": (shapes.x,),
+        }
+        pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
+        carried = self.rank.carried.start(self.rank.num_chunks, shapes.carried)
+        return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
+
+    def nothing(self) -> Array:
+        """Returns what stands for an action's result where there is none: an array of its shape, not cleared."""
+        return lax.empty(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+
+    # What goes in
+
+    @scope("copies")
+    def x(self, state: State, row: Row, ticks: np.ndarray) -> Array:
+        """The input of a forward: embedded on the first stage, received elsewhere."""
+        received = state.pools["activation"].read(row["read activation"])
+        zeros = jnp.zeros(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+        if not (self.tables.enter[ticks] >= 0).any():
+            return received[0]
+        x = _where_any(self.tables.enter[ticks], row["enter"], self.rank.embed, zeros)
+        return jnp.where(row["stage"] == 0, x, received[0]) if received else x
+
+    @scope("copies")
+    def dy(self, state: State, row: Row) -> Array:
+        """The output gradient of a dgrad: the loss's on the last stage, received elsewhere."""
+        own = state.pools["loss"].read(row["read loss"])[0]
+        received = state.pools["gradient"].read(row["read gradient"])
+        return jnp.where(row["stage"] == self._last, own, received[0]) if received else own
+
+    # Actions, each giving the state after it and what it makes for another rank
+
+    def forward(self, state: State, row: Row, x: Array) -> tuple[State, Array]:
+        y, residuals, carried = self.rank.forward(row["chunk"], x, row["microbatch"])
+        state = state.write("forward_dgrad", row["write forward_dgrad"], residuals.dgrad)
+        state = state.write("forward_wgrad", row["write forward_wgrad"], residuals.wgrad)
+        with scope("forward"):
+            added = self.rank.carried.add(state.carried, carried, row["chunk"], row["kind"] == FORWARD)
+        return replace(state, carried=added), y
+
+    def dgrad(
+        self, state: State, row: Row, dy: Array, *, counts: Array | None = None, keeps: bool = True
+    ) -> tuple[State, Array, tuple[Array, ...]]:
+        """Gives the stash too.
+
+        Args:
+            state, row, dy: of the tick.
+            counts: whether the early gradients count; None: they do.
+            keeps: whether the stash goes to its pool.
+        """
+        dx, early, stash = self.rank.dgrad(row["chunk"], self._residuals(state, row), dy)
+        state = replace(state, grads=self.rank.add_early(row["chunk"], state.grads, early, counts))
+        return state.write("stash", row["write stash"], stash.arrays) if keeps else state, dx, stash.arrays
+
+    def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> State:
+        """`stashed` is what the pool `stash` would give, where it is at hand."""
+        residuals = self._residuals(state, row).after_dgrad()
+        arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
+        stash = Stash(arrays, self.rank.shapes.stash.plan)
+        return replace(state, grads=self.rank.wgrad(row["chunk"], state.grads, residuals, stash))
+
+    # What comes out
+
+    @scope("copies")
+    def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:
+        """The head, where a microbatch leaves the last stage: loss, gradients, and dy for its dgrad."""
+        numbers = self.tables.leave[ticks]
+        if not (numbers >= 0).any():
+            return state
+        here = (row["stage"] == self._last) & is_forward
+        none = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.outer), jnp.zeros_like(y))
+
+        def head(m: Array):
+            loss, d_outer, dy = self.rank.head(m, y, here)
+            return loss.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), d_outer), dy
+
+        loss, d_outer, dy = _where_any(numbers, row["leave"], head, none)
+        state = replace(state.add_outer(d_outer), loss=state.loss + loss)
+        return state.write("loss", row["write loss"], (dy,))
+
+    @scope("copies")
+    def back(self, state: State, row: Row, dx: Array, ticks: np.ndarray, is_dgrad: Array) -> State:
+        """The embedding's gradient, where a microbatch is back at the first stage."""
+        numbers = self.tables.back[ticks]
+        if not (numbers >= 0).any():
+            return state
+        dx = jnp.where((row["stage"] == 0) & is_dgrad, dx, jnp.zeros((), dx.dtype))
+        zeros = jax.tree.map(jnp.zeros_like, state.outer)
+        return state.add_outer(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
+
+    def send(self, state: State, row: Row, out: Array, pools: Sequence[str]) -> State:
+        """Passes on what was made, and takes what comes, into these of the pools `activation` and `gradient`."""
+        came: dict[str, Array] = {}
+        for source, pool in self.tables.arrivals:
+            if pool in pools:
+                if source not in came:
+                    came[source] = out if source == "same" else lax.ppermute(out, AXIS, self.tables.hops[source])
+                state = state.write(pool, row[f"arrive {source} {pool}"], (came[source],))
+        return state
+
+    def _residuals(self, state: State, row: Row) -> Residuals:
+        pools = state.pools
+        return Residuals(
+            pools["forward_dgrad"].read(row["read forward_dgrad"]),
+            pools["forward_wgrad"].read(row["read forward_wgrad"]),
+            self.rank.shapes.residuals.plan,
+        )
+
+
+def _where_any(numbers: np.ndarray, m: Array, of: Callable[[Array], Any], none: Any) -> Any:
+    """`of(m)` in the ticks that have a microbatch, `none` in the others; all ranks agree on which those are."""
+    if (numbers >= 0).all():
+        return of(m)
+    return lax.cond(m >= 0, of, lambda _: none, m)

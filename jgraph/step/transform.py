@@ -1,0 +1,150 @@
+"""Optax transforms in a training step: how they are declared, and which arguments they get.
+
+A transform that is declared `elementwise` updates small parameters that share one array. `jgraph.step.probe` checks the
+declaration.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+import optax
+from jax import Array
+
+from jgraph.errors import ConfigError
+
+Tree = Any
+# optax.MultiSteps is no GradientTransformation.
+Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+
+
+class Elementwise(NamedTuple):
+    """An optax transform that treats every element alike; made by `elementwise`.
+
+    Attributes:
+        make: Makes the transform from a tree of bools, True where an array holds matrices.
+    """
+
+    make: Callable[[Tree], Transform]
+
+
+def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwise:
+    """Declares that an optax transform updates every element independently of all others.
+
+    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW
+    and Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
+    `train_step` without this function. `train_step` runs the transform on a small tree, packed and unpacked, and raises a
+    ConfigError if the updates differ.
+
+    >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
+
+    Args:
+        transform: An optax transform, or a function that makes one from a tree of bools, True for arrays that hold matrices.
+            Use the function to exclude vectors from weight decay.
+
+    Returns:
+        The declared transform, an argument of `train_step`.
+
+    Raises:
+        ConfigError: If `transform` is neither a transform nor a function.
+    """
+    if _is_transform(transform):
+        return Elementwise(lambda is_matrix: transform)
+    if not callable(transform):
+        raise _no_transform(transform)
+    return Elementwise(transform)
+
+
+def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
+    """Returns the transform for arrays with these matrices. Raises ConfigError if the function makes something else."""
+    transform = declared.make(is_matrix)
+    if not _is_transform(transform):
+        raise ConfigError(
+            f"`transform` returns {transform!r}: must make an optax transform from a tree of bools, e.g. "
+            "lambda matrices: optax.adamw(1e-3, mask=matrices)",
+            field="transform",
+        )
+    return transform
+
+
+def check_transform(transform: Any) -> None:
+    """Raises ConfigError unless `transform` is an optax transform, or is declared elementwise."""
+    if not isinstance(transform, Elementwise) and not _is_transform(transform):
+        raise _no_transform(transform)
+
+
+def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
+    """Returns the updates and the new optimizer state.
+
+    Args:
+        transform: An optax transform. Its `update` gets the keyword arguments `value` and `grad` if it takes them.
+        grads: The gradient, also passed as `grad`.
+        opt_state: The optimizer state.
+        params: The parameters.
+        value: The loss, a float32 scalar.
+
+    Raises:
+        ConfigError: If `update` requires another keyword argument.
+    """
+    extra = _accepted(transform.update, {"value": value, "grad": grads})
+    try:
+        return transform.update(grads, opt_state, params, **extra)
+    except (TypeError, ValueError) as e:
+        if not (missing := _missing(str(e))):
+            raise
+        names = ", ".join(f"`{name}`" for name in missing)
+        raise ConfigError(
+            f"`transform` requires the keyword argument {names}: must require no others than `value` (the loss) and `grad` "
+            "(the gradient), because a step computes the loss once",
+            field="transform",
+        ) from e
+
+
+def _missing(message: str) -> list[str]:
+    """Returns the keyword arguments that are missing according to Python's message or to one of optax."""
+    _, found, rest = message.partition("required keyword-only argument")
+    return re.findall(r"'(\w+)'", rest) if found else re.findall(r"(\w+) must be provided", message)
+
+
+def _is_transform(value: Any) -> TypeGuard[Transform]:
+    """True for anything with the functions `init` and `update`."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def _accepted(update: Callable[..., Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments that an `update` accepts."""
+    parameters = inspect.signature(update).parameters
+    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in extra.items() if any_name or name in parameters}
+
+
+def _no_transform(value: Any) -> ConfigError:
+    message = f"`transform` is {value!r}: must be an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
+    return ConfigError(message, field="transform")
+
+
+def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
+    """Returns the shardings of an optimizer state: a moment of a parameter is sharded like the parameter.
+
+    Args:
+        transform: The optimizer.
+        opt_state: Shapes of its state.
+        params: Shapes of the parameters.
+        shardings: Shardings of the parameters.
+        rest: Sharding of the other leaves, such as counters.
+
+    Raises:
+        ConfigError: If a moment has another shape than its parameter.
+    """
+
+    def of(leaf: Any, param: Any, sharding: Any) -> Any:
+        if leaf.shape != param.shape:
+            raise ConfigError(
+                f"the optimizer keeps {leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}: "
+                "must be of its shape, to lie as it does; see `fsdp`",
+                field="fsdp",
+            )
+        return sharding
+
+    return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)

@@ -1,0 +1,65 @@
+"""Gradients over the microbatches of a batch, summed in a dtype of choice."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.scopes import scope
+from jgraph.strategies.objective import Sums, before_any, merge
+
+Tree = Any
+
+# At most so many microbatches are unrolled. Beyond, they are a loop, which XLA does not capture unless asked (graph="full").
+_UNROLLED_MICROBATCHES = 8
+
+
+def accumulate(
+    sums_and_grads: Callable[[Tree, Tree, Array], tuple[Sums, Tree]],
+    num_microbatches: int,
+    *,
+    dtype: Any,
+    reductions: Tree,
+) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+    """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches.
+
+    The leaves of `batch_M` have the shape [M, B/M, ...]. The key of microbatch m is folded from `key` and m.
+
+    Args:
+        sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as `params`.
+        num_microbatches: M.
+        dtype: Dtype of the summed gradients. The gradients of a single microbatch are returned as they are.
+        reductions: How carried state is reduced, a tree of names.
+    """
+
+    def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Sums, Tree]:
+        def one(m: Any, batch: Tree) -> tuple[Sums, Tree]:
+            return sums_and_grads(params, batch, jax.random.fold_in(key, m))
+
+        if num_microbatches == 1:
+            return one(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
+
+        def add(carry: tuple[Sums, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Sums, Tree], None]:
+            sums, grads = one(*this)
+            with scope("wgrad"):
+                return (
+                    merge(reductions, carry[0], sums),
+                    jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[1], grads),
+                ), None
+
+        first = jax.tree.map(lambda leaf: leaf[0], batch_M)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0, first)[0])
+        main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+        unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
+        start = replace(zeros, carried=before_any(reductions, zeros.carried))
+        return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]
+
+    return over
+
+
+def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
+    """Returns the batch with leaves [M, B/M, ...] instead of [B, ...]."""
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

@@ -1,0 +1,1 @@
+"""The application: `python -m jgraph.train`, built from the public functions of the library."""

@@ -1,0 +1,194 @@
+"""Train a GPT, or a Flax model of your own, on one device or several. Resumes a run that was interrupted.
+
+    python -m jgraph.train
+    python -m jgraph.train --preset gpt-124m --data tokens/ --run-dir runs/first
+    srun --ntasks-per-node 8 python -m jgraph.train --preset gpt-1b3 --dp 16
+
+Presets: {presets}.
+A preset sets every option, and a flag overrides one option. The defaults below are those of {preset}.
+
+The run directory holds config.json, metrics.jsonl (one JSON object per logged step) and checkpoints/.
+
+The same command resumes from the last checkpoint. To train for more steps, raise --steps and set --optimizer.extend.
+A new run can start with the weights of another run (--continue-from) or of a Hugging Face folder (--init-from).
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from jgraph import cli
+from jgraph.cli import FlagConsole, fields_of
+from jgraph.errors import ConfigError
+from jgraph.train.config import TrainConfig
+from jgraph.train.model import settings_of
+from jgraph.train.presets import PRESETS, preset
+
+_PROG = "python -m jgraph.train"
+_FIELDS = fields_of(TrainConfig)
+# Errors in these fields can be caused by asking for more devices than there are.
+_LAYOUT_FIELDS = ("dp", "fsdp", "ep", "num_microbatches")
+# Flags of other trainers, with the flag of this command.
+ELSEWHERE = {
+    other: here
+    for here, others in {
+        "--optimizer.learning-rate": "lr learning-rate max-lr peak-lr",
+        "--optimizer.final-learning-rate": "min-lr",
+        "--optimizer.warmup-steps": "warmup warmup-steps warmup-iters lr-warmup-iters",
+        "--optimizer.weight-decay": "wd weight-decay",
+        "--optimizer.clip-norm": "clip-grad grad-clip max-grad-norm clip-norm",
+        "--optimizer.beta1": "beta1 adam-beta1",
+        "--optimizer.beta2": "beta2 adam-beta2",
+        "--steps": "max-steps num-steps train-steps train-iters max-iters iterations",
+        "--steps, in optimizer steps": "epochs num-epochs num-train-epochs",
+        "--batch-size, in sequences a step": "global-batch-size train-batch-size per-device-train-batch-size bs batch",
+        "--num-microbatches": "gradient-accumulation-steps grad-accum accumulate-grad-batches micro-batch-size",
+        "--seq-len": "seq-length sequence-length max-seq-len max-seq-length block-size context-length",
+        "--precision fp8": "fp8",
+        "--precision bf16": "bf16",
+        "--run-dir": "output-dir out-dir save-dir",
+        "--data": "dataset data-path train-data",
+        "--eval-every": "eval-interval eval-steps",
+        "--checkpoint-every": "save-interval save-steps save-every",
+        "--log-every": "log-interval logging-steps",
+        "--pp": "pipeline-parallel-size pipeline-model-parallel-size",
+        "--dp": "data-parallel-size",
+        "--remat layer": "gradient-checkpointing activation-checkpointing recompute",
+        "--init-from": "model-name-or-path load pretrained",
+        "--model.num-layers": "num-layers n-layer",
+        "--model.d-model": "d-model hidden-size n-embd",
+        "--model.num-heads": "num-heads num-attention-heads n-head",
+    }.items()
+    for other in map("--".__add__, others.split())
+}
+
+
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments. Default: those of the process.
+        prog: The command as the user starts it, for the usage line and errors.
+
+    Returns:
+        The exit code, as in `jgraph.cli.run`. After Ctrl-C (130) and SIGTERM (143) the run is saved first; a second Ctrl-C
+        exits with 130 at once. If the devices do not respond for `hang_seconds`, the process ends with 75 inside this call.
+    """
+    return cli.run(prog, functools.partial(_run, prog=prog), argv, _FIELDS)
+
+
+def _run(args: list[str], prog: str) -> int:
+    try:
+        config = parse(args, prog)
+    except ConfigError as e:
+        if e.field in _LAYOUT_FIELDS:
+            _check_device_count(args)
+        raise
+    if config is None:
+        return 0
+    # Imported after the flags are checked, because importing jax takes seconds.
+    from absl import logging
+
+    from jgraph.train.trainer import train
+
+    # Orbax logs tracebacks of errors that it also raises.
+    logging.set_verbosity(logging.FATAL)
+    summary = train(config, console=FlagConsole(_FIELDS), end=functools.partial(cli.end_at_once, prog, fields=_FIELDS))
+    # Exit with 128 + signal number, so that `train && next` stops.
+    return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
+
+
+def _check_device_count(args: Sequence[str]) -> None:
+    """Checks that the devices the flags ask for exist.
+
+    Called when the batch or the experts cannot be divided over the devices, because too few devices is the cause to report
+    first. Does nothing in a run of several processes: the devices of the others are unknown until they are connected.
+
+    Args:
+        args: The arguments, which `parse` has converted to their types.
+
+    Raises:
+        ConfigError: If there are fewer devices.
+    """
+    from jgraph.dispatch import check_devices
+    from jgraph.processes import devices_of_ranks, launcher
+
+    layout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("dp", "fsdp", "pp", "ep"):
+        layout.add_argument(f"--{name}", type=int, default=1)
+    layout.add_argument("--distributed.coordinator", dest="coordinator")
+    asked = layout.parse_known_args(args)[0]
+    if asked.coordinator or launcher(os.environ):
+        return
+    check_devices()
+    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep") if (count := getattr(asked, name)) > 1)
+    devices_of_ranks(max(asked.dp * asked.fsdp, asked.ep) * asked.pp, flags=flags)
+
+
+def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
+    """Parses the flags of a run.
+
+    Args:
+        args: The arguments.
+        prog: The command as the user starts it, for the usage line.
+
+    Returns:
+        The configuration, or None after --help.
+
+    Raises:
+        ConfigError: If the arguments cannot be parsed or the configuration is invalid.
+    """
+    # These flags decide which other flags exist and their defaults. tyro reports errors in all of them.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?", default="", const="")
+    first.add_argument("--model.module", nargs="?", dest="module")
+    first.add_argument("--init-from", nargs="?", default="")
+    first.add_argument("--continue-from", nargs="?", default="")
+    first.add_argument("--run-dir", nargs="?", default="")
+    chosen = first.parse_known_args(args)[0]
+    base = preset(chosen.preset or "cpu-tiny")
+    if chosen.continue_from:
+        from jgraph.train.origin import config_of_run
+
+        source = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir, module=chosen.module or "")
+        if not chosen.preset and source.preset in PRESETS:
+            base = preset(source.preset)
+        base = dataclasses.replace(base, module=source.module, model=source.model)
+    module = chosen.module or base.module
+    # The preset's own model is not imported: that would import jax, which delays the error for a wrong flag by seconds.
+    settings = type(base.model) if module == base.module and base.model is not None else settings_of(module)
+    model: Any = base.model if settings and isinstance(base.model, settings) else None
+    if settings and model is None:
+        try:
+            model = settings()
+        except TypeError:  # some settings have no default and must be given as flags
+            model = tyro.MISSING
+    if chosen.init_from and not chosen.continue_from and isinstance(model, settings or ()):
+        from jgraph.train.origin import with_settings_of
+
+        model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.run_dir)
+    # The fields of the model's settings become flags, too.
+    kinds = get_type_hints(TrainConfig)
+    names = [(name, cli.flag(name).removeprefix("--")) for name in ("module", "data_field", "data_shuffle", "data_documents")]
+    fields = [(name, Annotated[kinds[name], tyro.conf.arg(name=shown)], dataclasses.field()) for name, shown in names]
+    fields += [("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
+    flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
+    default = flags(**_shallow(base) | {"module": module, "model": model})
+    about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
+    found = cli.parse(flags, prog, about, args, elsewhere=ELSEWHERE, default=default)
+    return found and TrainConfig(**_shallow(found))
+
+
+def _shallow(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Terminal output of a run: the header, progress lines, warnings and the summary."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jgraph.data import Corpus
+from jgraph.train.config import DefaultSteps, TrainConfig
+from jgraph.train.model import is_built_in
+from jgraph.train.presets import preset
+from jgraph.train.rundir import flatten
+
+
+@dataclass(frozen=True)
+class Summary:
+    """State of a run when `train` returns.
+
+    Attributes:
+        outcome: `finished`, `already finished` or `stopped by SIGNAL`.
+        steps: Number of steps done, including skipped ones.
+        skipped: Number of steps without an update, because the loss or a gradient was not finite.
+        tokens: Number of training tokens of all steps.
+        seconds: Duration of all steps, over all runs in the directory. Excludes compilation, evaluation and checkpoints.
+        train_loss: Loss of the last logged step in nats per token, or None if no step was logged.
+        heldout_loss: Loss of the last evaluation in nats per token, or None if there was none.
+        zlib_nats_per_token: Size of the same text under zlib, or None if tokens are not bytes.
+        run_dir: The run directory.
+        sample: A prompt and its continuation. Both are empty if no sample was generated.
+        stopped_by: Name of the signal that stopped the run, for example `SIGTERM`. Empty if the run is finished.
+    """
+
+    outcome: str
+    steps: int
+    skipped: int
+    tokens: int
+    seconds: float
+    train_loss: float | None
+    heldout_loss: float | None
+    zlib_nats_per_token: float | None
+    run_dir: Path
+    sample: tuple[str, str] = ("", "")
+    stopped_by: str = ""
+
+
+class Reporter:
+    """Prints the progress of a run. A context manager.
+
+    On a terminal it updates one live line. Elsewhere it prints one line per logged step.
+
+    Args:
+        console: The console to print to.
+        config: The configuration of the run.
+    """
+
+    def __init__(self, console: Console, config: TrainConfig):
+        """Creates the live line. Nothing is printed."""
+        self._console, self._config = console, config
+        self._live = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._live.add_task("", total=config.steps, numbers="compiling")
+
+    def __enter__(self) -> Self:
+        """Starts the live line."""
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Stops the live line."""
+        self._live.stop()
+
+    def line(self, text: str) -> None:
+        """Prints a line above the live line. Characters that the console cannot encode become `?`."""
+        text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning."""
+        self.line(f"warning: {text}")
+
+    def progress(self, entry: dict[str, Any]) -> None:
+        """Shows an entry of metrics.jsonl."""
+        # Evaluations are printed on a terminal, too, because the live line does not keep them.
+        if self._live.disable or "eval_loss" in entry:
+            self.line(f"step {entry['step']}/{self._config.steps}  {_numbers(entry)}")
+        numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
+        self._live.update(self._task, completed=entry["step"], numbers=numbers)
+
+    def begins(self, *, parameters: int, corpus: Corpus, devices: str) -> None:
+        """Prints the run header: model, data, batch, learning rate, and every setting that differs from the preset.
+
+        Args:
+            parameters: Number of parameters.
+            corpus: The training data.
+            devices: Number and kind of the devices.
+        """
+        config, optimizer = self._config, self._config.optimizer
+        base = preset(config.preset) if config.preset else TrainConfig(module=config.module, model=config.model)
+        sizes = _differences(config.model, type(config.model)) if config.model is not None else ""
+        changed = _differences(config, lambda: replace(base, model=config.model, distributed=config.distributed))
+        slices = f" in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
+        warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
+        final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
+        self._rows(
+            {
+                "model": f"{config.module.rpartition(':')[2]}, {parameters:,} parameters{sizes and ', '}{sizes}",
+                "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
+                "batch": f"{config.batch_size} sequences of {config.seq_len} tokens per step{slices}, on {devices}",
+                "rate": f"learning rate {optimizer.learning_rate:.3g}{warmup}, cosine decay to {final} "
+                f"at step {optimizer.decay_steps or config.steps}",
+                "settings": f"{f'preset {config.preset}' if config.preset else 'defaults'}, "
+                + (f"changed: {changed}" if changed else "unchanged"),
+                "output": f"{config.run_dir} (all settings are in its config.json)",
+            }
+        )
+
+    def summary(self, summary: Summary) -> None:
+        """Prints the result of a run."""
+        seconds, zlib = summary.seconds, summary.zlib_nats_per_token
+        rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
+        rows = {
+            "status": f"{summary.outcome} at step {summary.steps}/{self._config.steps}",
+            "loss": f"{_number(summary.train_loss, '.4f')} nats/token in the last logged step",
+            "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
+            + ("" if zlib is None else f" (zlib -9 compresses the same text to {zlib:.4f})"),
+            "tokens": f"{summary.tokens:,} in {seconds:.1f} s{rate}",
+        }
+        if summary.skipped:
+            rows["skipped"] = f"{summary.skipped} updates with a loss or gradient that was not finite"
+        rows["output"] = f"{summary.run_dir}: config.json, metrics.jsonl, checkpoints/"
+        self._rows(rows)
+        if any(summary.sample):
+            prompt, continuation = summary.sample
+            self.line(f"sample text for the held-out prompt {prompt!r}:\n{continuation}")
+            module = "" if is_built_in(self._config.module) else f" --model.module {self._config.module}"
+            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir}{module} --prompt 'The '")
+
+    def _rows(self, rows: dict[str, str]) -> None:
+        for label, text in rows.items():
+            self.line(f"{label:11}{text}")
+
+
+def _numbers(entry: dict[str, Any]) -> str:
+    parts = [f"loss {_number(entry['loss'], '.4f')}"]
+    if "eval_loss" in entry:
+        parts.append(f"held-out loss {_number(entry['eval_loss'], '.4f')}")
+    parts.append(f"{_number(entry['tokens_per_second'], ',.0f')} tokens/s")
+    parts.append(f"{_number(entry['step_time_ms'], '.1f')} ms/step")
+    if entry["mfu"] is not None:
+        parts.append(f"MFU {entry['mfu']:.1%}")
+    parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB")
+    if entry["skipped"]:
+        parts.append(f"{entry['skipped']} skipped")
+    return "  ".join(parts)
+
+
+def _differences(config: Any, make_base: Callable[[], Any]) -> str:
+    """Returns NAME=VALUE for each field of a dataclass that differs from the base, or for all fields if there is no base.
+
+    Leaves out default numbers of steps, which follow from other fields.
+
+    Args:
+        config: The dataclass.
+        make_base: Returns the dataclass to compare with. There is no base if it raises TypeError.
+    """
+    here, base = flatten(asdict(config)), {}
+    with contextlib.suppress(TypeError):  # the dataclass has fields without a default
+        base = flatten(asdict(make_base()))
+    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
+    differing = {name: value for name, value in here.items() if name not in base or base[name] != value}
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in differing.items())
+
+
+def _number(value: float | None, form: str) -> str:
+    return "?" if value is None else format(value, form)

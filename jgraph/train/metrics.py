@@ -1,0 +1,125 @@
+"""Numbers about a run: what a step costs, what the device can do, and metrics.jsonl, where they are kept."""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jgraph.errors import os_errors
+from jgraph.train.trackers import Tracker
+
+
+def peak_memory_bytes(device: Any) -> int:
+    """Returns the most bytes ever in use on a `jax.Device`; on one that does not count (a CPU), the process's largest set."""
+    stats = device.memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest  # bytes there, KiB on Linux
+
+
+class MetricsLog:
+    """Writes metrics.jsonl: one JSON object per line, flushed as soon as it is added.
+
+    Args:
+        path: The file; created if missing.
+        done: Number of finished steps. Entries of later steps and incomplete lines are dropped, atomically.
+        trackers: Receive every entry too.
+
+    Raises:
+        ConfigError: From every method, if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, done: int, trackers: Sequence[Tracker] = ()):
+        self._trackers, self._path = trackers, path
+        kept = [line for line, entry in _entries(path) if entry["step"] <= done]
+        text = "".join(f"{line}\n" for line in kept)
+        with os_errors("run_dir", path):
+            if not path.exists() or path.read_bytes() != text.encode():
+                scratch = path.with_name(path.name + ".tmp")
+                scratch.write_text(text)
+                os.replace(scratch, path)
+            self._file = path.open("a")
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Appends an entry, which has a "step". Numbers that are not finite become null."""
+        entry = finite(entry)
+        with os_errors("run_dir", self._path):
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
+        for tracker in self._trackers:
+            tracker.add(entry)
+
+    def close(self) -> None:
+        with os_errors("run_dir", self._path):
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def finite(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry with None in the place of numbers that are not finite: JSON has no others."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the entries of the file, none where it is missing; steps count from 1, also where an earlier version wrote them.
+
+    What is not an entry, such as half a line, is left out.
+    """
+    return [entry for _, entry in _entries(path)]
+
+
+class StepClock:
+    """Time spent in steps, without compilation, evaluation and checkpoints.
+
+    Attributes:
+        seconds: in all.
+    """
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds, self._lap_seconds, self._lap_steps = seconds, 0.0, 0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """Starts, before steps are handed to the device; does nothing while running."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def stop(self, steps: int, *, of: int | None = None) -> None:
+        """Stops, after the device has finished `steps` steps since `start`; `of` so many, whose others do not count."""
+        if self._started is not None:
+            elapsed, self._started = time.perf_counter() - self._started, None
+            elapsed *= steps / of if of else 1.0
+            self.seconds += elapsed
+            self._lap_seconds += elapsed
+        self._lap_steps += steps
+
+    def lap(self) -> float:
+        """Returns the mean seconds of a step since the last lap; not a number before the first step."""
+        mean = self._lap_seconds / self._lap_steps if self._lap_steps else math.nan
+        self._lap_seconds, self._lap_steps = 0.0, 0
+        return mean
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and _has_numbers(entry):
+            if "learning_rate" not in entry:  # as versions wrote it that counted steps from 0
+                entry["step"] += 1
+            yield line, entry
+
+
+def _has_numbers(entry: dict[str, Any]) -> bool:
+    """Returns whether losses and seconds are numbers where they are there; a loss may be null."""
+    losses = all(isinstance(entry.get(name, 0), int | float | None) for name in ("loss", "eval_loss"))
+    return losses and isinstance(entry.get("seconds", 0), int | float)

@@ -1,0 +1,64 @@
+"""The optimizer of a training run: AdamW with warm-up, cosine decay, and a dtype for each moment."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jgraph.train.config import OptimizerConfig
+
+Tree = Any
+
+
+def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.GradientTransformation:
+    """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) with warm-up and cosine decay; clipping is the step's own.
+
+    Args:
+        steps: of the whole run.
+        decay_mask: tree of the parameters, True where weight decay applies.
+    """
+    moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    return optax.chain(
+        moments_in(moments, config.first_moment_dtype, config.second_moment_dtype),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        optax.scale_by_learning_rate(learning_rate(config, steps)),
+    )
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns the rate by step of a run of so many: a linear warm-up, a cosine, and its end from there on."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step already moves
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(config.decay_steps or steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_learning_rate,
+    )
+
+
+def begun_again(opt_state: Tree) -> Tree:
+    """Returns an optimizer's state with which another run begins: Adam's count stays with its moments, the rate's is 0."""
+
+    def begin(state: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, state) if isinstance(state, optax.ScaleByScheduleState) else state
+
+    return jax.tree.map(begin, opt_state, is_leaf=lambda state: isinstance(state, optax.ScaleByScheduleState))
+
+
+def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> optax.GradientTransformation:
+    """Returns Adam that keeps its moments in these dtypes and computes in float32. Optax has a choice for the first only."""
+
+    def kept(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+        return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))
+
+    def init(params: Tree) -> optax.ScaleByAdamState:
+        return kept(adam.init(params))  # pyright: ignore[reportArgumentType]
+
+    def update(updates: Tree, state: Any, params: Tree = None):
+        # The casts are part of the one kernel that reads the moments and writes them.
+        whole = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
+        updates, new = adam.update(optax.tree.cast(updates, jnp.float32), whole, params)
+        return updates, kept(new)  # pyright: ignore[reportArgumentType]
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,121 @@
+"""A run directory to read from: its configuration and its parameters, whatever devices it ran on. Nothing is written there."""
+
+import contextlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgraph.checkpoint import CheckpointReader
+from jgraph.dispatch import in_turn
+from jgraph.errors import CheckpointError, ConfigError
+from jgraph.modules import FunctionalModel
+from jgraph.strategies.objective import WithHistory
+from jgraph.train.config import TrainConfig
+from jgraph.train.functional import functional_model
+from jgraph.train.rundir import RunDir
+from jgraph.tree import path_name
+
+Tree = Any
+
+
+def check_histories(config: TrainConfig, run_dir: RunDir) -> None:
+    """Checks that a run can resume from the amax histories of its newest checkpoint.
+
+    Raises:
+        ConfigError: An earlier version saved them, in units that depend on the devices and microbatches of the run so far.
+    """
+    if not (config.resume and config.is_delayed and run_dir.has_checkpoint()):
+        return
+    with contextlib.suppress(CheckpointError):  # `Checkpoints.restore_latest` reports a damaged one
+        saved = SavedRun(run_dir.path, module=config.module, field="run_dir")
+        saved.close()
+        if not saved.has_histories_of_batch:
+            raise ConfigError(
+                f"`run_dir` is {run_dir.path}: its FP8 amax histories are of an earlier version of jgraph, in units that "
+                "depend on devices and microbatches; begin a new run with `continue_from`, which begins new histories",
+                field="run_dir",
+            )
+
+
+class SavedRun:
+    """Reads the configuration and the parameters of a saved run.
+
+    Attributes:
+        path: The run directory.
+        config: The configuration of the run.
+        step: Step of the checkpoint.
+
+    Args:
+        path: The run directory.
+        step: Step of the checkpoint; None for the newest.
+        module: Model class that the caller named. A class outside `jgraph_models` is imported only if it is named here.
+        field: Argument that named the directory, for errors.
+
+    Raises:
+        ConfigError: If there is no run, it was written by another version, or its model class may not be imported.
+        CheckpointError: If there is no such checkpoint, or, from `read`, it is damaged.
+    """
+
+    def __init__(self, path: Path, step: int | None = None, *, module: str = "", field: str = "run"):
+        self.dir, self.path = RunDir(path), path
+        self.config = self.dir.saved_config(field=field, module=module)
+        self._reader = CheckpointReader(self.dir.checkpoints, step, field="step" if field == "run" else field)
+        self.step = self._reader.step
+
+    @cached_property
+    def model(self) -> FunctionalModel:
+        """The model as pure functions."""
+        return functional_model(self.config)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a parameter by its name, as it was saved."""
+        return self._reader.read(self._leaves[name])
+
+    def read_carried(self, path: Any) -> np.ndarray:
+        """Returns a leaf of the model's other state, by its path of keys, as it was saved."""
+        return self._reader.read(f"{self._carried}{jax.tree_util.keystr(path)}")
+
+    def place(self, **like: Tree) -> dict[str, Tree]:
+        """Returns `params`, `carried` or `opt_state`, each leaf where that of `like` lies, in its dtype. All processes call it.
+
+        To carried state with histories of FP8 belong those of the run, which must have the same recipe.
+        """
+        prefixes = {name: f".{name}" for name in like}
+        if not isinstance(like.get("carried"), WithHistory):
+            prefixes["carried"] = self._carried
+
+        def leaf_name(path: Any) -> str:
+            return f"{prefixes[path[0].key]}{jax.tree_util.keystr(path[1:])}"
+
+        paths, structure = jax.tree_util.tree_flatten_with_path(like)
+        names = [leaf_name(path) for path, _ in paths]
+        found = self._reader.place({name: leaf for name, (_, leaf) in zip(names, paths, strict=True)})
+        leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
+        return structure.unflatten(leaves)
+
+    @property
+    def has_histories_of_batch(self) -> bool:
+        """True if amax histories are in units of the batch's mean loss, and so fit every layout.
+
+        Earlier versions stored them in units of the loss of one device's microbatch, which is the same if there is one of both.
+        """
+        config = self.config
+        return not self._reader.has_old_units or config.dp * config.fsdp * config.num_microbatches == 1
+
+    @property
+    def _carried(self) -> str:
+        """The checkpoint's name of the model's other state; beside it are the histories of FP8."""
+        return ".carried.model" if self.config.is_delayed else ".carried"
+
+    def close(self) -> None:
+        """Ends the reader's threads."""
+        self._reader.close()
+
+    @cached_property
+    def _leaves(self) -> dict[str, str]:
+        """The checkpoint's name of every parameter."""
+        paths, _ = jax.tree_util.tree_flatten_with_path(self.model.shapes)
+        return {path_name(path): f".params{jax.tree_util.keystr(path)}" for path, _ in paths}

@@ -1,1 +1,0 @@
-"""A training run by configuration: a user of the rooms below."""

@@ -1,0 +1,129 @@
+"""What can be chosen, and what is said where it cannot be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgraph
+from jgraph.errors import JgraphError, SplitError
+from tests.autodiff.stages import STAGES, D, hidden, mlp, mlp_params, normal
+
+
+def names(tree):
+    return sorted(name for name, leaf in tree.items() if leaf is not None)
+
+
+def run(split, params, x, *extra):
+    y, residuals = split.forward(params, x, *extra)
+    dx, early, stash = split.dgrad(params, residuals, y)
+    return residuals, stash, early, split.wgrad(params, residuals, stash), dx
+
+
+def test_patterns_choose_what_is_delayed():
+    for delay, late in ((None, ["down", "up"]), (("up",), ["up"]), ("*", None), ((), [])):
+        split = jgraph.split_backward(mlp, delay=delay)
+        if late is None:
+            with pytest.raises(SplitError):
+                split.forward(mlp_params(), hidden())
+            continue
+        _, _, early, gradients, _ = run(split, mlp_params(), hidden())
+        assert names(gradients) == late
+        assert names(early) == sorted({"bias", "down", "up"} - set(late))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "by"),
+    [
+        ("mlp", "bias", "add"),
+        ("tied embedding", "table", "gather"),
+        ("cond", "w", "cond"),
+        ("gpt block", "mlp_norm/scale/value", "mul"),
+    ],
+)
+def test_what_cannot_wait_is_refused_by_name_with_the_way_it_takes(name, path, by):
+    stage = STAGES[name]()
+    split = jgraph.split_backward(stage.run, delay=(path,))
+    with pytest.raises(SplitError, match=f"parameter {path} reaches the output through {by}.* leave it out") as caught:
+        split.forward(stage.params, stage.x, *stage.extra)
+    assert caught.value.path == path
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter; there are bias, down, up"):
+        jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
+
+
+def test_products_that_widen_by_four_are_made_again_if_asked_for():
+    params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden()
+    stage = lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"]  # noqa: E731
+    kept, again = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
+    wide = (*x.shape[:-1], 4 * D)
+    for split, count in ((kept, 1), (again, 0)):
+        residuals = split.spec(params, x).residuals
+        assert [leaf.shape for leaf in (*residuals.dgrad, *residuals.wgrad)].count(wide) == count
+    found, wanted = (run(split, params, x)[2:] for split in (again, kept))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b))), found, wanted)
+
+
+CHOICES = [{"recompute": "all"}, {"recompute": ["all"]}, {"delay": 3}, {"delay": [3]}]
+
+
+@pytest.mark.parametrize("asked", CHOICES, ids=str)
+def test_a_choice_that_is_not_there_is_refused_before_anything_is_split(asked):
+    with pytest.raises(JgraphError) as error:
+        jgraph.split_backward(mlp, **asked)
+    assert error.value.field == next(iter(asked))
+
+
+def test_a_stage_that_is_no_function_is_refused():
+    with pytest.raises(SplitError) as error:
+        jgraph.split_backward(mlp_params())
+    assert error.value.field == "stage_fn"
+
+
+def test_integer_inputs_are_refused_by_path():
+    split = jgraph.split_backward(lambda p, x: x["h"] @ p["w"])
+    with pytest.raises(SplitError, match=r"x/tokens is int32; only floating inputs .* pass it as an extra argument") as caught:
+        split.forward({"w": normal(1, 32, 8)}, {"h": hidden(), "tokens": jnp.zeros(3, jnp.int32)})
+    assert caught.value.path == "tokens"
+
+
+def test_dy_must_look_like_y():
+    split = jgraph.split_backward(mlp)
+    y, residuals = split.forward(mlp_params(), hidden())
+    with pytest.raises(SplitError, match="dy has the structure"):
+        split.dgrad(mlp_params(), residuals, (y, y))
+    with pytest.raises(SplitError, match=r"dy has a leaf of shape \(2, 15, 32\) where y has \(2, 16, 32\)"):
+        split.dgrad(mlp_params(), residuals, y[:, :15])
+
+
+def test_parts_of_different_splits_do_not_mix():
+    one, other = jgraph.split_backward(mlp), jgraph.split_backward(mlp)
+    residuals, stash, *_ = run(one, mlp_params(), hidden())
+    with pytest.raises(SplitError, match="residuals come from another split_backward"):
+        other.wgrad(mlp_params(), residuals, stash)
+    theirs = run(other, mlp_params(), hidden())[1]
+    with pytest.raises(SplitError, match="stash come from another split_backward"):
+        one.wgrad(mlp_params(), residuals, theirs)
+
+
+def test_parts_of_different_shapes_do_not_mix():
+    split = jgraph.split_backward(mlp)
+    residuals, *_ = run(split, mlp_params(), hidden())
+    stash = run(split, mlp_params(), hidden()[:1])[1]
+    with pytest.raises(SplitError, match="stash belongs to other residuals"):
+        split.wgrad(mlp_params(), residuals, stash)
+
+
+def test_a_stash_that_was_given_away_is_told():
+    split = jgraph.split_backward(mlp)
+    residuals, stash, *_ = run(split, mlp_params(), hidden())
+    for leaf in stash.arrays:
+        leaf.delete()
+    with pytest.raises(SplitError, match="stash were donated to an earlier call"):
+        split.wgrad(mlp_params(), residuals, stash)
+
+
+def test_the_public_names_are_there():
+    assert jgraph.split_backward.__module__ == "jgraph.autodiff.split"

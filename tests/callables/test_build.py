@@ -1,0 +1,259 @@
+"""What `make_graphed_callables` refuses, with upstream's own bad cases among them."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jgraph
+from jgraph.errors import CallableError, JgraphError, OrderError
+from jgraph.schedule import generate
+from tests.callables import chain
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
+INVALID = {row["name"]: row for row in GOLDENS["invalid"]}
+
+# Rows that upstream cannot run and that are sound here: why, in tests/schedule/test_order.py.
+SOUND = {"two_dgrads_then_two_wgrads", "no_layers_per_chunk", "int_layers_per_chunk_with_wgrad"}
+# Microbatches of a callable share their shapes here, so there is one sample for each callable; upstream's row has too few by
+# its own count, and this is the same mistake by ours.
+SAMPLES = {"sample_args_mismatch": 2}
+
+
+def build_row(row):
+    args = row["args"]
+    layers = args.get("nlpc", args["layers_per_chunk"])
+    count = sum(args["layers_per_chunk"])
+    delayed = args.get("dw", [])
+    fns, params = chain.make_chain(count)
+    return jgraph.make_graphed_callables(
+        fns,
+        params,
+        chain.sample(SAMPLES.get(row["name"], count)),
+        order=args["order"],
+        num_layers_per_chunk=layers,
+        delay_wgrad=[c in delayed for c in range(len(args["layers_per_chunk"]))],
+        reuse_buffers=args.get("reuse", False),
+        training=args.get("training", True),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(INVALID) - SOUND))
+def test_an_invalid_golden_row_is_one_error_of_ours(name):
+    with pytest.raises(JgraphError) as error:
+        build_row(INVALID[name])
+    assert isinstance(error.value, OrderError | CallableError)
+
+
+@pytest.mark.parametrize("name", sorted(SOUND))
+def test_a_golden_row_that_is_sound_here_builds(name):
+    assert len(build_row(INVALID[name])) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "delay", "text"),
+    [
+        ([1, -1], True, r"entry 1 is -1, but chunk 1 has no wgrad although delay_wgrad is True.*add one -1.5"),
+        ([1, -1, -1.5], False, r"entry 2 is -1.5, a wgrad of chunk 1, although delay_wgrad is False.*delay_wgrad=True"),
+        (
+            generate("zb-h1", pp=2, microbatches=2),
+            False,
+            r"is -1.5, a wgrad of chunk 1, although delay_wgrad is False",
+        ),
+        (
+            generate("1f1b", pp=2, microbatches=2),
+            True,
+            r"although delay_wgrad is True; add one -1.5 for each -1, or pass delay_wgrad=False",
+        ),
+    ],
+)
+def test_delayed_wgrads_and_the_order_must_agree(order, delay, text):
+    with pytest.raises(OrderError, match=text):
+        chain.build(2 if not isinstance(order, list) else 1, order=order, delay_wgrad=delay)
+
+
+def give(**kwargs):
+    fns, params = chain.make_chain(2)
+    return {"callables": fns, "params": params, "sample_args": chain.sample(2), **kwargs}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        (give(params=chain.make_chain(3)[1]), r"`params`: 3 given for 2 callables"),
+        (give(params=chain.make_params(0)), r"`params`: one dict given for 2 callables"),
+        (give(sample_args=chain.sample(1)), r"`sample_args`: 1 given for 2 callables; give a tuple with one for each"),
+        (give(sample_args=(jnp.ones(3), jnp.ones(3))), r"`sample_args` of callable 0 is .*: must be a tuple \(x, \*extra\)"),
+        (give(sample_kwargs=({},)), r"`sample_kwargs`: 1 given for 2"),
+        (give(sample_kwargs=(3, {})), r"`sample_kwargs` of callable 0 is 3: must be a dict"),
+        (give(devices=5), r"`devices` is 5: must be a list of jax devices"),
+        (give(devices=["cpu:0"]), r"`devices` is .*: must be a list of jax devices"),
+        (give(order=[[1, -1], [1, -1]], delay_wgrad=1), r"`delay_wgrad` is 1"),
+        (give(param_grads="cloned"), r"`param_grads` is 'cloned': must be one of owned, aliased"),
+        (give(callables=(), params=(), sample_args=()), "`callables` is empty"),
+        (give(callables=(chain.stage, 3)), "callable 1 is int: must be a function or a Flax module"),
+        (give(reuse_buffers=True), "`reuse_buffers` is True without an order"),
+        (give(order=[1, -1]), r"the order has 1 callables .*, but 2 are given"),
+        (give(order=[1, 2, -2, -1], num_layers_per_chunk=[2, 1]), r"the order has 3 callables .*, but 2 are given"),
+        (give(order=[1, 2, -2, -1], devices=jax.devices()[:2]), r"`devices` has 2 for 1 ranks: give one for each rank"),
+        (give(training=False, order=[1, 2, -2, -1]), "`training` is False, which builds no backward: leave out order"),
+        (give(training=False, delay_wgrad=True), "`training` is False"),
+        (give(compiler_options={"xla_gpu_no_such_option": 1}), "xla_gpu_no_such_option"),
+    ],
+)
+def test_arguments_that_do_not_belong_together_are_refused(kwargs, text):
+    with pytest.raises(JgraphError, match=text):
+        jgraph.make_graphed_callables(kwargs.pop("callables"), kwargs.pop("params"), kwargs.pop("sample_args"), **kwargs)
+
+
+def test_callables_of_an_order_must_fit_each_other():
+    wide = (jnp.ones((chain.B, chain.D)),), (jnp.ones((chain.B, 5)),)
+    fns = (lambda p, x: x * p, lambda p, x: x * p)
+    with pytest.raises(CallableError, match=r"callable 1 does not take what callable 0 gives: y is float32\[3, 4\], built for"):
+        jgraph.make_graphed_callables(fns, (jnp.ones(()),) * 2, wide, order=[1, 2, -2, -1])
+    tokens = (jnp.ones((chain.B,), jnp.int32),)
+    with pytest.raises(CallableError, match="callable 1 takes integers for x: only the first"):
+        jgraph.make_graphed_callables(
+            (fns[0], lambda p, x: p[x]), (jnp.ones(()), jnp.ones(9)), (wide[0], tokens), order=[1, 2, -2, -1]
+        )
+
+
+def test_params_on_several_devices_need_devices():
+    fns, params = chain.make_chain(2)
+    spread = tuple(jax.device_put(p, d) for p, d in zip(params, jax.devices(), strict=False))
+    with pytest.raises(CallableError, match="`params` lie on 2 devices: name one device per rank"):
+        jgraph.make_graphed_callables(fns, spread, chain.sample(2))
+
+
+def test_an_x_with_integers_and_floats_is_refused_by_path():
+    with pytest.raises(CallableError, match=r"x has floating leaves, and ids is int32; pass what has no gradient"):
+        jgraph.make_graphed_callables(
+            lambda params, x: x["h"] * params, jnp.ones(()), ({"h": jnp.ones(3), "ids": jnp.arange(3, dtype=jnp.int32)},)
+        )
+
+
+def test_an_output_of_integers_is_refused():
+    with pytest.raises(CallableError, match=r"callable 0: y is int32; every output must be floating"):
+        jgraph.make_graphed_callables(lambda params, x: (x * params).astype(jnp.int32), jnp.ones(()), (jnp.ones(3),))
+
+
+X = jnp.ones((chain.B, chain.D))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"inputs": [X, X]}, "`inputs`: 2 given for 1 microbatches; give a tuple with one for each"),
+        ({"inputs": [X[:1]]}, r"inputs\[0\] is float32\[1, 4\], built for float32\[3, 4\]"),
+        ({"loss_args": [(X,), (X,)]}, "`loss_args`: 2 given for 1 microbatches"),
+        ({"extra": [(X,)]}, "`extra` is given, but no callable takes arguments after x"),
+        ({"inputs": X[None]}, "`inputs`: one ArrayImpl given for 1 microbatches"),
+        ({"loss_args": [X]}, r"`loss_args\[0\]` is ArrayImpl: must be a tuple of arguments"),
+        ({"loss_fn": None}, "`loss_fn` is NoneType: must be a function"),
+        ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn gives a tuple: must be a floating scalar alone"),
+        ({"step": 2**40}, "`step` is 1099511627776: must be a whole number"),
+        ({"outputs": "some"}, "`outputs` is 'some': must be one of drop, keep"),
+        ({"join": "all"}, "`join` is 'all': must be one of segments, nothing"),
+        ({"params": (chain.make_params(0),)}, "`params`: 1 given for 2 callables"),
+        ({"loss_fn": lambda y, t: y}, r"loss_fn gives float32\[3, 4\]: must be a floating scalar"),
+        ({"order": [1, -1]}, "the order has 1 callables"),
+        ({"order": [1, 2, -1, -2]}, "a later entry; move it after"),
+    ],
+)
+def test_run_refuses_what_it_cannot_play(change, text):
+    graphed, _ = chain.build(2, order=[1, 2, -2, -1])
+    given = {"order": None, "inputs": [X], "loss_fn": chain.loss_fn, "loss_args": [(X,)], **change}
+    with pytest.raises(JgraphError, match=text):
+        graphed.run(given.pop("order"), given.pop("inputs"), given.pop("loss_fn"), **given)
+
+
+def test_run_needs_an_order():
+    graphed, _ = chain.build(1)
+    with pytest.raises(OrderError, match="no order was given"):
+        graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
+
+
+def test_run_needs_params_where_they_are_used():
+    schedule = generate("1f1b", pp=2, microbatches=2)
+    graphed, _ = chain.build(2, order=schedule, devices=jax.devices()[:2])
+    xs, loss_args = chain.batches(2)
+    with pytest.raises(CallableError, match=r"params\[1\]/b is on .*; give run graphed.place\(params\)"):
+        graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
+
+
+def test_run_needs_a_key_or_keys_among_the_arguments():
+    def noisy(params, x, *, key):
+        return x * params * jax.random.bernoulli(key, 0.5, x.shape)
+
+    graphed = jgraph.make_graphed_callables(noisy, jnp.ones(()), (X,), sample_kwargs={"key": jax.random.key(0)}, order=[1, -1])
+    with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: give run a `key`"):
+        graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
+    with pytest.raises(CallableError, match=r"`key` is 3: must be one random key like the sample's"):
+        graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)], key=3)
+
+
+def test_params_of_the_build_are_held_until_run_is_given_others():
+    graphed, params = chain.build(1, order=[1, -1])
+    xs, loss_args = chain.batches(1)
+    first = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
+    second = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, params=params)
+    chain.assert_same_bits(first.losses, second.losses)
+    with pytest.raises(CallableError, match="run was given params before"):
+        graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
+
+
+NOTHING_TO_DELAY = {
+    "scales": (lambda p, x: x * p["scale"], {"scale": jnp.ones((chain.D,))}),
+    "integers": (lambda p, x: x * p["n"], {"n": jnp.ones((chain.D,), jnp.int32)}),
+    "no parameters": (lambda p, x: jnp.tanh(x), {}),
+}
+
+
+@pytest.mark.parametrize(("fn", "params"), NOTHING_TO_DELAY.values(), ids=NOTHING_TO_DELAY)
+def test_a_wgrad_of_a_callable_that_has_nothing_to_delay_is_refused_with_its_position(fn, params):
+    fns, every = (chain.stage, fn), (chain.make_params(0), params)
+    order = [1, 2, -2, -1, -2.5, -1.5]
+    with pytest.raises(OrderError, match=r"entry 4 is -2.5, .* callable 1 has nothing to delay.*\[True, False\]") as error:
+        jgraph.make_graphed_callables(fns, every, chain.sample(2), order=order, delay_wgrad=True)
+    assert (error.value.position, error.value.rank) == (4, None)
+    # What the message advises works.
+    jgraph.make_graphed_callables(fns, every, chain.sample(2), order=[1, 2, -2, -1, -1.5], delay_wgrad=[True, False])
+
+
+def test_a_rank_whose_wgrads_are_refused_is_named():
+    fns, every = zip(*((chain.stage, chain.make_params(0)), NOTHING_TO_DELAY["scales"]), strict=True)
+    schedule = generate("zb-h1", pp=2, microbatches=2)
+    with pytest.raises(OrderError, match="nothing to delay") as error:
+        jgraph.make_graphed_callables(fns, every, chain.sample(2), order=schedule, delay_wgrad=True, devices=jax.devices()[:2])
+    assert error.value.rank == 1
+    assert schedule[1][error.value.position].kind == "wgrad"
+
+
+@pytest.mark.parametrize(("fn", "params"), NOTHING_TO_DELAY.values(), ids=NOTHING_TO_DELAY)
+@pytest.mark.parametrize("param_grads", ["owned", "aliased"])
+def test_delay_wgrad_for_all_builds_no_empty_wgrad_and_its_parts_may_be_called(fn, params, param_grads):
+    graphed = jgraph.make_graphed_callables(
+        (chain.stage, fn), (chain.make_params(0), params), chain.sample(2), delay_wgrad=True, param_grads=param_grads
+    )
+    assert set(graphed[0].entry.parts) == {"forward", "dgrad", "wgrad"}
+    assert set(graphed[1].entry.parts) == {"forward", "dgrad"}
+    graphed[1](params, X)
+    dx = graphed[1].dgrad(2 * X)
+    grads = graphed[1].wgrad()
+    expected, expected_dx = jax.vjp(fn, params, X)[1](2 * X)
+    chain.assert_close(dx, expected_dx)
+    for name, gradient in grads.items():
+        if gradient is not None:
+            chain.assert_close(gradient, expected[name])
+    assert graphed[1].pending == ()
+
+
+@pytest.mark.parametrize("join", ["segments", "nothing"])
+def test_run_refuses_a_wgrad_of_a_callable_that_has_nothing_to_delay(join):
+    fn, params = NOTHING_TO_DELAY["scales"]
+    graphed = jgraph.make_graphed_callables(fn, params, chain.sample(1)[0], delay_wgrad=True)
+    with pytest.raises(OrderError, match=r"entry 2 is -1.5.* nothing to delay") as error:
+        graphed.run([1, -1, -1.5], [X], chain.loss_fn, loss_args=[(X,)], join=join)
+    assert error.value.position == 2

@@ -1,0 +1,436 @@
+"""python -m jgraph.inspect: what it prints and writes; bad input is exit code 2 and one line."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from jgraph.inspect.__main__ import main
+from jgraph.schedule import NAMES, POOLS, Costs, assign, generate, simulate, write
+from jgraph.train.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["schedule", "zb-h1", "--pp", "3", "--microbatches", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _pipe(monkeypatch):
+    """As if the output went to a pipe, whatever this terminal is."""
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def told(capsys):
+    """Runs the command; returns what it prints."""
+
+    def run(*args: str) -> str:
+        assert main(args) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command with bad input; returns the one line on stderr, after the program's name."""
+
+    def run(*args: str) -> str:
+        assert main(args) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        return one_line(err)
+
+    return run
+
+
+def one_line(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("jgraph.inspect: error: ")
+    return lines[0].removeprefix("jgraph.inspect: error: ")
+
+
+def test_the_timeline_a_table_and_a_summary_are_printed(told):
+    out = told(*SMALL)
+    run = simulate(generate("zb-h1", pp=3, microbatches=4))
+    slots = assign(run.schedule)
+    assert re.search(r"^rank 0 F0 +F1 +F2 +", out, re.M)
+    for r in range(3):
+        numbers = [f"{run.idle[r]:.4g}", f"{run.idle[r] / run.makespan:.1%}", *(str(slots.counts[pool][r]) for pool in POOLS)]
+        assert re.search(rf"^ +{r} +{' +'.join(map(re.escape, numbers))} *$", out, re.M), (r, numbers)
+    assert f"makespan {run.makespan:g}, bubble {run.bubble:.1%}, {run.schedule.num_ticks} ticks, dataflow" in out
+    assert "residuals of 3 microbatches" in out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_drawn(told, name):
+    chunks = ("--chunks", "2") if name == "interleaved-1f1b" else ()
+    assert "makespan" in told("schedule", name, "--pp", "2", "--microbatches", "4", *chunks)
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("pp", [4, 64])
+def test_no_line_is_wider_than_the_console(told, monkeypatch, width, pp):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = told("schedule", "zb-v", "--pp", str(pp), "--microbatches", "130", "--costs", "1,1.1,0.8")
+    assert max(map(len, out.splitlines())) <= width
+    assert len(out.splitlines()) < 60
+    assert f"\n {pp - 1:>3} " in out  # the last rank's row of the table
+
+
+def test_in_a_pipe_there_are_letters_and_no_escape_codes(told):
+    out = told(*SMALL)
+    assert "\x1b" not in out
+    assert "F0" in out
+    assert "·" in out
+
+
+def test_on_a_terminal_with_enough_colours_cells_have_them(told, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    out = told(*SMALL)
+    # #56B4E9 and #E69F00, with black text.
+    assert "\x1b[38;2;0;0;0;48;2;86;180;233m" in out
+    assert "\x1b[38;2;0;0;0;48;2;230;159;0m" in out
+    assert "F0" not in out
+
+
+@pytest.mark.parametrize("setting", [{"NO_COLOR": "1", "COLORTERM": "truecolor"}, {"TERM": "xterm"}, {"TERM": "dumb"}])
+def test_without_colours_or_with_too_few_there_are_letters(told, monkeypatch, setting):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    assert "F0" in told(*SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "chunks", "execution"),
+    [
+        ("zb-h1", 3, 4, 1, "dataflow"),
+        ("aligned", 3, 6, 2, "lockstep"),
+        ("gpipe", 2, 3, 2, "dataflow"),
+        ("zb-v", 2, 4, 2, "dataflow"),
+    ],
+)
+def test_the_numbers_are_those_of_the_library(told, tmp_path, name, pp, microbatches, chunks, execution):
+    file = tmp_path / "numbers.json"
+    flags = ["--pp", str(pp), "--microbatches", str(microbatches), "--chunks", str(chunks), "--latency", "0.25"]
+    told("schedule", name, *flags, "--costs", "1,1.5,0.75", "--json", str(file))
+    schedule = generate(name, pp=pp, microbatches=microbatches, chunks=chunks)
+    run = simulate(schedule, Costs(1 / chunks, 1.5 / chunks, 0.75 / chunks), latency=0.25, execution=execution)
+    slots = assign(schedule)
+    assert json.loads(file.read_text()) == {
+        "name": name,
+        "pp": pp,
+        "microbatches": microbatches,
+        "chunks": chunks,
+        "costs": [1.0, 1.5, 0.75],
+        "latency": 0.25,
+        "execution": execution,
+        "makespan": run.makespan,
+        "bubble": run.bubble,
+        "idle": run.idle.tolist(),
+        "ticks": schedule.num_ticks,
+        "slots": {pool: slots.counts[pool].tolist() for pool in POOLS},
+        "placement": [list(row) for row in schedule.placement],
+        "orders": [order.to_list() for order in schedule],
+    }
+
+
+def test_the_execution_can_be_chosen(told, tmp_path):
+    spans = {}
+    for execution in ("dataflow", "neighbours", "lockstep"):
+        file = tmp_path / f"{execution}.json"
+        told(*SMALL, "--costs", "1,2,3", "--execution", execution, "--json", str(file))
+        found = json.loads(file.read_text())
+        assert found["execution"] == execution
+        spans[execution] = found["makespan"]
+    assert spans["dataflow"] < spans["neighbours"] <= spans["lockstep"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_a_schedule_from_a_file_has_the_numbers_of_the_one_by_name(told, tmp_path, suffix):
+    schedule = generate("zb-v", pp=3, microbatches=5)
+    write(schedule, tmp_path / f"mine{suffix}")
+    told("schedule", "--order", str(tmp_path / f"mine{suffix}"), "--json", str(tmp_path / "a.json"))
+    told("schedule", "zb-v", "--pp", "3", "--microbatches", "5", "--json", str(tmp_path / "b.json"))
+    a, b = (json.loads((tmp_path / file).read_text()) for file in ("a.json", "b.json"))
+    # A CSV has no place for a name.
+    assert a.pop("name") == ("custom" if suffix == ".csv" else "zb-v")
+    assert b.pop("name") == "zb-v"
+    assert a == b
+
+
+def test_a_picture_is_written(told, tmp_path):
+    told(*SMALL, "--svg", str(tmp_path / "a.svg"))
+    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+
+
+BAD = [
+    (["schedule", "zb-h9", "--pp", "2", "--microbatches", "4"], ["zb-h9", *NAMES]),
+    (["schedule"], ["no schedule: pass one of", "--order", *NAMES]),
+    (["schedule", "dualpipe-v", "--pp", "4", "--microbatches", "4"], ["dualpipe-v", "at least 8 microbatches", "got 4"]),
+    (["schedule", "1f1b", "--pp", "4", "--microbatches", "4", "--chunks", "2"], ["1f1b", "chunks=2", "1 chunk per rank"]),
+    (["schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "4"], ["--chunks is 1", "at least 2", "use 1f1b"]),
+    (["schedule", "1f1b", "--microbatches", "4"], ["1f1b", "needs --pp"]),
+    (["schedule", "1f1b"], ["needs --pp and --microbatches"]),
+    (["schedule", "1f1b", "--pp", "0", "--microbatches", "4"], ["--pp is 0", "at least 1"]),
+    (["schedule", "1f1b", "--pp", "2", "--microbatches", "-3"], ["--microbatches is -3", "at least 1"]),
+    (["schedule", "1f1b", "--pp", "two", "--microbatches", "4"], ["--pp", "'two'", "INT"]),
+    (["schedule", "1f1b", "--pp", "2", "--microbatches", "4.5"], ["--microbatches", "4.5", "INT"]),
+    (["schedule", "1f1b", "--pp", "1000", "--microbatches", "9999999"], ["--pp 1000", "--microbatches 9999999", "at most"]),
+    ([*SMALL, "--costs", "1,2"], ["--costs", "'1,2'", "forward,dgrad,wgrad"]),
+    ([*SMALL, "--costs", "1,x,1"], ["--costs", "'1,x,1'"]),
+    ([*SMALL, "--costs", "1,0,1"], ["--costs", "'1,0,1'", "> 0"]),
+    ([*SMALL, "--costs", "1,1e308,1"], ["--costs", "1e308", "1e-30 to 1e+30"]),
+    ([*SMALL, "--costs", "1,nan,1"], ["--costs", "nan"]),
+    ([*SMALL, "--costs", "1,inf,1"], ["--costs", "inf"]),
+    ([*SMALL, "--latency", "-1"], ["--latency is -1"]),
+    ([*SMALL, "--latency", "nan"], ["--latency is nan"]),
+    ([*SMALL, "--execution", "fast"], ["--execution", "fast", "dataflow", "neighbours", "lockstep"]),
+    ([*SMALL, "--microbatchs", "3"], ["--microbatchs", "did you mean --microbatches INT?"]),
+    ([*SMALL, "--svg"], ["--svg", "Expected 1 value"]),
+    ([*SMALL, "--svg", "a.png"], ["--svg is a.png", ".svg"]),
+    (["schedule", "a.csv"], ["a.csv", "--order"]),
+    ([*SMALL, "--svg", "no/such/a.svg"], ["--svg", "no/such/a.svg", "No such file or directory"]),
+    ([*SMALL, "--json", "."], ["--json", "Is a directory"]),
+    ([*SMALL, "gpipe"], ["gpipe"]),
+    (["schedule", "--order", "no.csv"], ["no.csv", "No such file"]),
+    (["schedule", "--order", "no.txt"], ["no.txt", ".csv", ".json"]),
+    (["shedule", "gpipe"], ["shedule"]),
+    ([], ["schedule"]),
+]
+
+
+@pytest.mark.parametrize(("args", "parts"), BAD, ids=[" ".join(args) or "nothing" for args, _ in BAD])
+def test_bad_input_is_refused_in_one_line_that_names_it(refused, tmp_path, monkeypatch, args, parts):
+    monkeypatch.chdir(tmp_path)
+    line = refused(*args)
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{line!r} does not say {missing}"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("a.csv", "0F0,0X0\n", ["a.csv", "rank 0, cell 1", "0X0"]),
+        ("a.csv", "", ["a.csv", "empty"]),
+        ("a.json", "{", ["a.json", "not JSON"]),
+        ("a.json", "[[1, -1], [-1]]", ["a.json", "rank 1"]),
+        ("a.json", "[[1, -1, 2, -2]]", ["a.json", "rank 0"]),
+        ("a.json", "\udcff", ["a.json", "utf-8"]),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_place(refused, tmp_path, name, text, parts):
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    line = refused("schedule", "--order", str(tmp_path / name))
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{line!r} does not say {missing}"
+
+
+@pytest.mark.parametrize("given", [["zb-h1"], ["--pp", "2"], ["--microbatches", "2"], ["--chunks", "1"]])
+def test_a_file_and_what_goes_with_a_name_are_refused_together(refused, tmp_path, given):
+    file = tmp_path / "a.json"
+    write(generate("1f1b", pp=2, microbatches=2), file)
+    line = refused("schedule", *given, "--order", str(file))
+    assert f"--order {file}" in line
+    assert f"omit {given[0]}" in line
+
+
+def test_help_says_what_the_costs_are_and_which_names_there_are(told):
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", told("schedule", "--help")).split())
+    assert "--costs" in words
+    assert "ALL layers of a rank for one microbatch" in words
+    for name in NAMES:
+        assert name in words
+
+
+def test_help_names_the_subcommands_and_shows_how_to_call_them(told):
+    out = told("--help")
+    assert "• schedule" in out
+    assert "• capture" in out
+    assert "\n    python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8\n" in out
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jgraph.schedule.simulate", interrupt)
+    assert main(SMALL) == 130
+
+
+def test_neither_jax_nor_pyplot_is_imported_and_matplotlib_only_to_draw(tmp_path):
+    code = """if True:
+        import sys
+        from jgraph.inspect.__main__ import main
+        assert main(sys.argv[1:-1]) == 0
+        assert 'matplotlib' not in sys.modules
+        assert main([*sys.argv[1:-1], '--svg', sys.argv[-1]]) == 0
+        assert 'matplotlib' in sys.modules
+        assert not {'jax', 'jaxlib', 'flax', 'matplotlib.pyplot'} & set(sys.modules)
+    """
+    command = [sys.executable, "-c", code, *SMALL, str(tmp_path / "a.svg")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_process_ends_with_code_2_and_one_line():
+    command = [sys.executable, "-m", "jgraph.inspect", *SMALL, "--costs", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "--costs" in one_line(result.stderr)
+    assert result.stdout == ""
+
+
+def test_an_output_that_has_no_dots_gets_question_marks():
+    command = [sys.executable, "-X", "utf8=0", "-m", "jgraph.inspect", *SMALL]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
+    assert result.returncode == 0, result.stderr
+    assert b"rank 1 ???" in result.stdout
+
+
+# --- capture ---
+
+MINE = """
+import jax, jax.numpy as jnp
+
+def in_place():
+    return lambda state, x: (state + x, x.sum()), (jnp.ones(3), jnp.ones(3)), 0
+
+def fft():
+    return jax.jit(lambda x: jnp.fft.fft(x).real), [jax.ShapeDtypeStruct((64,), jnp.float32)]
+
+def no_pair():
+    return 3
+
+def exits():
+    raise SystemExit(4)
+
+def raises():
+    raise KeyError("first line\\nsecond line")
+
+def shapes_differ():
+    return jnp.dot, (jnp.ones(3), jnp.ones(4))
+
+def option():
+    return jnp.sin, (1.0,)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module of the user's, called `mine`; gives its file."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "mine.py"
+    sys.modules.pop("mine", None)
+
+
+def test_a_function_of_the_users_is_explained_with_what_it_donates(told, mine):
+    out = told("capture", "mine:in_place")
+    assert out.startswith("mine:in_place, <lambda> on cpu\n")
+    assert "donated: 1 leaf of 12 B: 1 reused" in out
+    assert "  state float32[3] -> result[0]\n" in out
+    assert "there are no command buffers on a cpu" in out
+
+
+@pytest.mark.parametrize("name", ["jgraph_models.gpt:gpt_124m", "gpt-124m"])
+def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch, name):
+    small = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 128}
+    config = PRESETS["gpt-124m"]
+    monkeypatch.setitem(PRESETS, "gpt-124m", dataclasses.replace(config, model=dataclasses.replace(config.model, **small)))
+    out = told("capture", name, "--batch-size", "2", "--seq-len", "16")
+    assert out.startswith("training step of gpt-124m (jgraph_models.gpt:GPT), 2 x 16 tokens, on cpu\n")
+    assert re.search(r"donated: \d+ leaves of .*, 0 dropped, 0 crosswise", out)
+
+
+@pytest.mark.target
+@pytest.mark.long
+@pytest.mark.once
+def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200, tmp_path):
+    file = tmp_path / "report.json"
+    small = ["--preset", "cpu-tiny", "--batch-size", "2", "--seq-len", "32"]
+    out = told("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--json", str(file))
+    found = re.search(r"command buffers: 1, captured (\d+) of (\d+) thunks", out)
+    assert found
+    assert found[1] == found[2]
+    fields = json.loads(file.read_text())
+    assert (fields["capture"]["captured"], fields["capture"]["outside"]) == (int(found[1]), [])
+    assert len(fields["donations"]) > 5
+    assert "H200" in fields["device"]
+    assert any("attention is XLA's" in note for note in fields["notes"])
+    off = told("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--graph", "off")
+    assert "captured 0 of" in off
+    assert "command buffers are off: --graph auto or full" in off
+
+
+@pytest.mark.target
+def test_what_stays_outside_is_printed_with_the_line_of_the_users_file(told, h200, mine):
+    out = told("capture", "mine:fft", "--target", "h200", "--graph", "full")
+    (line,) = (i for i, code in enumerate(MINE.splitlines(), 1) if "jnp.fft.fft" in code)
+    assert "outside: 1 Fft: XLA has no command for it" in out
+    assert re.search(rf"/fft at mine\.py:{line}\n", out)
+
+
+BAD_CAPTURES = [
+    (["mine:no_pair"], ["mine:no_pair() must return (fn, args)"]),
+    (["mine:raises"], ["mine:raises cannot be compiled: KeyError"]),
+    (["mine:shapes_differ"], ["mine:shapes_differ cannot be compiled: TypeError", "shape"]),
+    (["mine:number"], ["mine", "int", "'number'", "a class or a function"]),
+    (["mine:nothing"], ["mine has no 'nothing'"]),
+    (["exits:main"], ["exits cannot be imported: SystemExit: 3"]),
+    (["mine:exits"], ["mine:exits cannot be compiled: SystemExit: 4"]),
+    (["broken:main"], ["broken cannot be imported: ZeroDivisionError"]),
+    (["no_such_module:main"], ["no_such_module cannot be imported", "No module named"]),
+    (["gpt-9"], ["'gpt-9' is neither MODULE:NAME nor a preset", "gpt-124m"]),
+    (["mine:gpt_124m"], ["mine:gpt_124m is not a class: use mine:CLASS --preset gpt-124m"]),
+    (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
+    (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
+    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: omit --preset cpu-tiny"]),
+    (["mine:option", "--seq-len", "8"], ["mine:option", "omit --seq-len"]),
+    (["gpt-124m", "--batch-size", "0"], ["--batch-size is 0", "at least 1"]),
+    (["mine:option", "--xla-options", "xla_nope=1"], ["xla_nope"]),
+    (["mine:option", "--graph", "most"], ["--graph", "most", "auto", "full"]),
+    (["mine:option", "--target", "tpu"], ["'tpu'", "h200, h100, b200"]),
+    (["mine:option", "--json", "no/such.json"], ["--json is no/such.json: cannot be written"]),
+    ([], ["MODULE:NAME"]),
+]
+
+
+@pytest.mark.parametrize(("args", "parts"), BAD_CAPTURES, ids=[" ".join(args) or "nothing" for args, _ in BAD_CAPTURES])
+def test_what_cannot_be_captured_is_refused_in_one_line(refused, mine, args, parts):
+    mine.with_name("broken.py").write_text("1 / 0\n")
+    mine.with_name("exits.py").write_text("import sys\nsys.exit(3)\n")
+    line = refused("capture", *args)
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{line!r} does not say {missing}"
+
+
+def test_help_of_capture_says_what_can_be_named(told):
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", told("capture", "--help")).split())
+    for part in ("MODULE:CLASS with --preset", "(fn, args, donate_argnums)", "--target", "h200, h100 or b200", "--json"):
+        assert part in words
+
+
+def test_wrong_flags_of_capture_are_refused_before_jax_is_imported():
+    code = """if True:
+        import sys
+        from jgraph.inspect.__main__ import main
+        assert main(['capture', 'gpt-124m', '--batch-size', '0']) == 2
+        assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)
+    """
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,148 @@
+"""A pipeline in a user's own loop gives what a plain loop gives, with a model in three functions."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.errors import ConfigError
+from jgraph.pipeline import Pipelined, PipelineModel
+from jgraph.schedule import generate
+from jgraph.step import elementwise, train_step
+from jgraph.strategies import Replicated
+
+LAYERS, WIDTH, MICROBATCHES = 5, 8, 4
+
+
+def new_params():
+    rng = np.random.default_rng(0)
+    layers = [{"kernel": 0.3 * rng.standard_normal((WIDTH, WIDTH), np.float32)} for _ in range(LAYERS)]
+    return {"embed": rng.standard_normal((2, WIDTH), np.float32), "layers": layers, "head": np.ones((WIDTH, 4), np.float32)}
+
+
+def embed(outer, batch):
+    return batch["x"] @ outer["embed"]
+
+
+def layer(params, x):
+    return x + jnp.tanh(x @ params["kernel"])
+
+
+def head(outer, x, batch):
+    return jnp.mean((x @ outer["head"] - batch["y"]) ** 2)
+
+
+MODEL = PipelineModel(
+    embed,
+    layer,
+    head,
+    split=lambda params: ({"embed": params["embed"], "head": params["head"]}, params["layers"]),
+    join=lambda outer, layers: outer | {"layers": layers},
+)
+
+
+def whole(params, batch, key):
+    x = embed(params, batch)
+    for own in params["layers"]:
+        x = layer(own, x)
+    return head(params, x, batch)
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(1)
+    return {"x": rng.standard_normal((16, 2), np.float32), "y": rng.standard_normal((16, 4), np.float32)}
+
+
+def shapes():
+    return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, new_params()))
+
+
+def trained(step, batch):
+    """The parameters after three steps, in the model's own tree."""
+    run, state = step.compile(batch), step.init(new_params)
+    for _ in range(3):
+        state, metrics = run(state, step.place(batch))
+    return step.canonical.of(state).params, metrics
+
+
+# Muon sees the model's own tree, though the layers lie stacked by rank.
+TRANSFORMS = {"adam": elementwise(optax.adam(1e-2)), "muon": optax.contrib.muon(1e-2)}
+FOUR, DATA, FSDP = {"pipe": 4}, {"data": 2, "pipe": 2}, {"pipe": 2, "fsdp": 2}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    rows = {}
+
+    def expected(transform, batch):
+        if transform not in rows:
+            step = train_step(whole, TRANSFORMS[transform], Replicated(None, shapes()), clip_norm=1.0)
+            rows[transform] = trained(step, batch)
+        return rows[transform]
+
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "schedule", "engine", "transform"),
+    [
+        pytest.param(FOUR, "zb-h1", "program", "adam", marks=pytest.mark.once),
+        (DATA, "aligned", "program", "adam"),
+        (FSDP, "1f1b", "program", "adam"),
+        pytest.param(FOUR, "zb-h1", "dispatch", "adam", marks=pytest.mark.once),
+        ({"pipe": 2, "data": 2}, "1f1b", "dispatch", "adam"),
+        pytest.param(DATA, "aligned", "program", "muon", marks=pytest.mark.once),
+        pytest.param(FSDP, "1f1b", "program", "muon", marks=pytest.mark.once),
+        pytest.param(FOUR, "zb-h1", "dispatch", "muon", marks=pytest.mark.once),
+    ],
+)
+def test_a_pipeline_takes_the_steps_of_one_device(axes, schedule, engine, transform, expected, batch):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    order = generate(schedule, pp=mesh.shape["pipe"], microbatches=MICROBATCHES)
+    strategy = Pipelined(mesh, shapes(), order, engine=engine)
+    step = train_step(MODEL, TRANSFORMS[transform], strategy, num_microbatches=MICROBATCHES, clip_norm=1.0)
+    params, metrics = trained(step, batch)
+    own, wanted = expected(transform, batch)
+    assert metrics.loss == pytest.approx(float(wanted.loss), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_go_with_a_pipeline_is_refused_by_its_name():
+    schedule = generate("1f1b", pp=2, microbatches=MICROBATCHES)
+    strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), schedule)
+    refused = {
+        "loss": {"loss": whole, "num_microbatches": MICROBATCHES},
+        "num_microbatches": {"loss": MODEL, "num_microbatches": 2},
+        "grads_dtype": {"loss": MODEL, "num_microbatches": MICROBATCHES, "grads_dtype": jnp.bfloat16},
+        "carried": {"loss": MODEL, "num_microbatches": MICROBATCHES, "carried": {"a": jnp.zeros(())}},
+    }
+    for field, arguments in refused.items():
+        with pytest.raises(ConfigError) as error:
+            train_step(transform=optax.sgd(0.1), strategy=strategy, **arguments)
+        assert error.value.field == field
+
+
+def test_the_replicas_of_a_dispatched_pipeline_draw_different_random_numbers():
+    def layer(params, x, key, carried):
+        drawn = jax.random.uniform(key)
+        return x @ params["kernel"], {"largest": drawn, "least": -drawn}
+
+    model = replace(
+        MODEL,
+        layer=layer,
+        takes_key=True,
+        split_carried=lambda carried: [jax.tree.map(lambda leaf, i=i: leaf[i], carried) for i in range(LAYERS)],
+        join_carried=lambda layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+    )
+    carried = {"largest": jnp.zeros(LAYERS), "least": jnp.zeros(LAYERS)}
+    order = generate("gpipe", pp=1, microbatches=1)
+    strategy = Pipelined(jax.make_mesh((2, 1), ("data", "pipe")), shapes(), order, engine="dispatch")
+    step = train_step(model, optax.sgd(0.1), strategy, carried=carried, reductions="max")
+    rows = {"x": np.ones((2, 2), np.float32), "y": np.ones((2, 4), np.float32)}
+    state, _ = step.compile(rows)(step.init(new_params, carried), step.place(rows))
+    assert np.all(state.carried["largest"] > -state.carried["least"])

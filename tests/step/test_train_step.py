@@ -1,0 +1,297 @@
+"""A step for a user's own loop: what every strategy gives is what a plain loop of jax and optax gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jgraph.errors import ConfigError, DonationError, ShapeError
+from jgraph.step import elementwise, train_step
+from jgraph.strategies import FullySharded, Loss, Replicated
+
+ROWS, STEPS = 16, 3
+STRATEGIES = ["one device", "data 4", "fsdp 4", "fsdp 4, resharding", "data 2 x fsdp 2"]
+# Neither 10 nor 3 is divisible by four devices.
+SHAPES = {"up": (6, 10), "bias": (10,), "down": (10, 3)}
+
+
+def new_params():
+    rng = np.random.default_rng(0)
+    return {name: 0.3 * rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def shapes():
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(1)
+    # Rows differ in weight, so that a mean of means would be another number.
+    weight = (np.arange(ROWS) % 5 != 0).astype(np.float32) * np.linspace(1, 3, ROWS, dtype=np.float32)
+    return {"x": rng.standard_normal((ROWS, 6), np.float32), "y": rng.standard_normal((ROWS, 3), np.float32), "w": weight}
+
+
+def errors(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"])
+    return jnp.sum((hidden @ params["down"] - batch["y"]) ** 2, -1)
+
+
+def mean(params, batch, key):
+    return jnp.mean(errors(params, batch))
+
+
+def weighted(params, batch, key):
+    found = errors(params, batch)
+    return Loss(jnp.sum(found * batch["w"]), jnp.sum(batch["w"]), {"large": jnp.sum((found > 1) * batch["w"])})
+
+
+def strategy(name):
+    meshes = {"data 4": ((4,), ("data",)), "data 2 x fsdp 2": ((2, 2), ("data", "fsdp"))}
+    if name == "one device":
+        return Replicated(None, shapes())
+    mesh = jax.make_mesh(*meshes.get(name, ((4,), ("fsdp",))))
+    if name == "data 4":
+        return Replicated(mesh, shapes())
+    return FullySharded(mesh, shapes(), reshard_after_forward=name.endswith("resharding"))
+
+
+def trained(step, batch, *, steps=STEPS, carried=None):
+    """The state after some steps, and the metrics of the last."""
+    run, state = step.compile(batch), step.init(new_params(), carried)
+    for _ in range(steps):
+        state, metrics = run(state, step.place(batch))
+        jax.block_until_ready(state)  # CPU devices share a thread pool
+    return state, metrics
+
+
+def plain(transform, loss, batch, *, steps=STEPS):
+    """What the same loss and optimizer give in a loop without this library."""
+    params, transform = new_params(), optax.with_extra_args_support(transform)
+    state = transform.init(params)
+    for _ in range(steps):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = transform.update(grads, state, params, value=value, grad=grads)
+        params = optax.apply_updates(params, updates)
+    return params, value
+
+
+def assert_close(actual, expected):
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(actual[name], leaf, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def by_name(params):
+    """Decays and moves `down` alone."""
+    return {name: name == "down" for name in params}
+
+
+TRANSFORMS = {
+    "adamw, elementwise": elementwise(lambda matrices: optax.adamw(1e-2, mask=matrices)),
+    "muon": optax.contrib.muon(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "masked by path": optax.masked(optax.sgd(1e-2), by_name),
+    "polyak's rate": optax.polyak_sgd(0.1),
+    "l-bfgs": optax.lbfgs(1e-2, linesearch=None),
+}
+# A plateau after every step: the rate is halved for the second step and again for the third.
+PLATEAU = optax.chain(optax.adam(1e-1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
+ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [
+        *((name, "muon") for name in STRATEGIES),
+        pytest.param("data 4", "adafactor", marks=pytest.mark.once),
+        pytest.param("fsdp 4, resharding", "adafactor", marks=pytest.mark.once),
+        pytest.param("one device", "masked by path", marks=pytest.mark.once),
+        pytest.param("data 2 x fsdp 2", "masked by path", marks=pytest.mark.once),
+        ("data 2 x fsdp 2", "polyak's rate"),
+        pytest.param("one device", "l-bfgs", marks=pytest.mark.once),
+    ],
+)
+def test_any_transform_sees_the_models_own_tree(name, transform, batch):
+    own = TRANSFORMS[transform]
+    step = train_step(mean, own, strategy(name), num_microbatches=2)
+    state, metrics = trained(step, batch)
+    params, loss = plain(own, lambda p, b: mean(p, b, None), batch)
+    assert_close(step.canonical.of(state).params, params)
+    assert metrics.loss == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("declare", [lambda transform: transform, elementwise], ids=["plain", "elementwise"])
+def test_a_transform_gets_the_loss_and_the_gradient_that_it_asks_for(declare, batch):
+    step = train_step(mean, declare(PLATEAU), strategy("fsdp 4"), num_microbatches=2)
+    state, _ = trained(step, batch)
+    params, _ = plain(PLATEAU, lambda p, b: mean(p, b, None), batch)
+    assert_close(step.canonical.of(state).params, params)
+    unscaled, _ = plain(optax.adam(1e-1), lambda p, b: mean(p, b, None), batch)
+    assert not np.allclose(params["up"], unscaled["up"], rtol=1e-2)
+
+
+def test_gradients_are_accumulated_over_steps(batch):
+    step = train_step(mean, elementwise(ACCUMULATED), strategy("fsdp 4"))
+    state, _ = trained(step, batch)
+    params, _ = plain(ACCUMULATED.gradient_transformation(), lambda p, b: mean(p, b, None), batch)
+    assert_close(step.canonical.of(state).params, params)
+
+
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.once), 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_sum_and_its_weight_are_the_mean_over_the_whole_batch(name, num_microbatches, batch):
+    adamw = elementwise(lambda matrices: optax.adamw(1e-2, mask=matrices))
+    step = train_step(weighted, adamw, strategy(name), num_microbatches=num_microbatches)
+    state, metrics = trained(step, batch)
+
+    def whole(params, batch):
+        found = weighted(params, batch, None)
+        return found.total / found.weight
+
+    params, loss = plain(optax.adamw(1e-2, mask={"up": True, "down": True, "bias": False}), whole, batch)
+    assert_close(step.canonical.of(state).params, params)
+    assert metrics.loss == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_metrics_of_the_loss_are_weighted_means_over_microbatches_and_devices(name, batch):
+    _, metrics = trained(train_step(weighted, optax.sgd(0.0), strategy(name), num_microbatches=2), batch, steps=1)
+    large = np.asarray(errors(new_params(), batch)) > 1
+    assert metrics.aux["large"] == pytest.approx(float(np.sum(large * batch["w"]) / np.sum(batch["w"])))
+
+
+# --- Carried state ---
+
+CARRIED = {"max": jnp.float32(0), "sum": jnp.float32(0), "mean": jnp.float32(0), "last": jnp.float32(0)}
+REDUCTIONS = {kind: kind for kind in CARRIED}
+
+
+def carrying(params, batch, key, carried):
+    """Carries, of each kind, the first column of x."""
+    row = jnp.sum(batch["x"][:, 0])
+    return Loss(jnp.sum(errors(params, batch)), len(batch["x"]), {}, {kind: carried[kind] + row for kind in carried})
+
+
+@pytest.mark.parametrize(
+    ("name", "num_microbatches"),
+    [("one device", 1), ("one device", 4), ("data 4", 2), ("fsdp 4", 2), ("data 2 x fsdp 2", 1), ("data 2 x fsdp 2", 2)],
+)
+def test_carried_state_is_reduced_over_microbatches_and_devices_as_declared(name, num_microbatches, batch):
+    step = train_step(
+        carrying, optax.sgd(0.0), strategy(name), num_microbatches=num_microbatches, carried=CARRIED, reductions=REDUCTIONS
+    )
+    start = {kind: jnp.float32(-10) for kind in CARRIED}  # a maximum that began at zero would show
+    state, _ = trained(step, batch, steps=1, carried=start)
+    parts = np.asarray(batch["x"][:, 0]).reshape(num_microbatches, step.num_devices, -1).sum(-1) - 10
+    expected = {"max": parts.max(), "sum": parts.sum(), "mean": parts.mean(), "last": parts[-1, -1]}
+    for kind, value in expected.items():
+        assert state.carried[kind] == pytest.approx(float(value), rel=1e-5), kind
+
+
+def test_carried_state_stays_as_it_is_where_the_update_is_not_applied(batch):
+    step = train_step(carrying, optax.sgd(1.0), strategy("one device"), carried=CARRIED)
+    state, _ = trained(step, batch | {"y": np.full((ROWS, 3), np.nan, np.float32)}, steps=1, carried=CARRIED)
+    assert (int(state.skipped), int(state.step)) == (1, 1)
+    assert jax.tree.map(float, state.carried) == {"max": 0, "sum": 0, "mean": 0, "last": 0}
+    np.testing.assert_array_equal(step.canonical.of(state).params["up"], new_params()["up"])
+
+
+# --- Random keys ---
+
+
+def noisy(params, batch, key):
+    return mean(params, batch, key) + 0 * jnp.sum(params["bias"]) + jax.random.normal(key)
+
+
+def test_every_step_microbatch_and_device_has_a_key_of_its_own(batch):
+    def spread(params, batch, key):
+        drawn = jax.random.normal(key)
+        return Loss(0 * jnp.sum(params["bias"]), 1.0, {"drawn": drawn, "squares": drawn**2})
+
+    step = train_step(spread, optax.sgd(0.0), strategy("data 4"), num_microbatches=2, key=3)
+    run, state = step.compile(batch), step.init(new_params())
+    drawn = []
+    for _ in range(2):
+        state, metrics = run(state, step.place(batch))
+        jax.block_until_ready(state)
+        drawn.append((float(metrics.aux["drawn"]), float(metrics.aux["squares"])))
+    # The mean of eight equal numbers squared is the mean of their squares.
+    assert all(abs(average**2 - squares) > 1e-3 for average, squares in drawn)
+    assert drawn[0] != drawn[1]
+
+
+def test_the_same_seed_gives_the_same_steps(batch):
+    losses = [
+        float(trained(train_step(noisy, optax.sgd(0.1), strategy("one device"), key=seed), batch)[1].loss) for seed in (5, 5, 6)
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
+# --- What is proven, and what is refused ---
+
+
+def test_a_transform_that_changes_a_dtype_is_found_when_the_step_is_compiled(batch):
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+
+    transform = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    with pytest.raises(DonationError) as error:
+        train_step(mean, transform, strategy("one device")).compile(batch)
+    assert error.value.leaves
+
+
+@pytest.mark.parametrize(("name", "other"), [("one device", "fsdp 4"), ("data 2 x fsdp 2", "one device"), ("fsdp 4", "data 4")])
+@pytest.mark.parametrize("transform", ["adamw, elementwise", pytest.param("muon", marks=pytest.mark.once)])
+def test_a_state_goes_on_under_another_strategy(name, other, transform, batch):
+    own = TRANSFORMS[transform]
+    first, second = (train_step(mean, own, strategy(each)) for each in (name, other))
+    state, _ = trained(first, batch, steps=1)
+    canonical = jax.tree.map(np.asarray, first.canonical.of(state))
+    moved = second.canonical.back(jax.device_put(canonical, jax.tree.map(lambda s: s.sharding, second.canonical.shapes())))
+    again = second.canonical.of(moved)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(canonical), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"reductions": "median", "carried": {"a": jnp.zeros(())}}, "reductions"),
+        ({"freeze": ("nothing*",)}, "freeze"),
+        ({"freeze": ("*",)}, "freeze"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_by_its_name(arguments, field):
+    with pytest.raises(ConfigError) as error:
+        train_step(mean, optax.sgd(0.1), strategy("one device"), **arguments)
+    assert error.value.field == field
+
+
+def test_a_mesh_with_other_axes_is_refused():
+    with pytest.raises(ConfigError) as error:
+        FullySharded(jax.make_mesh((4,), ("model",)), shapes())
+    assert error.value.field == "mesh"
+
+
+def test_a_loss_that_is_no_scalar_is_refused(batch):
+    with pytest.raises(ShapeError):
+        train_step(lambda params, batch, key: errors(params, batch), optax.sgd(0.1), strategy("one device")).compile(batch)
+
+
+def test_rows_that_devices_and_microbatches_cannot_share_are_refused(batch):
+    step = train_step(mean, optax.sgd(0.1), strategy("data 4"), num_microbatches=3)
+    with pytest.raises(ShapeError):
+        step.compile(batch)
+
+
+def test_a_strategy_and_its_step_say_in_a_line_what_they_are():
+    shapes = {"w": jax.ShapeDtypeStruct((1000, 3), jnp.float32)}
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    sharded = FullySharded(mesh, shapes, reshard_after_forward=True)
+    assert repr(Replicated(None, shapes)) == "Replicated(one device, 3,000 parameters)"
+    assert repr(sharded) == "FullySharded(fsdp=2, 3,000 parameters, resharded after forward)"
+    step = train_step(lambda params, batch, key: 0.0, optax.sgd(0.1), sharded)
+    assert repr(step) == "TrainStep(3,000 parameters on 2 devices, DataParallel)"

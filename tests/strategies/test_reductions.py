@@ -1,0 +1,83 @@
+"""Collectives of parameters and gradients in a step compiled for H200s: how many, of what, in which dtypes."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import pytest
+
+from jgraph.profile.program import Program
+from jgraph.train.config import TrainConfig
+from jgraph.train.setup import TrainSetup
+from jgraph.xla import aot
+from jgraph_models.gpt import GPTConfig
+
+pytestmark = [pytest.mark.long, pytest.mark.once]
+
+FLOAT, LOW = "f32", "bf16"
+# 61 divides no number of parameters, so a collective of activations is known by its size.
+SEQ, WIDTH, SMALL = 61, 512, 4096
+LOW_SUMS = {"main_grads_dtype": "bfloat16", "decoupled_grad": True}
+
+
+def setup_of(**fields: Any) -> TrainSetup:
+    """One of few layers, over H200s."""
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
+    model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
+    fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
+    setup = TrainSetup.of(TrainConfig(**fields, model=model))
+    return dataclasses.replace(setup, step=setup.step.on(aot.devices(8)[: setup.num_devices]))
+
+
+def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
+    """(kind, dtype, elements of the result) of all of the compiled step; one of two dtypes is two here."""
+    compiled, _ = aot.compile_lowered(setup.step.lower(setup.batch()), setup.options("gpu"))
+    found = []
+    for instruction in Program.of(compiled.as_text()).instructions.values():
+        if kind := re.fullmatch(r"(all-reduce|reduce-scatter|all-gather)(-done)?", instruction.opcode):
+            for dtype in sorted({shape.dtype for shape in instruction.shapes}):
+                elements = sum(shape.size for shape in instruction.shapes if shape.dtype == dtype)
+                found.append((kind[1], dtype, elements))
+    return found
+
+
+@pytest.mark.target
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}),  # a loop
+        ({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}),
+        ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
+        ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
+        (
+            {"fsdp": 2, "dp": 2} | LOW_SUMS,
+            {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1},
+        ),
+        # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.
+        (
+            {"pp": 2, "fsdp": 2, "dp": 2, "num_microbatches": 2},
+            {("all-gather", LOW): 1, ("all-gather", FLOAT): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1},
+        ),
+    ],
+    ids=lambda value: " ".join(f"{name}={field}" for name, field in value.items() if isinstance(name, str)),
+)
+def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200, fields, expected):
+    setup = setup_of(**fields)
+    config, params = setup.config, setup.step.state.params
+    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
+    activations = config.batch_size // (config.num_microbatches * config.dp * config.fsdp) * SEQ * WIDTH
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for kind, dtype, elements in collectives(setup):
+        # In a pipeline ranks share the vocabulary: they add what their parts make of microbatches' activations.
+        if config.pp > 1 and kind == "all-reduce" and elements % activations == 0:
+            continue
+        if elements > SMALL:
+            sizes.setdefault((kind, dtype), []).append(elements)
+        else:  # norms, losses, and in a pipeline the gradient of the last norm
+            assert (kind, dtype) == ("all-reduce", FLOAT), (kind, dtype, elements)
+    assert {found: len(each) for found, each in sizes.items()} == expected
+    # Of all gradients; beside them the loss, elsewhere that of the last norm.
+    sums = [elements for (kind, _), each in sizes.items() if kind != "all-gather" for elements in each]
+    assert all(abs(elements - own) <= WIDTH for elements in sums), (sums, own)

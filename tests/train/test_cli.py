@@ -1,0 +1,411 @@
+"""Bad input: exit code 2 and one line that names the flag, the value and what is allowed; never a traceback."""
+
+import importlib
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import jax
+import numpy as np
+import pytest
+import tyro
+
+from jgraph.data import write_tokens
+from jgraph.errors import ConfigError
+from jgraph.train.__main__ import ELSEWHERE, main, parse
+from jgraph.train.config import TrainConfig
+from jgraph.train.presets import PRESETS
+from jgraph.train.rundir import RunDir
+from jgraph.train.setup import TrainSetup
+from tests import tiny
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Runs tiny flags and more; returns the one line on stderr, after the program's name."""
+
+    def run(*flags: str) -> str:
+        assert tiny.train(tmp_path / "run", *flags) == 2
+        return one_line(capsys.readouterr().err)
+
+    return run
+
+
+def one_line(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("jgraph.train: error: ")
+    return lines[0].removeprefix("jgraph.train: error: ")
+
+
+def assert_names(line: str, *parts: str):
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{line!r} does not say {missing}"
+
+
+def test_an_unknown_preset_is_refused_with_the_list_of_presets(refused):
+    assert_names(refused("--preset", "gpt-9"), "--preset", "gpt-9", *PRESETS)
+
+
+def test_an_unknown_flag_is_refused_with_the_closest_one(refused):
+    assert_names(refused("--stepps", "3"), "--stepps", "3", "did you mean --steps INT?")
+
+
+@pytest.mark.parametrize(
+    ("flag", "here"),
+    [
+        ("--lr=1", "--optimizer.learning-rate"),
+        ("--max_steps", "--steps"),
+        ("--fp8", "--precision fp8"),
+        ("--output-dir", "--run-dir"),
+    ],
+)
+def test_what_other_trainers_call_a_flag_is_refused_with_its_name_here(refused, flag, here):
+    assert_names(refused(flag), flag.partition("=")[0], f"use {here}")
+
+
+def test_every_name_here_of_another_trainers_flag_is_a_flag(capsys):
+    assert parse(["--help"]) is None
+    flags = set(re.findall(r"--[a-z0-9.-]+", capsys.readouterr().out))
+    assert {re.split(r"[ ,]", here)[0] for here in ELSEWHERE.values()} <= flags
+    assert not flags & set(ELSEWHERE)
+
+
+def test_a_bad_choice_is_refused_with_the_choices(refused):
+    assert_names(refused("--graph", "half"), "--graph", "half", "auto", "off", "full")
+
+
+def test_a_value_of_the_wrong_type_is_refused_with_the_type(refused):
+    assert_names(refused("--steps", "many"), "--steps", "many", "INT")
+
+
+def test_a_flag_without_a_value_is_refused(refused):
+    assert_names(refused("--preset"), "--preset", "Expected 1 value")
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--checkpoint-keep", "--optimizer.learning-rate"])
+def test_a_size_of_zero_is_refused(refused, flag):
+    assert_names(refused(flag, "0"), flag, "is 0", "positive")
+
+
+def test_a_missing_data_file_is_refused_with_the_corpora(refused):
+    assert_names(refused("--data", "no/such.txt"), "--data", "no/such.txt", "no such file", "python-docs")
+
+
+@pytest.fixture
+def token_directory(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 200, 20_000)
+    (tmp_path / "tokens").mkdir()
+    for side in ("train", "heldout"):
+        write_tokens(tmp_path / "tokens" / f"{side}-0.bin", [tokens], vocab_size=256)
+    return tmp_path / "tokens"
+
+
+@pytest.mark.parametrize("side", ["train", "heldout"])
+def test_a_token_file_with_ids_beyond_its_vocabulary_is_refused_with_the_first_of_them(refused, token_directory, side):
+    path = token_directory / f"{side}-0.bin"
+    contents = bytearray(path.read_bytes())
+    contents[128:] = b"\xff\xff" * 20_000
+    path.write_bytes(contents)
+    line = refused("--data", str(token_directory), "--steps", "3")
+    assert re.search(rf"{side}-0.bin: token \d+ is 65535: must be in \[0, 200\)", line)
+
+
+def test_a_damaged_token_file_is_told_whatever_its_ids(refused, token_directory):
+    path = token_directory / "train-0.bin"
+    contents = bytearray(path.read_bytes())
+    contents[128:] = bytes(40_000)
+    path.write_bytes(contents)
+    assert_names(refused("--data", str(token_directory), "--steps", "3"), "train-0.bin", "SHA-256", "damaged; copy it again")
+
+
+def test_an_empty_data_file_is_refused(refused, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    assert_names(refused("--data", str(tmp_path / "empty.txt")), "--data", "empty.txt", "empty")
+
+
+def test_data_shorter_than_a_sequence_is_refused_with_what_is_needed(refused, tmp_path):
+    (tmp_path / "short.txt").write_text("one line\nand another\n" * 3)
+    assert_names(refused("--data", str(tmp_path / "short.txt")), "--data", "short.txt", "--seq-len 32", "at least 33")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [('{"text": 5}', "a number"), ('{"text": null}', "null"), ('{"text": ["a"]}', "an array")]
+)
+def test_a_json_field_of_another_type_is_refused_with_file_line_field_and_type(refused, tmp_path, line, found):
+    path = tmp_path / "pages.jsonl"
+    path.write_text(f'{{"text": "first"}}\n{line}\n')
+    allowed = "must be a string, or set --data.field to another field"
+    assert refused("--data", str(path)) == f"--data is {path}: line 2: field 'text' is {found}: {allowed}"
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--compile-cache"])
+def test_a_directory_that_cannot_be_created_is_refused_with_its_flag(refused, tmp_path, flag):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "inside"
+    assert refused(flag, str(path)) == f"{flag} is {path}: cannot be written (Not a directory)"
+
+
+@pytest.mark.parametrize("patterns", [("*",), ("blocks/*", "[!b]*")])
+def test_freezing_every_parameter_is_refused(refused, tmp_path, patterns):
+    assert_names(refused("--steps", "2", "--freeze", *patterns), "--freeze is", *patterns, "must leave at least one parameter")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (("--fsdp", "16"), "--fsdp 16 needs 16"),
+        (("--dp", "16"), "--dp 16 needs 16"),
+        (("--ep", "16"), "--ep 16 needs 16"),
+        (("--dp", "4", "--fsdp", "4"), "--dp 4 --fsdp 4 needs 16"),
+        (("--pp", "4", "--fsdp", "8"), "--pp 4 --fsdp 8 needs 32"),
+        (("--pp", "16", "--num-microbatches", "16"), "--pp 16 needs 16"),
+    ],
+)
+def test_too_few_devices_are_reported_before_a_batch_that_cannot_be_divided(refused, flags, asked):
+    assert refused(*flags) == f"{asked} devices, but only {jax.device_count()} are available"
+
+
+def test_a_batch_is_blamed_if_there_are_enough_devices(refused):
+    assert_names(refused("--fsdp", "8"), "--fsdp is 8", "--batch-size 4")
+
+
+def test_devices_of_other_processes_are_not_counted_before_they_are_connected(refused):
+    processes = ("--distributed.coordinator", "host:1", "--distributed.num-processes", "2", "--distributed.process-id", "0")
+    assert_names(refused("--fsdp", "16", *processes), "--fsdp is 16", "--batch-size 4")
+
+
+def test_a_batch_that_microbatches_do_not_divide_is_refused(refused):
+    assert_names(refused("--num-microbatches", "3"), "--num-microbatches", "is 3", "divisor of --batch-size 4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--batch-size 100000000", "with --seq-len 32 it has 3200000000"),
+        ("--batch-size 1000000000000 --num-microbatches 1000000000", "its tokens of"),
+        ("--batch-size 60000000 --model.module tests.faulty:Bigram", " GiB of this machine"),
+    ],
+)
+def test_a_batch_that_fits_no_machine_is_refused_by_its_flag(refused, tmp_path, flags, told):
+    line = refused(*flags.split())
+    assert line.startswith("--batch-size is ")
+    assert told in line
+    assert not (tmp_path / "run").exists()
+
+
+WRITING = {
+    "train": ("jgraph.train.__main__", "--run-dir", "--run-dir /proc/none/x"),
+    "the cache": ("jgraph.train.__main__", "--compile-cache", "--compile-cache /proc/none/x --run-dir {tmp_path}/run"),
+    "report": ("jgraph.report.__main__", "--to", "{tmp_path} --to /proc/none/x"),
+    "data": ("jgraph.data.__main__", "--out", "make --text {tmp_path}/text.txt --train-bpe 300 --out /proc/none/x"),
+    "schedule": ("jgraph.inspect.__main__", "--svg", "schedule 1f1b --pp 2 --microbatches 2 --svg /proc/none/x.svg"),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys, name):
+    module, flag, args = WRITING[name]
+    RunDir(tmp_path).write(TrainConfig(), {}, {})
+    (tmp_path / "text.txt").write_text("some text, and more of it\n" * 9)
+    assert importlib.import_module(module).main(shlex.split(args.format(tmp_path=tmp_path))) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.match(rf"jgraph\.\w+: error: {flag}(:| is) /proc/none.* cannot be written.*No such file or directory", err)
+
+
+def test_a_disk_that_is_full_is_told_with_the_file_and_its_flag(tmp_path, capsys):
+    RunDir(tmp_path).write(TrainConfig(), {}, {})
+    (tmp_path / "text.txt").write_text("some text, and more of it\n" * 99)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, flag in (("report", "--to"), ("data", "--out")):
+        module, _, args = WRITING[name]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            args = args.replace("/proc/none/x", f"{tmp_path}/{name}").format(tmp_path=tmp_path)
+            assert importlib.import_module(module).main(shlex.split(args)) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        error = f"jgraph.{name}: error: {flag} is {tmp_path}/{name}: cannot be written (File too large"
+        assert capsys.readouterr().err.startswith(error)
+
+
+def test_a_full_disk_behind_standard_output_is_told_in_a_line():
+    command = [sys.executable, "-m", "jgraph.inspect", "schedule", "1f1b", "--pp", "2", "--microbatches", "2"]
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(command, cwd=tiny.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    line = "standard output or a temporary file cannot be written: No space left on device"
+    assert (process.returncode, process.stderr) == (2, f"jgraph.inspect: error: {line}\n")
+
+
+def test_a_vocabulary_smaller_than_a_token_id_is_refused(refused):
+    assert_names(refused("--model.vocab-size", "64"), "--model.vocab-size", "64", "--data python-docs", "at least")
+
+
+def test_a_head_size_that_cudnn_refuses_is_refused(refused):
+    line = refused("--model.attention", "cudnn", "--model.d-model", "40")
+    assert_names(line, "--model.num-heads", "head size 20", "multiple of 8", "--model.attention xla")
+
+
+def test_cudnn_attention_without_an_nvidia_gpu_is_refused(refused):
+    assert_names(
+        refused("--model.attention", "cudnn", "--model.compute-dtype", "bfloat16"), "--model.attention", "cudnn", "auto or xla"
+    )
+
+
+def test_an_unknown_xla_option_is_refused_with_the_closest_one(refused):
+    line = refused("--xla-options", "xla_gpu_graph_min_graph_sise=1")
+    assert_names(line, "--xla-options", "xla_gpu_graph_min_graph_sise", "did you mean xla_gpu_graph_min_graph_size?")
+
+
+@pytest.mark.parametrize("module", ["no.such.module:GPT", "jgraph_models.gpt:NoSuchClass", "models.gpt"])
+def test_a_model_that_cannot_be_imported_is_refused(refused, module):
+    assert_names(refused("--model.module", module), "--model.module", module, "package.module:Class")
+
+
+def test_a_run_directory_of_another_configuration_is_refused_with_every_difference(refused, tmp_path):
+    assert tiny.train(tmp_path / "run", "--steps", "2") == 0
+    line = refused("--steps", "3", "--model.d-ff", "128", "--log-every", "7")
+    assert_names(line, "--run-dir", "--steps is 3 and was 2", "--model.d-ff is 128 and was 64", "--no-resume")
+    assert "log-every" not in line
+
+
+def test_a_run_directory_of_another_text_is_refused(refused, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i}" for i in range(200)))
+    assert tiny.train(tmp_path / "run", "--steps", "2", "--data", str(text)) == 0
+    text.write_text("\n".join(f"line {i}" for i in range(201)))
+    assert_names(refused("--steps", "2", "--data", str(text)), "--run-dir", "--data", "fingerprint")
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--no-resume"])
+def test_a_directory_that_holds_something_else_is_refused_and_left_alone(refused, tmp_path, flag):
+    mine = tmp_path / "run" / "checkpoints" / "thesis.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "not empty", "name a new or empty one")
+    assert mine.read_text() == "mine"
+
+
+def test_a_damaged_config_file_is_refused(refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{")
+    assert_names(refused(), "--run-dir", "config.json", "damaged")
+
+
+def test_too_little_space_is_refused_with_both_sizes_before_anything_is_written(refused, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 0, 1000))
+    assert_names(refused(), "--run-dir", str(tmp_path / "run"), "bytes", "1,000 are free", "--checkpoint-keep")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(refused, tmp_path):
+    (tmp_path / "file").touch()
+    assert_names(refused("--run-dir", str(tmp_path / "file")), "--run-dir", "a file")
+
+
+@pytest.mark.parametrize("flags", [["--graph", "half"], ["--data", "no/such.txt"]])
+def test_a_process_ends_with_code_2_and_one_line(tmp_path, flags):
+    process = tiny.start(tmp_path / "run", *flags)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert_names(one_line(err), *flags)
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("name", ["OtherArguments", "NoModule", "WithoutLoss", "VectorLoss", "BadLoss"])
+def test_a_model_that_cannot_be_trained_is_refused(refused, tmp_path, name):
+    assert_names(refused("--model.module", f"tests.odd:{name}"), "--model.module", f"tests.odd:{name}: must ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_a_model_s_code_is_told_with_its_place(refused):
+    assert_names(refused("--model.module", "tests.odd:BadLoss"), "TypeError", "tests/odd.py:")
+    assert_names(refused("--model.module", "tests.unimportable:GPT"), "ZeroDivisionError: no such luck", "unimportable.py:3")
+
+
+@pytest.mark.parametrize("pipeline", [(), ("--schedule", "1f1b")])
+def test_a_chunk_of_the_loss_that_does_not_divide_the_tokens_is_refused_by_its_flag(refused, pipeline):
+    assert_names(refused("--model.loss-chunk", "7", *pipeline), "--model.loss-chunk is 7: must be a divisor of the ")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "abacus"])
+def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch, platform):
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, _, err = tiny.finish(tiny.start(tmp_path / "run"), seconds=120)
+    assert code == 2
+    assert_names(one_line(err), f"JAX_PLATFORMS is {platform}")
+
+
+@pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect", "jgraph.aot", "jgraph"])
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module):
+    command = {
+        "jgraph.train": [*tiny.FLAGS, "--run-dir", str(tmp_path / "run"), "--steps", "3", "--data", "synthetic"],
+        "jgraph.inspect": ["schedule", "1f1b", "--pp", "4", "--microbatches", "8"],
+        "jgraph.aot": ["--help"],
+        "jgraph": ["--help"],
+    }[module]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *command], cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (141, "")
+
+
+def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
+    code = (
+        "import sys\nfrom jgraph.train.__main__ import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full}", "--resume, --no-resume"):
+        assert text in result.stdout
+
+
+def test_every_preset_parses_to_itself_with_a_run_directory_of_its_name():
+    for name, config in PRESETS.items():
+        assert parse(["--preset", name]) == parse([f"--preset={name}"]) == config
+        assert config.run_dir == f"runs/{name}"
+
+
+def test_a_flag_overrides_the_preset_wherever_it_stands():
+    config = parse(["--steps", "7", "--preset", "gpt-124m", "--model.num-layers", "2", "--run-dir", "elsewhere"])
+    assert config is not None
+    assert (config.steps, config.model.num_layers, config.model.d_model, config.run_dir) == (7, 2, 768, "elsewhere")
+
+
+def test_a_presets_warmup_shrinks_with_the_run_and_one_that_is_given_does_not():
+    shrunk, given = parse(["--steps", "7"]), parse(["--steps", "60", "--optimizer.warmup-steps", "60"])
+    assert shrunk is not None
+    assert given is not None
+    assert (shrunk.optimizer.warmup_steps, given.optimizer.warmup_steps) == (0, 60)
+    with pytest.raises(ConfigError) as error:
+        parse(["--steps", "7", "--optimizer.warmup-steps", "8"])
+    assert error.value.field == "optimizer.warmup_steps"
+
+
+def test_a_message_that_is_no_box_is_passed_on_in_one_line(monkeypatch, capsys):
+    def refuse(*args, **kwargs):
+        print("plain\nwords", file=sys.stderr)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(tyro, "cli", refuse)
+    assert main([]) == 2
+    assert one_line(capsys.readouterr().err) == "plain words"
+
+
+def test_a_device_that_is_too_small_is_told_in_one_line(refused, monkeypatch):
+    def exhausted(setup):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+
+    monkeypatch.setattr(TrainSetup, "compile_step", exhausted)
+    assert_names(refused(), "--batch-size is 4", "--num-microbatches", "99 bytes")

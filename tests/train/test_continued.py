@@ -1,0 +1,238 @@
+"""Runs that begin with another run's weights: which state they begin with, on any devices, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jgraph
+from jgraph import evaluate
+from jgraph.checkpoint import Checkpoints, store
+from jgraph.data import Batches
+from jgraph.data import load as load_corpus
+from jgraph.errors import CheckpointError, ConfigError
+from jgraph.precision.config import FP8Config
+from jgraph.report import __main__ as report
+from jgraph.train import continued, origin
+from jgraph.train.__main__ import parse
+from jgraph.train.config import TrainConfig
+from jgraph.train.rundir import RunDir
+from jgraph.train.setup import TrainSetup
+from tests import tiny
+from tests.train.test_pipeline_training import config_of
+from tests.train.test_resharding import assert_same_bits
+
+pytestmark = [pytest.mark.once, pytest.mark.long]
+
+CORPUS = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
+DELAYED = FP8Config(recipe="delayed", history=4)
+FIELDS = {"num_layers": 4, "num_microbatches": 2}
+
+
+def random_state(setup):
+    """A state in the canonical layout that could be of any run, with every leaf another."""
+    random = np.random.default_rng(0)
+
+    def leaf(like):
+        return jax.device_put(np.asarray(random.uniform(1, 9, like.shape)).astype(like.dtype), like.sharding)
+
+    return jax.tree.map(leaf, setup.step.canonical.shapes())
+
+
+def written(path, config):
+    """Writes a run that is over, without training it; returns its state."""
+    setup = TrainSetup.of(config)
+    state = random_state(setup)
+    RunDir(path).write(config, CORPUS, {})
+    checkpoints = Checkpoints(RunDir(path).checkpoints, 1)
+    checkpoints.save(7, state)
+    checkpoints.close()
+    return state
+
+
+def begun(path, config, **fields):
+    """The canonical state before the first step of a run that begins with the one at a path."""
+    config = dataclasses.replace(config, continue_from=str(path), run_dir=f"{path}-more", **fields)
+    saved = continued.opened(config, RunDir(path.with_name("more")))
+    setup = TrainSetup.of(config)
+    try:
+        return setup.step.canonical.of(continued.load(setup, saved))
+    finally:
+        saved.close()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "one"
+    return path, written(path, config_of(**FIELDS))
+
+
+@pytest.mark.parametrize("layout", [{}, {"fsdp": 2, "dp": 2}, {"pp": 2}])
+def test_a_run_may_begin_with_the_optimizers_state_of_another_bit_for_bit(one, layout):
+    path, there = one
+    here = begun(path, config_of(**FIELDS), continue_with="optimizer", **layout)
+    assert_same_bits(here.params, there.params)
+    (adam, decay, rate), (their_adam, _, _) = here.opt_state, there.opt_state
+    assert_same_bits(adam, their_adam)
+    assert jax.tree.leaves(decay) == []
+    assert (int(rate.count), int(here.step), int(here.skipped)) == (0, 0, 0)
+
+
+def test_a_run_may_begin_with_the_weights_alone_in_another_dtype(one):
+    path, there = one
+    here = begun(path, config_of(**FIELDS), main_params_dtype="bfloat16", main_grads_dtype="bfloat16")
+    assert_same_bits(here.params, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), there.params))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((here.opt_state, here.step)))
+
+
+@pytest.mark.parametrize("before", [{"fsdp": 2}, {"pp": 2, "fsdp": 2}])
+def test_a_run_over_several_devices_goes_on_as_one_on_one_device(tmp_path, before):
+    there = written(tmp_path / "run", config_of(**FIELDS, **before))
+    here = begun(tmp_path / "run", config_of(**FIELDS), continue_with="optimizer")
+    assert_same_bits((here.params, here.opt_state[0]), jax.device_get((there.params, there.opt_state[0])))
+
+
+@pytest.mark.parametrize("which", ["weights", "optimizer"])
+def test_what_a_model_carries_comes_with_its_weights(tmp_path, which):
+    config = TrainConfig(module="tests.own:Normed", batch_size=4, seq_len=16)
+    there = written(tmp_path / "run", config)
+    assert_same_bits(begun(tmp_path / "run", config, continue_with=which).carried, there.carried)
+
+
+@pytest.mark.parametrize("which", ["weights", "optimizer"])
+def test_histories_of_fp8_go_on_where_the_recipe_is_the_same(tmp_path, which):
+    config = config_of(**FIELDS, precision="fp8", fp8=DELAYED)
+    there = written(tmp_path / "run", config)
+    assert_same_bits(begun(tmp_path / "run", config, continue_with=which).carried, there.carried)
+    other = begun(tmp_path / "run", config, continue_with=which, fp8=dataclasses.replace(DELAYED, margin=1))
+    assert jax.tree.structure(other.carried) == jax.tree.structure(there.carried)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(other.carried))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_histories_of_an_earlier_version_begin_anew_unless_they_fit_every_layout(tmp_path, num_microbatches):
+    config = config_of(num_layers=4, num_microbatches=num_microbatches, precision="fp8", fp8=DELAYED)
+    there = written(tmp_path / "run", config)
+    tiny.forget_amax_units(tmp_path / "run" / "checkpoints")
+    here = begun(tmp_path / "run", config, continue_with="optimizer")
+    assert_same_bits(here.params, there.params)
+    if num_microbatches == 1:
+        assert_same_bits(here.carried, there.carried)
+    else:
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(here.carried))
+
+
+def test_a_run_in_fp8_begins_with_one_that_was_not_and_the_other_way_round(one, tmp_path):
+    path, there = one
+    here = begun(path, config_of(**FIELDS), precision="fp8", fp8=DELAYED, continue_with="optimizer")
+    assert_same_bits(here.params, there.params)
+    written(tmp_path / "run", config_of(**FIELDS, precision="fp8", fp8=DELAYED))
+    assert begun(tmp_path / "run", config_of(**FIELDS), continue_with="optimizer").carried == {}
+
+
+def test_weights_of_other_bits_than_were_saved_are_not_begun_with(tmp_path, monkeypatch):
+    of = store.checksums
+    monkeypatch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
+    written(tmp_path / "run", config_of(**FIELDS))
+    with pytest.raises(CheckpointError, match="has checksum") as error:
+        begun(tmp_path / "run", config_of(**FIELDS))
+    assert error.value.field == "continue_from"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"continue_from": "RUN/checkpoints/5"}, "continue_from"),
+        ({"continue_from": "RUN/none"}, "continue_from"),
+        ({"continue_from": "RUN/checkpoints/7", "run_dir": "RUN"}, "run_dir"),
+        ({"module": "tests.odd:Mute"}, "module"),
+        ({"model": config_of(num_layers=2).model}, "model.num_layers"),
+        ({"init_from": "folder"}, "continue_from"),
+        ({"continue_from": "", "continue_with": "optimizer"}, "continue_with"),
+    ],
+)
+def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
+    path, _ = one
+    told = {name: value.replace("RUN", str(path)) if isinstance(value, str) else value for name, value in fields.items()}
+    with pytest.raises((ConfigError, CheckpointError)) as error:
+        continued.opened(dataclasses.replace(config_of(**FIELDS), **{"continue_from": str(path)} | told), RunDir(path / "new"))
+    assert error.value.field == field
+    assert "\n" not in str(error.value)
+
+
+def test_another_compute_dtype_is_a_matter_of_precision(one):
+    config = config_of(**FIELDS)
+    model = dataclasses.replace(config.model, compute_dtype="bfloat16")
+    saved = continued.opened(dataclasses.replace(config, model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
+    assert saved is not None
+    saved.close()
+
+
+def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
+    path, _ = one
+    flags = ["--run-dir", str(tmp_path / "new"), "--steps", "5"]
+    config = parse(["--continue-from", str(path / "checkpoints" / "7"), *flags])
+    assert config.model == config_of(**FIELDS).model
+    assert (config.steps, config.batch_size, config.preset) == (5, jgraph.preset("cpu-tiny").batch_size, "cpu-tiny")
+    with pytest.raises(ConfigError) as error:
+        parse(["--continue-from", str(path.with_name("none")), *flags])
+    assert error.value.field == "continue_from"
+
+
+def test_the_tokenizer_travels_with_the_weights(tmp_path):
+    first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
+    first.origin.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (first.origin / name).write_text(json.dumps(name))
+    config = TrainConfig(continue_from=str(first.path))
+    second.path.mkdir()
+    assert origin.tokenizer_of(config, second) == first.origin / "tokenizer.json"
+    origin.keep(config, second)
+    assert {path.name: path.read_bytes() for path in second.origin.iterdir()} == {
+        path.name: path.read_bytes() for path in first.origin.iterdir()
+    }
+    (second.checkpoints / "1").mkdir(parents=True)
+    assert origin.tokenizer_of(config, second) == second.origin / "tokenizer.json"
+
+
+# --- Runs ---
+
+FLAGS = ("--eval-every", "100", "--sample-tokens", "0", "--steps", "2", "--model.compute-dtype", "float32")
+
+
+def test_a_run_begins_where_another_ended_over_any_devices_and_goes_on_without_it(tmp_path, capsys):
+    """From one device to two and back, with other data, rate and batch."""
+    assert tiny.train(tmp_path / "0", *FLAGS) == 0
+    begin = (*FLAGS, "--data", "synthetic", "--optimizer.learning-rate", "2e-3", "--batch-size", "8", "--checkpoint-every", "1")
+    for number, layout in enumerate((("--fsdp", "2"), ()), 1):
+        before = tmp_path / str(number - 1)
+        assert tiny.train(tmp_path / str(number), *begin, *layout, "--continue-from", str(before)) == 0
+        assert f"started with the weights of {before} after 2 steps" in capsys.readouterr().out.replace("\n", "")
+        corpus = load_corpus("synthetic", seq_len=32, vocab_size=256)
+        loaded, batch = jgraph.load(before), Batches(corpus.train, batch_size=8, seq_len=32, seed=0)[0]
+        expected = float(loaded.model.evaluate("loss", loaded.params, {}, batch))
+        assert tiny.entries(tmp_path / str(number))[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    last, losses = tmp_path / "2", tiny.losses(tmp_path / "2")
+    shutil.rmtree(tmp_path / "1")
+    shutil.rmtree(last / "checkpoints" / "2")
+    assert tiny.train(last, *begin, "--continue-from", str(tmp_path / "1")) == 0
+    assert tiny.losses(last) == losses
+
+
+def test_a_run_goes_on_twice_as_long_then_on_other_text_is_evaluated_and_both_are_in_one_report(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = ("--fsdp", "2", "--pp", "2", "--model.num-layers", "2", "--num-microbatches", "2", "--eval-every", "20")
+    assert tiny.train(first, *flags, "--steps", "20") == 0
+    assert tiny.train(first, *flags, "--steps", "40", "--optimizer.extend", "constant") == 0
+    assert [entry["step"] for entry in tiny.entries(first)] == list(range(1, 41))
+    assert tiny.train(second, *flags, "--steps", "10", "--continue-from", str(first), "--data", "synthetic") == 0
+    assert f"started with the weights of {first} after 40 steps" in capsys.readouterr().out
+    assert evaluate.main([str(second), "--json", str(tmp_path / "numbers.json")]) == 0
+    told = json.loads((tmp_path / "numbers.json").read_text())
+    assert told["loss"] == pytest.approx(tiny.entries(second)[-1]["eval_loss"], rel=1e-5)
+    assert report.main([str(first), str(second), "--to", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert all(name in page for name in ("first", "second", "continue_from", "synthetic"))

@@ -1,0 +1,384 @@
+"""Several devices and several processes: the numbers of one, one voice, one end."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.checkpoint.store import Checkpoints
+from jgraph.data import Batches
+from jgraph.errors import ConfigError
+from jgraph.processes import connect, launcher
+from jgraph.train.__main__ import main
+from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jgraph.train.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
+from tests.train import test_capacity as capacity
+from tests import tiny
+
+pytestmark = pytest.mark.long
+
+FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
+
+# --- Which process this is ---
+
+WRONG = [
+    (
+        {"coordinator": "a:1", "num_processes": 2},
+        "process_id",
+        "`distributed.process_id` is None: must be set together with `distributed.coordinator`",
+    ),
+    (
+        {"num_processes": 2, "process_id": 0},
+        "coordinator",
+        "`distributed.coordinator` is None: must be set together with `distributed.num_processes`",
+    ),
+    (
+        {"process_id": 0},
+        "coordinator",
+        "`distributed.coordinator` is None: must be set together with `distributed.process_id`",
+    ),
+    (
+        {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
+        "process_id",
+        "`distributed.process_id` is 2: must be at least 0 and less than `distributed.num_processes` 2",
+    ),
+    (
+        {"coordinator": "a:1", "num_processes": 2, "process_id": -1},
+        "process_id",
+        "`distributed.process_id` is -1: must be at least 0 and less than `distributed.num_processes` 2",
+    ),
+    (
+        {"coordinator": "a:1", "num_processes": 0, "process_id": 0},
+        "num_processes",
+        "`distributed.num_processes` is 0: must be positive",
+    ),
+    (
+        {"coordinator": "a:1", "num_processes": 2, "process_id": 0, "setup": "off"},
+        "setup",
+        "`distributed.setup` is off: must be auto if `distributed.coordinator` is set",
+    ),
+    *(
+        (
+            {"coordinator": address, "num_processes": 2, "process_id": 0},
+            "coordinator",
+            f"`distributed.coordinator` is {address}: must be HOST:PORT of process 0",
+        )
+        for address in ("localhost", "localhost:", ":1234", "localhost:none", "localhost:0", "localhost:65536")
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "message"), WRONG)
+def test_processes_that_cannot_be_are_refused_with_the_flag_to_change(fields, field, message):
+    with pytest.raises(ConfigError) as error:
+        DistributedConfig(**fields)
+    assert (error.value.field, str(error.value)) == (f"distributed.{field}", message)
+
+
+STEP = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "node[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, None),
+        (STEP, "slurm"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "slurm"),
+        (STEP | {"SLURM_NTASKS": "1"}, None),
+        # The shell of an allocation for four tasks, and a script of sbatch.
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "ompi"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_slurm_and_open_mpi_are_known_by_their_environment(environ, found):
+    assert launcher(environ) == found
+
+
+def test_open_mpi_5_needs_flags(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="Open MPI 5 does not say where process 0 is"):
+        connect()
+    connect(setup="off")
+    assert not jax.distributed.is_initialized()
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("", 0)) as server:
+        coordinator = f"localhost:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="must have a port that is free on this machine"):
+            connect(coordinator=coordinator, num_processes=2, process_id=0)
+
+
+def test_a_process_that_finds_no_other_says_so_in_one_line():
+    code = """if True:
+        from jgraph.train.config import DistributedConfig
+        from jgraph.processes import connect
+        from jgraph.errors import ConfigError
+        try:
+            connect(coordinator="localhost:1", num_processes=2, process_id=1, patience=1)
+        except ConfigError as e:
+            print(e)
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith(
+        "`distributed.coordinator` is localhost:1: the processes could not be connected: no connection"
+    )
+    assert len(run.stdout.splitlines()) == 1
+
+
+# --- Several devices of one process ---
+
+
+@pytest.mark.parametrize("dp", [0, 3, 4])
+def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
+    with pytest.raises(ConfigError, match=f"`dp` is {dp}: must be") as error:
+        TrainConfig(batch_size=12, num_microbatches=6, dp=dp)
+    assert error.value.field == "dp"
+
+
+def test_more_ranks_than_devices_are_refused():
+    with pytest.raises(ConfigError) as error:
+        TrainSetup.of(TrainConfig(dp=32))
+    assert str(error.value) == f"`dp` 32 needs 32 devices, but only {jax.device_count()} are available"
+
+
+def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
+    """Five steps of a small model on some tokens."""
+    config = TrainConfig(
+        steps=5,
+        batch_size=16,
+        num_microbatches=4,
+        seq_len=16,
+        dp=dp,
+        model=GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64, compute_dtype="float32"),
+        # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
+        optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
+    )
+    setup = TrainSetup.of(config)
+    tokens = np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint8)
+    batches = Batches(tokens, batch_size=16, seq_len=16, seed=0)
+    step = setup.compile_step()
+    state, losses = setup.init(), []
+    for i in range(config.steps):
+        state, metrics = step(state, setup.step.place(batches[i]))
+        losses.append(float(metrics.loss))
+    assert all(leaf.sharding.device_set == set(jax.devices()[:dp]) for leaf in jax.tree.leaves(state))
+    return jax.device_get(jax.tree.leaves(state.params)), losses
+
+
+def test_replicas_compute_what_one_device_does():
+    (weights, losses), (wanted, wanted_losses) = weights_and_losses(4), weights_and_losses(1)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+    for ours, theirs in zip(weights, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+# --- Several processes ---
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start(run_dir, *flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """A tiny run of replicas, as `start_two`."""
+    return start_two(*FLAGS, "--run-dir", str(run_dir), "--dp", "2", *flags, odd_flags=odd_flags)
+
+
+def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """A run of two processes with a device each; `odd_flags` are for the second alone."""
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", "2")
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jgraph.train", *flags, *address),
+                *("--distributed.process-id", str(process), *(odd_flags if process else ())),
+            ],
+            cwd=tiny.ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each."""
+    try:
+        said = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    # Gloo, which carries what CPUs say to each other, tells on stdout that it is there.
+    outs = ["".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")) for out, _ in said]
+    return [(process.returncode, out, err) for process, out, (_, err) in zip(processes, outs, said, strict=True)]
+
+
+def assert_same_losses(run_dir, other):
+    ours, theirs = (
+        np.array([(step, loss, np.nan if held is None else held) for step, loss, held in tiny.losses(path)], float)
+        for path in (run_dir, other)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+
+
+def delete_last(run_dir, step: int):
+    (run_dir / "checkpoints" / str(step)).rename(run_dir / "aside")
+
+
+def amax_history(run_dir):
+    """Returns the state of delayed scaling in a run's last checkpoint."""
+    fields = json.loads((run_dir / "config.json").read_text())
+    config = TrainConfig.from_dict({name: value for name, value in fields.items() if name not in ("corpus", "versions")})
+    checkpoints = Checkpoints(run_dir / "checkpoints", 1)
+    _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
+    checkpoints.close()
+    return jax.device_get(state.carried.fp8)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of one process on two devices."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    recipe = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
+    flags = (*recipe, "--sample-tokens", "8", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4")
+    assert tiny.train(run_dir, *FLAGS, *flags, "--dp", "2") == 0
+    return run_dir, flags
+
+
+@pytest.mark.once
+def test_two_processes_train_in_fp8_and_go_on_as_one_with_two_devices_does(whole, tmp_path):
+    (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
+    assert (code, err) == (0, "")
+    assert quiet == (0, "", "")
+    assert "on 2 cpu devices of 2 processes" in out
+    assert "sample text for the held-out prompt" in out
+    assert_same_losses(tmp_path / "run", whole[0])
+    two, one = (amax_history(path) for path in (tmp_path / "run", whole[0]))
+    jax.tree.map(np.testing.assert_array_equal, two, one)
+    assert (one.window > 0).all()
+    delete_last(tmp_path / "run", 8)
+    (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
+    assert (code, err) == (0, "")
+    assert quiet == (0, "", "")
+    assert "resumed from step 4" in out
+    assert_same_losses(tmp_path / "run", whole[0])
+
+
+@pytest.mark.once
+def test_two_processes_share_experts_and_train_as_one_device_does(tmp_path):
+    mixture = ("--model.mlp", "swiglu", "--model.moe.num-experts", "4", "--model.moe.d-ff", "16", "--model.moe.capacity", "2")
+    losses = ("--model.moe.balance-loss", "0.1", "--model.moe.z-loss", "0.01")
+    flags = (*FLAGS, *mixture, *losses, "--steps", "3", "--sample-tokens", "0", "--run-dir")
+    (code, _, err), quiet = finish(start_two(*flags, str(tmp_path / "two"), "--dp", "2", "--ep", "2"))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    assert main([*flags, str(tmp_path / "one")]) == 0
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    norms = ([entry["grad_norm"] for entry in tiny.entries(tmp_path / run)] for run in ("two", "one"))
+    np.testing.assert_allclose(*norms, rtol=2e-6)
+
+
+PLACING = """if True:
+    import sys
+    import jax, numpy as np, optax
+    import jgraph
+    from jgraph.processes import connect
+
+    process = int(sys.argv[2])
+    connect(coordinator=sys.argv[1], num_processes=2, process_id=process)
+    # The processes' devices alternate along the axis: each feeds two parts of every microbatch, which are not consecutive.
+    devices = np.array(jax.devices()).reshape(2, 2).T.ravel()
+    strategy = jgraph.Replicated(jax.sharding.Mesh(devices, ("data",)), {"w": np.float32(0)})
+
+    def loss(params, batch, key):
+        mine = jax.numpy.sum(batch)
+        return jgraph.Loss(mine * params["w"], 1.0, {"squares": jax.lax.psum(mine, "data") ** 2})
+
+    step = jgraph.train_step(loss, optax.sgd(1.0), strategy, num_microbatches=2)
+    rows, own = np.arange(16, dtype=np.float32), step.batch_rows(16)
+    batch = step.place(rows[own])
+    run, state = step.compile(rows), step.init({"w": np.float32(0)})
+    state, metrics = run(state, batch)
+    parts = [shard.data.ravel().astype(int).tolist() for shard in batch.addressable_shards]
+    print("found:", [own.tolist(), parts, float(metrics.aux["squares"])])
+"""
+
+
+@pytest.mark.once
+def test_processes_with_alternating_devices_feed_the_rows_that_the_step_lists():
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    address, how = f"localhost:{free_port()}", {"cwd": tiny.ROOT, "env": environ, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PLACING, address, str(process)], **how, **pipes) for process in range(2)
+    ]
+    squares = (sum(range(8)) ** 2 + sum(range(8, 16)) ** 2) / 2
+    wanted = [
+        [[0, 1, 4, 5, 8, 9, 12, 13], [[0, 1, 8, 9], [4, 5, 12, 13]], squares],
+        [[2, 3, 6, 7, 10, 11, 14, 15], [[2, 3, 10, 11], [6, 7, 14, 15]], squares],
+    ]
+    for (code, out, err), found in zip(finish(processes), wanted, strict=True):
+        assert (code, out, err) == (0, f"found: {found}\n", "")
+
+
+@pytest.mark.once
+def test_two_processes_replay_a_step_without_room_as_one_does(tmp_path):
+    small, large, flags = tmp_path / "small", tmp_path / "large", ("--dp", "2", "--log-every", "14")
+    assert main([*capacity.flags_of(large, 1.0), *flags]) == 0
+    (code, out, err), quiet = finish(start_two(*capacity.flags_of(small, 0.25), *flags))
+    assert (code, err, quiet) == (0, "", (0, "", ""))
+    assert capacity.told(out)
+    assert_same_losses(small, large)
+
+
+@pytest.mark.once
+def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
+    processes = start(tmp_path / "run", "--steps", "100000", "--log-every", "3", "--checkpoint-every", "100000")
+    tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 3, process=processes[1])
+    processes[1].send_signal(signal.SIGTERM)
+    (code, out, err), quiet = finish(processes)
+    assert (code, err) == (143, "")
+    assert quiet == (143, "", "")
+    last = tiny.entries(tmp_path / "run")[-1]["step"]
+    assert f"stopped by SIGTERM at step {last}" in out
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+
+
+@pytest.mark.once
+def test_an_error_of_one_process_ends_both_in_a_line(tmp_path):
+    (code, out, err), (other_code, other_out, other_err) = finish(start(tmp_path / "run", odd_flags=("--data", "no/such")))
+    assert (code, out, err) == (
+        2,
+        "",
+        "jgraph.train: error: process 1 cannot go on, and says why; so this one does not either\n",
+    )
+    assert (other_code, other_out) == (2, "")
+    assert "--data is no/such: no such file" in other_err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.once
+def test_processes_with_other_flags_are_refused(tmp_path):
+    for code, _, err in finish(start(tmp_path / "run", odd_flags=("--seed", "1"))):
+        assert code == 2
+        assert "process 1 was started with other flags" in err
+
+
+def test_which_process_a_run_was_survives_the_saved_config():
+    config = TrainConfig(distributed=DistributedConfig(coordinator="a:1", num_processes=2, process_id=1))
+    assert TrainConfig.from_dict(dataclasses.asdict(config)) == config

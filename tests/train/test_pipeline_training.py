@@ -1,0 +1,339 @@
+"""Training as a pipeline: the numbers of one device, whatever ranks and schedule; what cannot be is refused in a line."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.data import Batches
+from jgraph.errors import ConfigError, OrderError
+from jgraph.pipeline import autotune, choose
+from jgraph.pipeline.strategy import BoundPipeline
+from jgraph.schedule import NAMES, generate, write
+from jgraph.step.state import TrainState
+from jgraph.train.config import OptimizerConfig, TrainConfig
+from jgraph.train.setup import TrainSetup
+from jgraph_models.gpt import GPT, GPTConfig
+from tests import tiny
+
+pytestmark = pytest.mark.long
+
+VOCAB = 61  # of no number of ranks a multiple
+MICROBATCHES = 4
+
+
+class Unsplit(GPT):
+    """A model that says nothing of pipelines."""
+
+    pipeline_model = None
+
+
+def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
+    return TrainConfig(
+        **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
+        module=module,
+        model=GPTConfig(
+            num_layers=num_layers,
+            d_model=32,
+            num_heads=2,
+            num_kv_heads=2,
+            d_ff=64,
+            vocab_size=VOCAB,
+            head=head,
+            compute_dtype="float32",
+        ),
+        # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
+        optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
+    )
+
+
+def batches_of(config: TrainConfig) -> Batches:
+    # Some ids are more frequent than others, so that there is something to learn; all are there.
+    tokens = np.random.default_rng(0).geometric(0.1, 4000) % VOCAB
+    return Batches(tokens.astype(np.uint8), batch_size=config.batch_size, seq_len=config.seq_len, seed=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """An setup, its state after all steps, and what the steps said."""
+
+    setup: TrainSetup
+    state: TrainState
+    losses: list[float]
+    grad_norms: list[float]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """As the model has them, by name."""
+        tree = jax.device_get(jax.jit(self.setup.step.bound.unpack)(self.state.params))
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def trained(config: TrainConfig) -> Trained:
+    setup, batches = TrainSetup.of(config), batches_of(config)
+    # It also proves that every leaf of the state is updated in place.
+    step = setup.compile_step()
+    state, losses, grad_norms = setup.init(), [], []
+    for i in range(config.steps):
+        state, metrics = step(state, setup.step.place(batches[i]))
+        losses.append(float(metrics.loss))
+        grad_norms.append(float(metrics.grad_norm))
+    return Trained(setup, state, losses, grad_norms)
+
+
+@functools.cache
+def of_one_device(num_layers: int = 3, head: str = "tied") -> Trained:
+    return trained(config_of(num_layers=num_layers, head=head))
+
+
+def assert_same(ours: Trained, theirs: Trained):
+    assert theirs.setup.step.mesh is None
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-6)
+    np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=1e-5)
+    weights, expected = ours.weights(), theirs.weights()
+    assert list(weights) == list(expected)
+    for name, leaf in weights.items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def assert_evaluated_as(ours: Trained, theirs: Trained):
+    """Loss of a batch, and logits of one row as for a sample, which cannot be spread over replicas."""
+    batch = batches_of(ours.setup.config)[0].astype(np.int32)
+    held, one = (
+        [
+            jax.jit(run.setup.loss)(run.state, run.setup.place_whole(batch)),
+            jax.jit(run.setup.logits)(run.state, run.setup.place_whole(batch[:1])),
+        ]
+        for run in (ours, theirs)
+    )
+    assert held[1].shape == (1, batch.shape[1], VOCAB)
+    np.testing.assert_allclose(held[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(held[1], one[1], rtol=1e-4, atol=1e-5)
+
+
+def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
+    setup = TrainSetup.of(config)
+    assert isinstance(setup.step.bound, BoundPipeline)
+    return setup, setup.step.bound
+
+
+# --- The numbers of one device ---
+
+
+@pytest.mark.once
+def test_a_pipeline_trains_and_is_evaluated_as_one_device_does():
+    ours = trained(config_of(pp=2, dp=2, chunks=1, schedule="zb-h1", num_layers=3, head="untied"))
+    assert isinstance(ours.setup.step.bound, BoundPipeline)
+    pipeline = ours.setup.step.bound.pipeline
+    assert (pipeline.schedule.name, pipeline.runtime) == ("zb-h1", "general")
+    assert ours.setup.num_devices == 4
+    assert all(leaf.sharding.device_set == set(jax.devices()[:4]) for leaf in jax.tree.leaves(ours.state))
+    assert_same(ours, of_one_device(3, "untied"))
+    assert_evaluated_as(ours, of_one_device(3, "untied"))
+    # What pads the vocabulary and the layers is not in the model's tree: packing makes it anew, of zeros.
+    form = ours.setup.step.bound
+    again = jax.jit(lambda params: form.pack(form.unpack(params)))(ours.state.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours.state.params), jax.device_get(again))
+
+
+@pytest.mark.once
+def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
+    model = dataclasses.replace(
+        config_of(num_layers=2, head="untied").model,
+        mlp="swiglu",
+        num_kv_heads=1,
+        head_dim=24,
+        attention_bias="qkv",
+        qk_norm="head",
+        rope_scaling="llama3",
+        rope_original_length=16,
+    )
+    one, ours = (trained(dataclasses.replace(config_of(**ranks), model=model)) for ranks in ({}, {"pp": 2, "fsdp": 2}))
+    assert_same(ours, one)
+    assert any("bias" in name for name in one.weights())
+
+
+@pytest.mark.once
+def test_a_schedule_from_a_file_is_the_pipelines(tmp_path):
+    path, schedule = tmp_path / "schedule.csv", generate("1f1b", pp=2, microbatches=MICROBATCHES)
+    write(schedule, path)
+    _, form = staged(config_of(pp=2, schedule=str(path)))
+    assert [order.to_list() for order in form.pipeline.schedule] == [order.to_list() for order in schedule]
+
+
+# --- The schedule that is measured ---
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Measures for a moment only."""
+    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
+
+
+@pytest.mark.once
+def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
+    ours = trained(config_of(pp=2, schedule="auto", num_layers=3, head="untied"))
+    assert isinstance(ours.setup.step.bound, BoundPipeline)
+    assert ours.setup.step.bound.pipeline.schedule.name in NAMES
+    assert ours.losses[-1] < ours.losses[0] - 0.2
+    assert_same(ours, of_one_device(3, "untied"))
+
+
+def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
+    rows = config.batch_size // config.num_microbatches
+    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), np.int32)
+
+
+@pytest.mark.once
+def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
+    config = config_of(pp=2, num_layers=4)
+    _, form = staged(config)
+    shared = []
+
+    def share(value: float) -> float:
+        shared.append(value)
+        return 1e-3
+
+    parts = autotune.measure(form.pipeline, form.shapes, shapes_of(config), share=share)
+    assert (parts.forward, parts.dgrad, parts.wgrad, parts.head) == (1e-3, 1e-3, 1e-3, 0.0)
+    assert len(shared) == 3
+    assert all(value > 0 for value in shared)
+
+    def chosen(limit: float | None):
+        return choose(form.pipeline, form.shapes, shapes_of(config), parts=parts, memory_limit=limit)
+
+    free = chosen(None)
+    assert {candidate.name for candidate in free.candidates} <= set(NAMES)
+    assert {candidate.chunks for candidate in free.candidates if candidate.peak_bytes is not None} == {1, 2}
+    assert free.candidates[0].verdict == "fastest that fits"
+    assert free.candidates[0].name == free.schedule.name
+    least = min(candidate.peak_bytes for candidate in free.candidates if candidate.peak_bytes is not None)
+    tight = chosen(least)
+    assert tight.candidates[0].peak_bytes == least
+    with pytest.raises(OrderError, match="no schedule fits into"):
+        chosen(least - 1)
+
+
+@pytest.mark.once
+def test_without_layers_for_two_chunks_only_one_is_tried():
+    config = config_of(pp=2, num_layers=3)
+    _, form = staged(config)
+    parts = autotune.Parts(1e-3, 1e-3, 1e-3)
+    found = choose(form.pipeline, form.shapes, shapes_of(config), parts=parts, memory_limit=None)
+    assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
+
+
+# --- What is refused ---
+
+
+def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
+    with pytest.raises(error, match=message) as info:
+        TrainSetup.of(config_of(**fields))
+    assert len(str(info.value).splitlines()) == 1
+    return info.value
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "fields"),
+    [
+        ("schedule", r"`schedule` is zbh1: must be auto, one of .*aligned.*, or a \.csv or \.json file", {"schedule": "zbh1"}),
+        ("pp", "`pp` is 6: must be such that `pp` x `chunks` 1 is at most the 5 layers", {"pp": 6}),
+        ("pp", "`pp` is 2: must be such that `pp` x `chunks` 3 is at most the 5 layers", {"chunks": 3}),
+        ("dp", r"`dp` 4 `pp` 4 needs 16 devices, but only \d+ are available", {"dp": 4, "pp": 4, "batch_size": 16}),
+        (
+            "pp",
+            r"`pp` is 2: must be 1 for tests\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
+            {"module": "tests.train.test_pipeline_training:Unsplit"},
+        ),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, message, fields):
+    error = refused(ConfigError, message, **{"pp": 2} | fields)
+    assert isinstance(error, ConfigError)
+    assert error.field == field
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
+        ("zb-h1 with chunks=2: supports only 1 chunk per rank", {"schedule": "zb-h1", "chunks": 2}),
+        (r"`schedule` is no/such\.csv: cannot be read as a schedule \(No such", {"schedule": "no/such.csv"}),
+        (
+            r"no schedule fits into 1 bytes per rank; the smallest is .*; raise the memory limit",
+            {"schedule": "auto", "memory_limit": 2.0**-30},
+        ),
+    ],
+)
+def test_what_is_no_schedule_for_the_model_is_refused(hasty, message, fields):
+    refused(OrderError, message, pp=2, **fields)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, MICROBATCHES), (2, 6)])
+def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
+    path = tmp_path / "schedule.csv"
+    write(generate("1f1b", pp=ranks, microbatches=microbatches), path)
+    message = f"`schedule` .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for `pp` 2 and "
+    error = refused(ConfigError, message + "`num_microbatches` 4", pp=2, schedule=str(path))
+    assert isinstance(error, ConfigError)
+    assert error.field == "schedule"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--schedule", "zbh1"), "--schedule is zbh1: must be auto, one of"),
+        (("--schedule", "no/such.csv"), "--schedule is no/such.csv: cannot be read as a schedule (No such"),
+    ],
+)
+def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, message):
+    assert tiny.train(tmp_path / "run", "--pp", "2", "--model.num-layers", "2", *flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jgraph.train: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+# --- A run ---
+
+FLAGS = (
+    *("--model.num-layers", "2", "--model.vocab-size", "257", "--model.compute-dtype", "float32", "--pp", "2"),
+    *("--num-microbatches", "4", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4"),
+    *("--sample-tokens", "8"),
+)
+
+
+@pytest.mark.once
+def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capsys):
+    run_dir = tmp_path / "run"
+    assert tiny.train(run_dir, *FLAGS) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "pipeline: aligned (aligned runtime), 2 ranks x 1 chunks, " in out
+    assert " GiB predicted, " in out
+    assert " compiled" in out
+    assert "sample text for the held-out prompt" in out
+    whole = tiny.losses(run_dir)
+    assert whole[-1][1] < whole[0][1]
+    (run_dir / "checkpoints" / "8").rename(tmp_path / "aside")
+    assert tiny.train(run_dir, *FLAGS) == 0
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert tiny.losses(run_dir) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory_limit": 1.0}, "`memory_limit` is 1.0: must be 0 unless `schedule` is auto"),
+        ({"schedule": "auto", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` auto, which sets the number of chunks"),
+        ({"schedule": "mine.csv", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` mine.csv"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**fields)

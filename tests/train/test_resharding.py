@@ -1,0 +1,142 @@
+"""Checkpoints over other devices than they were saved from: the losses go on, and no bit is lost on the way there and back."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.checkpoint.store import Checkpoints
+from jgraph.errors import CheckpointError
+from jgraph.step.state import TrainState
+from jgraph.train.config import TrainConfig
+from jgraph.train.setup import TrainSetup
+from tests.train.test_pipeline_training import batches_of, config_of
+
+pytestmark = pytest.mark.long
+
+STEPS, SAVED = 4, 2
+ONE, PP = "one device", "pp=2"
+MESHES: dict[str, dict[str, Any]] = {
+    ONE: {},
+    PP: {"pp": 2},
+    "fsdp=2": {"fsdp": 2},
+    "chunks=2": {"pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "remat": "layer"},
+}
+
+
+def once(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.once)
+
+
+def config_on(mesh: str) -> TrainConfig:
+    return config_of(num_layers=4, num_microbatches=2, steps=STEPS, **MESHES[mesh])
+
+
+@functools.cache
+def compiled(mesh: str) -> tuple[TrainSetup, Any]:
+    config = config_on(mesh)
+    setup = TrainSetup.of(config)
+    return setup, setup.compile_step()
+
+
+def trained(mesh: str, state: TrainState, steps: range) -> tuple[TrainState, list[float]]:
+    """The state after some steps, and their losses. The state that is given is donated."""
+    setup, step = compiled(mesh)
+    batches, losses = batches_of(setup.config), []
+    for i in steps:
+        state, metrics = step(state, setup.step.place(batches[i]))
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Trains on a mesh, once, and tells where it saved what it had on the way, and the losses from there on."""
+
+    @functools.cache
+    def save(mesh: str) -> tuple[Path, list[float]]:
+        setup, directory = compiled(mesh)[0], tmp_path_factory.mktemp("saved")
+        checkpoints = Checkpoints(directory, 1)
+        state, _ = trained(mesh, setup.init(), range(SAVED))
+        checkpoints.save(SAVED, setup.step.canonical.of(state))
+        _, losses = trained(mesh, state, range(SAVED, STEPS))
+        checkpoints.close()
+        return directory, losses
+
+    return save
+
+
+def restored(directory: Path, setup: TrainSetup) -> TrainState:
+    checkpoints = Checkpoints(directory, 1)
+    try:
+        found = checkpoints.restore_latest(setup.step.canonical.shapes())
+    finally:
+        checkpoints.close()
+    assert found is not None
+    return setup.step.canonical.back(found[1])
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf).view(f"uint{8 * leaf.dtype.itemsize}") for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def assert_same_bits(ours: Any, theirs: Any):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(np.testing.assert_array_equal, bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize(("before", "after"), [once(PP, "chunks=2"), ("fsdp=2", PP), once(ONE, "fsdp=2")])
+def test_what_was_saved_on_one_mesh_goes_on_on_another(saved, capfd, before, after):
+    state = restored(saved(before)[0], compiled(after)[0])
+    _, losses = trained(after, state, range(SAVED, STEPS))
+    np.testing.assert_allclose(losses, saved(ONE)[1], rtol=1e-5)
+    # Of what it finds wasteful, XLA's partitioner tells at length.
+    assert capfd.readouterr().err == ""
+
+
+def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
+    directory, losses = saved(PP)
+    assert trained(PP, restored(directory, compiled(PP)[0]), range(SAVED, STEPS))[1] == losses
+
+
+@pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])
+def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
+    setup = TrainSetup.of(config_of(num_layers=9, num_microbatches=2, **fields))
+    shapes = setup.step.canonical.shapes()
+    ranks = setup.num_devices // fields.get("dp", 1)
+    # No device holds more than its share.
+    assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
+    random = np.random.default_rng(0)
+    # Negative zeros, subnormals, infinities, NaNs that carry something: whatever float32 can be.
+    portable = jax.tree.map(
+        lambda leaf: jax.device_put(
+            random.integers(0, 2**32, leaf.shape, np.uint32).view(leaf.dtype) if leaf.ndim else np.zeros((), leaf.dtype),
+            leaf.sharding,
+        ),
+        shapes,
+    )
+    state = setup.step.canonical.back(portable)
+    again = setup.step.canonical.of(state)
+    assert_same_bits(again, portable)
+    assert_same_bits(setup.step.canonical.back(again), state)
+    for tree, said in ((again, shapes), (state, setup.step.state)):
+        jax.tree.map(lambda leaf, said: assert_lies_as(leaf, said.sharding), tree, said)
+
+
+def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
+    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_another_model_is_refused_with_the_leaves_that_differ(saved):
+    config = config_on(ONE)
+    wider = TrainSetup.of(dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96)))
+    message = (
+        r"does not fit this run: \.params\['blocks'\]\[0\]\['mlp'\]\['down'\].*float32\[64, 32\] in the checkpoint, float32\[96"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        restored(saved(ONE)[0], wider)
