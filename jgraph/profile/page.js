@@ -113,11 +113,10 @@ function whatIsHidden({ collectives }) {
   if (!collectives?.length) return;
   const list = (found, text) => Object.entries(found ?? {}).slice(0, 5).map(([name, value]) => `${name} ${text(value)}`).join(", ");
   const rows = collectives.map((one) => [one.label, named(one.category), number(one.count, whole), number(one.ms),
-    number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.planned, String), list(one.behind, ms)]);
-  const caption = "Collectives of rank 0 in a step, alike ones together. Exposed: nothing else ran. Planned: kernels that XLA's " +
-    "schedule has between the start of an asynchronous one and its end. Hidden behind: what ran meanwhile, in ms. The most of each.";
-  panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed",
-    "planned behind", "hidden behind"], rows));
+    number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.behind, ms)]);
+  const caption = "Collectives of rank 0 in a step, alike ones together. Exposed: nothing else ran. Hidden behind: " +
+    "the kernels that ran meanwhile, in ms, longest first.";
+  panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed", "hidden behind"], rows));
 }
 
 function whatToFixFirst({ groups, roofline }) {

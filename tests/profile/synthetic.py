@@ -119,7 +119,7 @@ def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
         ms = float(3 * rng.uniform(0.6, 1) * 0.85**i)
         least = ms * float(rng.uniform(0.3, 0.95)) if i % 7 != 6 else None
         label = (
-            f"product bf16[16384,{768 * (1 + i % 4)}] x [768,{768 * (1 + i)}]"
+            f"matmul bf16[16384,{768 * (1 + i % 4)}] x [768,{768 * (1 + i)}]"
             if i % 3
             else f"fusion of add, multiply, rsqrt {i}"
         )
@@ -135,7 +135,7 @@ def _collectives() -> list[dict[str, Any]]:
     hidden = {"label": "all-to-all bf16[2,8192,768], forward", "category": "all-to-all", "source": "models/gpt.py:198"}
     hidden |= {"count": 48, "ms": 7.1, "exposed_ms": 7.1 - sum(behind.values()), "behind": behind}
     shown = {"label": "all-reduce f32[4]", "category": "all-reduce", "source": "", "count": 1, "ms": 0.08, "exposed_ms": 0.08}
-    return [hidden | {"planned": dict.fromkeys(behind, 91)}, shown | {"behind": {}, "planned": None}]
+    return [hidden, shown | {"behind": {}}]
 
 
 def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ProfileError
-from jgraph.profile import actions
+from jgraph.profile import _actions as actions
 from jgraph.schedule import Costs, Order, Schedule, Simulation, generate, simulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.tables import tick_table

@@ -39,12 +39,9 @@ def test_every_cause_of_a_step_is_found_and_no_other(name, collectives, reports)
         assert set(rank["categories"]) - {"other", "control"} == COMPUTE | collectives | recompute
 
 
-def test_collectives_have_what_xla_started_them_for_and_put_behind_them(reports):
+def test_collectives_have_the_shapes_and_lines_of_the_instructions_that_started_them(reports):
     found = {one["category"]: one for one in reports["sharded"]["collectives"]}
-    # The last gradients have nothing behind them; the parameters are gathered by one that is not asynchronous.
     assert found["reduce-scatter"]["label"] == "reduce-scatter f32[320] f32[393216] f32[2048,256]"
-    assert found["reduce-scatter"]["planned"] == {"loss": 1}
-    assert found["all-gather"]["planned"] is None
     assert all(one["source"] for one in found.values())
     assert reports["one"]["collectives"] == []
 
@@ -79,7 +76,7 @@ def test_a_pipelines_actions_are_those_of_its_schedule(reports):
 
 def test_rooflines_are_below_what_was_measured(reports):
     known = [group for group in reports["one"]["groups"] if group["roofline_ms"] is not None]
-    products = [group for group in known if group["label"].startswith("product")]
+    products = [group for group in known if group["label"].startswith("matmul")]
     assert sum(group["count"] for group in products) >= 3 * (2 * 4 + 1)
     assert all(0 < group["roofline_ms"] < group["ms"] for group in products)
     assert known == sorted(known, key=lambda group: -group["over_ms"])
@@ -183,7 +180,7 @@ def test_a_recorded_pipeline_of_a_device_that_was_not_traced_is_refused(copied):
     about = json.loads((directory / "run.json").read_text())
     about["pipeline"] |= {"devices": [0, 1, 2, 99]}
     (directory / "run.json").write_text(json.dumps(about))
-    with pytest.raises(ProfileError, match=r"run\.json says that device 99"):
+    with pytest.raises(ProfileError, match=r"run\.json has a rank on device 99"):
         report.of_run(directory)
 
 

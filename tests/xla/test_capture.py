@@ -85,7 +85,7 @@ def counts(report):
 
 
 def test_thunks_of_an_uncaptured_loop_are_counted_with_the_flag_that_captures_it():
-    report = report_of(LOOP_OUTSIDE, DEFAULT)
+    report = report_of(LOOP_OUTSIDE, DEFAULT, {})
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 8)
     assert Outside("While", 4, "WHILE is off by default", "`graph` full") in report.outside
     (copies,) = (o for o in report.outside if o.kind == "Copy")
@@ -94,37 +94,37 @@ def test_thunks_of_an_uncaptured_loop_are_counted_with_the_flag_that_captures_it
 
 
 def test_a_captured_loop_leaves_nothing_outside():
-    assert report_of(LOOP_INSIDE, FULL) == CaptureReport(command_buffers=1, captured=4, total=4)
+    assert report_of(LOOP_INSIDE, FULL, {}) == CaptureReport(command_buffers=1, captured=4, total=4)
 
 
 def test_a_loop_that_slices_by_its_counter_says_what_would_capture_it():
-    report = report_of(SLICING_LOOP, FULL)
+    report = report_of(SLICING_LOOP, FULL, {})
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 3)
     assert "xla_gpu_command_buffer_unroll_loops=true" in report.outside[0].remedy
 
 
 def test_a_loop_around_something_that_cannot_be_recorded_names_it():
-    report = report_of(FFT_IN_LOOP, FULL)
+    report = report_of(FFT_IN_LOOP, FULL, {})
     assert counts(report) == {"While": 1, "Fft": 1}
     assert "holds Fft" in next(o.reason for o in report.outside if o.kind == "While")
 
 
 def test_thunks_on_one_line_are_all_counted():
-    report = report_of(SOLVE, DEFAULT)
+    report = report_of(SOLVE, DEFAULT, {})
     assert (report.captured, report.total) == (0, 4)
     assert counts(report) == {"CustomKernel": 2, "Sequential": 1, "TriangularSolve": 1}
 
 
 def test_what_has_no_command_says_so():
-    assert "XLA has no command for it" in next(o.reason for o in report_of(FFT, FULL).outside if o.kind == "Fft")
+    assert "XLA has no command for it" in next(o.reason for o in report_of(FFT, FULL, {}).outside if o.kind == "Fft")
 
 
 def test_with_command_buffers_off_that_is_the_reason():
-    assert {o.reason for o in report_of(FFT, "").outside} == {"command buffers are off"}
+    assert {o.reason for o in report_of(FFT, "", {}).outside} == {"command buffers are off"}
 
 
 def test_recordable_thunks_that_xla_left_out_are_not_given_a_made_up_reason():
-    assert "makes XLA say why" in report_of("001: kCopy [source | sink] kCopy\n", FULL).outside[0].remedy
+    assert "makes XLA log one" in report_of("001: kCopy [source | sink] kCopy\n", FULL, {}).outside[0].remedy
 
 
 def test_a_report_reads_as_one_line_and_more_for_each_thing_outside_with_its_places():
@@ -198,7 +198,7 @@ def test_a_kernel_of_mosaic_stays_outside_only_for_want_of_neighbours():
 
 
 def test_a_call_that_nobody_knows_may_lack_neighbours_too():
-    (call,) = (o for o in report_of(MOSAIC, DEFAULT).outside if o.kind == "CustomCall")
+    (call,) = (o for o in report_of(MOSAIC, DEFAULT, {}).outside if o.kind == "CustomCall")
     assert "handler" in call.reason
     assert "fewer than 5 in a row" in call.reason
     (call,) = (o for o in report_of(CALLS, FULL, {}).outside if o.kind == "CustomCall")
@@ -206,12 +206,12 @@ def test_a_call_that_nobody_knows_may_lack_neighbours_too():
 
 
 def test_a_loop_is_not_held_back_by_a_call_that_is_captured_inside():
-    (loop,) = report_of(MOSAIC_IN_LOOP, FULL).outside
+    (loop,) = report_of(MOSAIC_IN_LOOP, FULL, {}).outside
     assert loop.reason == "the loop slices an array by its counter"
 
 
 def test_all_that_keeps_a_loop_outside_is_told_with_every_remedy():
-    report = report_of(SLICING_LOOP, DEFAULT)
+    report = report_of(SLICING_LOOP, DEFAULT, {})
     (loop,) = (o for o in report.outside if o.kind == "While")
     assert loop.reason == "WHILE is off by default and the loop slices an array by its counter"
     assert "`graph` full" in loop.remedy

@@ -145,7 +145,7 @@ def test_other_compile_errors_pass_unchanged():
 
 def test_a_library_without_a_descriptor_gives_no_list(monkeypatch):
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
-    assert options._descriptor_of_installed_xla() is None
+    assert options._debug_options_descriptor() is None
 
 
 @pytest.mark.target

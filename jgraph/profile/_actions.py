@@ -1,11 +1,11 @@
-"""A pipeline step as it ran, action by action, beside the step as planned.
+"""Compares a pipeline step as it ran with the step as planned, action by action. Does not use JAX.
 
-A trace says when a rank ran the kernels of forwards, dgrads and wgrads, not of which microbatch. That follows from the sequence
-in which the runtime plays the schedule: all actions of a kind are the same code, so they have equally many kernels. No jax.
+A trace has the kernels of forwards, dgrads and wgrads of a rank, but not their microbatches. Those follow from the schedule's
+order, because all actions of a kind run the same code and therefore the same number of kernels.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -15,38 +15,41 @@ from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, Simulation, simulate
 from jgraph.schedule.tables import tick_table
 
-# N actions of a rank, T ticks, P ranks, S stages, M microbatches, n kernels
+# T ticks, P ranks
 
 Runtime = Literal["aligned", "general"]
-# For each kind (FORWARD, DGRAD, WGRAD), start and end in ms of a rank's kernels in one step, [n, 2], by start.
-Products = Mapping[int, Any]
+Kernels: TypeAlias = Mapping[int, np.ndarray]
+"""By kind (FORWARD, DGRAD, WGRAD): start and end in ms of a rank's kernels in one step, [n, 2], sorted by start."""
 
-# In the aligned runtime all ranks run a tick's code together. In the general one every tick ends with permutes: a rank goes on
-# when those that it exchanges with are through.
+# In the aligned runtime all ranks run a tick in lockstep. In the general one a tick ends with permutes, so a rank waits for
+# the ranks that it exchanges arrays with.
 _EXECUTION: Mapping[Runtime, Execution] = {"aligned": "lockstep", "general": "neighbours"}
 _PARTS = {FORWARD: (FORWARD,), DGRAD: (DGRAD, BACKWARD), WGRAD: (WGRAD, BACKWARD)}
-# A gap before an action that is a smaller share of it is copies and launches, not a wait for another rank: on four H200s the
+# A gap before an action that is a smaller share of its time is due to copies and launches, not to waiting: on four H200s the
 # median gap was 0.17 ms between actions of 7 ms (benchmarks/results/pipeline_trace.json).
 _GAP = 0.05
 _MOST_LATE = 10
 
 
-def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) -> Simulation:
-    """Returns when every action ran: from its first kernel's start to its last one's end, in ms from the first action's start.
+def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
+    """Returns start and end of every action as it ran, in ms from the start of the first.
+
+    An action lasts from the start of its first kernel to the end of its last.
 
     Args:
-        schedule, ranks: as the runtime plays it (`Pipeline.schedule`), and the kernels that each rank ran.
-        runtime: in the `aligned` one a rank also runs a tick's forward or dgrad where it has nothing to do.
+        schedule: The schedule as the runtime runs it (`Pipeline.schedule`).
+        ranks: The kernels of each rank.
+        runtime: In the `aligned` runtime a rank also runs a tick's forward or dgrad if it is idle in that tick.
 
     Raises:
-        ProfileError: the kernels of a kind cannot be shared out among the actions.
+        ProfileError: If the number of ranks differs, or the kernels of a kind cannot be divided equally among its actions.
     """
     if len(ranks) != schedule.num_ranks:
         raise ProfileError(f"the trace has {len(ranks)} ranks, the schedule {schedule.num_ranks}: must be equal")
     kinds_TP = tick_table(schedule).kind
-    lead_T = kinds_TP.min(1)  # a wgrad beside another kind fills in
+    lead_T = kinds_TP.min(1)  # another kind than wgrad, if any rank runs one
     starts, ends = [], []
-    for r, (products, ticks) in enumerate(zip(ranks, schedule.ticks, strict=True)):
+    for r, (kernels, ticks) in enumerate(zip(ranks, schedule.ticks, strict=True)):
         own_T = kinds_TP[:, r]
         start_T, end_T = np.full(len(own_T), np.inf), np.full(len(own_T), -np.inf)
         for kind, parts in _PARTS.items():
@@ -54,11 +57,11 @@ def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) ->
             if runtime == "aligned" and kind != WGRAD:
                 runs = (lead_T == kind) & (own_T != WGRAD)
             runs = np.flatnonzero(runs)
-            times = np.asarray(products.get(kind, ()), float).reshape(-1, 2)
+            times = np.asarray(kernels.get(kind, ()), float).reshape(-1, 2)
             if len(times) % max(len(runs), 1) or (len(times) == 0) != (len(runs) == 0):
                 raise ProfileError(
                     f"rank {r} ran {len(times)} kernels of {KINDS[kind]} in {len(runs)} actions of that kind: must be a whole "
-                    f"multiple, as all of them run the same; XLA may have merged or split some"
+                    "multiple, because all of them run the same kernels; XLA may have merged or split some"
                 )
             if len(runs):
                 times = times.reshape(len(runs), -1, 2)
@@ -71,26 +74,40 @@ def measured(schedule: Schedule, ranks: Sequence[Products], runtime: Runtime) ->
 
 
 def costs(run: Simulation) -> dict[str, float]:
-    """Returns the median time of an action of each kind that there is."""
+    """Returns the median time in ms of an action, by kind."""
     kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
     return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """Simulates the step if every action took its kind's cost, and transfers and all the rest nothing."""
+    """Simulates the step, with the cost of its kind for every action, and no time for transfers.
+
+    Args:
+        schedule: The schedule.
+        costs_ms: Time of an action in ms by kind.
+        runtime: Determines the ranks that wait for each other.
+    """
     return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
 
 
 def late(run: Simulation, costs_ms: Mapping[str, float]) -> list[np.ndarray]:
-    """Returns, per rank, how much later each action ended than if it had begun when all it waited for had ended, and had taken
-    its kind's cost; below 0 where it was faster than that."""
+    """Returns the delay in ms that each action adds by itself, per rank. Negative if it is faster than its cost.
+
+    The reference is an action that begins as soon as its dependencies end and takes the cost of its kind.
+
+    Args:
+        run: The step.
+        costs_ms: Time of an action in ms by kind.
+    """
     ready, _ = _waits(run, costs_ms)
-    return _by_rank(run.schedule, np.concatenate(run.ends) - ready - _usual(run.schedule, costs_ms))
+    return _by_rank(run.schedule, np.concatenate(run.ends) - ready - _costs_of(run.schedule, costs_ms))
 
 
 def critical(run: Simulation) -> list[np.ndarray]:
-    """Returns, per rank, whether each action is on the path that leads from the one that ended last back to the start, each
-    time to what ended last of all that was waited for."""
+    """Returns a mask of the critical path, per rank.
+
+    The path leads from the action that ended last to the dependency that ended last, and so on back to the start.
+    """
     _, before = _waits(run, costs(run))
     at, path = int(np.argmax(np.concatenate(run.ends))), np.zeros(len(before), bool)
     while at >= 0:
@@ -99,7 +116,13 @@ def critical(run: Simulation) -> list[np.ndarray]:
 
 
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
-    """Returns the step as planned, with the costs that were measured, and as it ran, for JSON."""
+    """Returns `pipeline` of profile.json: the step as planned, with the measured costs, and as it ran.
+
+    Args:
+        schedule: The schedule as the runtime runs it.
+        run: The step, from `measured`.
+        runtime: The runtime.
+    """
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
     times = {"planned_start_ms": plan.starts, "planned_end_ms": plan.ends, "start_ms": run.starts, "end_ms": run.ends}
@@ -127,12 +150,14 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
 
 
 def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for the actions of all ranks in a row, when all that each waited for had ended, at the latest when it began; and
-    which of these ended last, as a place in the row, -1 for none.
+    """Returns when each action was ready, and which of its dependencies ended last, for the actions of all ranks in a row.
 
-    It waits for the one before it on its rank, for what it needs from another stage, and a wgrad for its dgrad. Permutes, and
-    head and embedding, which all ranks run together, make it wait for others too: where there is a gap before it, for whatever
-    of an earlier tick had ended last by then.
+    An action depends on the previous one of its rank, on one of another stage, and a wgrad on its dgrad. Permutes, and the
+    embedding and head that all ranks run together, add dependencies: if there is a gap before an action, on the action of an
+    earlier tick that ended last before it began.
+
+    Returns:
+        Times in ms, at the latest the action's start, and indices into the row, -1 for none.
     """
     schedule = run.schedule
     starts, ends, ticks = (np.concatenate(rows) for rows in (run.starts, run.ends, schedule.ticks))
@@ -140,7 +165,7 @@ def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, 
     makes = np.concatenate(all_makes)
     maker = np.full(len(schedule.home), -1)
     maker[makes] = np.arange(len(makes))
-    maker[-1] = -1  # what wgrads share, and where needs of -1 point
+    maker[-1] = -1  # shared by all wgrads; also the index of no dependency
     needs = [
         np.where(order.kinds == WGRAD, gradients + stages * schedule.num_microbatches + order.microbatches, need)
         for order, stages, need in zip(schedule, schedule.stages, all_needs, strict=True)
@@ -150,15 +175,15 @@ def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, 
     candidates = np.stack([previous, maker[np.concatenate(needs)]])
     end_of = np.append(ends, -np.inf)
     before = np.take_along_axis(candidates, end_of[candidates].argmax(0)[None], 0)[0]
-    for i in np.flatnonzero(starts - end_of[before] > _GAP * _usual(schedule, costs_ms)):
+    for i in np.flatnonzero(starts - end_of[before] > _GAP * _costs_of(schedule, costs_ms)):
         others = np.where((ticks < ticks[i]) & (ends <= starts[i]), ends, -np.inf)
         if others.max() > end_of[before[i]]:
             before[i] = others.argmax()
     return np.where(before < 0, starts, np.minimum(starts, end_of[before])), before
 
 
-def _usual(schedule: Schedule, costs_ms: Mapping[str, float]) -> np.ndarray:
-    """Returns what each action should take, of all ranks in a row."""
+def _costs_of(schedule: Schedule, costs_ms: Mapping[str, float]) -> np.ndarray:
+    """Returns the cost of each action, for the actions of all ranks in a row."""
     return np.array([costs_ms[action.kind] for order in schedule for action in order])
 
 
