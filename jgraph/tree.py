@@ -28,7 +28,7 @@ def is_router(name: str) -> bool:
 
 
 def is_matrix(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """True if a parameter is a matrix, to which weight decay applies.
+    """True if weight decay applies to a parameter, because it is a matrix.
 
     A matrix has two axes or more. Norm scales and biases of stacked layers do, too, so they are excluded by their Flax names.
 

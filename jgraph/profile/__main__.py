@@ -1,7 +1,7 @@
 """Report the time of each kernel in a recorded training step.
 
     python -m jgraph.train --profile 10:13 --run-dir runs/first   # records, and writes the report
-    python -m jgraph.profile runs/first                           # the report again, from what was recorded
+    python -m jgraph.profile runs/first                           # the report again, from the recording
     python -m jgraph.profile trace.xplane.pb --program step.txt   # of any jax program: a trace, and compiled.as_text()
 
 Writes profile.json, and profile.html, a page in a single file.

@@ -244,7 +244,7 @@ def _of_program(events: Events, program: Program | None) -> Events:
     """Returns the events of the program. Raises ProfileError if there are none, or no event has an instruction."""
     if not any(events.op):
         raise ProfileError(
-            "the trace's kernels came out of CUDA graphs, which hide their instructions: trace a run whose `graph` is off"
+            "the trace's kernels came out of CUDA graphs, which hide their instructions: trace a run with `graph` off"
         )
     if program is None:
         return events

@@ -56,7 +56,7 @@ def of_run(directory: Path) -> dict[str, Any]:
         try:
             found["pipeline"] = _pipeline(about["pipeline"], chosen)
         except ProfileError as e:
-            notes.append(f"The actions of the pipeline cannot be told apart: {e}.")
+            notes.append(f"The actions of the pipeline cannot be separated: {e}.")
     return found | {"about": found["about"] | {"notes": notes}}
 
 

@@ -182,8 +182,8 @@ def busy(start: np.ndarray, end: np.ndarray) -> float:
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides a device's busy time into consecutive pieces, each owned by one event.
 
-    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time in which
-    nothing else runs, because collectives are meant to be hidden.
+    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time that
+    nothing else covers, because collectives are meant to be hidden.
 
     Args:
         events: The events of the device.

@@ -1,4 +1,4 @@
-"""Proves donation: which output of a compiled program is written to the buffer of which argument.
+"""Proves donation: finds the output of a compiled program in the buffer of each donated argument.
 
 JAX drops a donation if shape, dtype or layout do not match, often without a warning. It pairs equal shapes in order, so the
 buffer of a leaf that no longer matches goes to the next output that does. The compiled program records the pairs.

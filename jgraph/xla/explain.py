@@ -245,7 +245,7 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
     if capture is None and platform in ("gpu", "cuda"):
         yield "XLA dumped no thunks: XLA_FLAGS disables dumps, or jax's persistent compilation cache had the program"
     elif capture is None:
-        yield f"there are no command buffers on a {platform}: use target='h200' to see what a GPU would capture"
+        yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
 def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:

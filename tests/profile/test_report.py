@@ -92,7 +92,7 @@ def test_a_trace_of_graphs_says_what_to_do(recorded, capsys):
     assert main([str(recorded("one") / "captured")]) == 2
     said = capsys.readouterr().err
     assert "came out of CUDA graphs" in said
-    assert "`graph` is off" in said
+    assert "`graph` off" in said
     assert said.count("\n") == 1
 
 

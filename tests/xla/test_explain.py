@@ -127,7 +127,7 @@ def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
         report.memory.outputs - report.memory.aliased
     )
     assert str(report).splitlines()[0] == "update on cpu"
-    assert report.notes == ("there are no command buffers on a cpu: use target='h200' to see what a GPU would capture",)
+    assert report.notes == ("there are no command buffers on a cpu: use target='h200' for the report of a GPU",)
     assert "note: there are no command buffers on a cpu" in str(report)
 
 
