@@ -54,23 +54,19 @@ def check_types(config: Any, *, prefix: str = "") -> None:
         prefix: A prefix of the field names in the error.
     """
     for name, kind in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
+        field, value, choices = prefix + name, getattr(config, name), typing.get_args(kind)
+        fits, allowed = True, ""
         if typing.get_origin(kind) is Literal:
-            check_choice(prefix + name, value, typing.get_args(kind))
-            continue
-        if typing.get_origin(kind) is tuple and typing.get_origin(typing.get_args(kind)[0]) is Literal:
+            check_choice(field, value, choices)
+        elif typing.get_origin(kind) is tuple and typing.get_origin(choices[0]) is Literal:
             for one in value:
-                check_choice(prefix + name, one, typing.get_args(typing.get_args(kind)[0]))
-            continue
-        if kind == tuple[str, ...]:
+                check_choice(field, one, typing.get_args(choices[0]))
+        elif kind == tuple[str, ...]:
             fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"
         elif kind in (int, float, str, bool):
             fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
             allowed = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}[kind]
-        else:
-            continue
-        if not fits:
-            raise ConfigError(f"`{prefix}{name}` is {value!r}: must be {allowed}", field=prefix + name)
+        require(fits, field, repr(value), allowed)
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from jgraph.cli import FlagConsole, fields_of, parse, run
 from jgraph.errors import ConfigError, os_errors, require
@@ -57,21 +56,10 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
 
 
 def _run(args: list[str], prog: str) -> None:
-    options = parse(Options, prog, __doc__, args)
-    if options is not None:
-        show(options, FlagConsole(_FIELDS))
-
-
-def show(options: Options, console: Console) -> None:
-    """Writes the report and prints a summary.
-
-    Args:
-        options: The recording or trace, and the output directory.
-        console: The console.
-
-    Raises:
-        JgraphError: If there is no recording or trace, or the output cannot be written.
-    """
+    """Writes the report and prints a summary."""
+    options, console = parse(Options, prog, __doc__, args), FlagConsole(_FIELDS)
+    if options is None:
+        return
     # Imported after the options are checked, because importing jax is slow.
     from jgraph.profile import _summary, report
 

@@ -25,10 +25,7 @@ Kernels: TypeAlias = Mapping[int, np.ndarray]
 # the ranks that it exchanges arrays with.
 _EXECUTION: Mapping[Runtime, Execution] = {"aligned": "lockstep", "general": "neighbours"}
 _PARTS = {FORWARD: (FORWARD,), DGRAD: (DGRAD, BACKWARD), WGRAD: (WGRAD, BACKWARD)}
-# A gap before an action that is a smaller share of its time is due to copies and launches, not to waiting: on four H200s the
-# median gap was 0.17 ms between actions of 7 ms (benchmarks/results/pipeline_trace.json).
-_GAP = 0.05
-_MOST_LATE = 10
+_MOST_SLOW = 10
 
 
 def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
@@ -90,33 +87,10 @@ def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime)
     return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
 
 
-def late(run: Simulation, costs_ms: Mapping[str, float]) -> list[np.ndarray]:
-    """Returns the delay in ms that each action adds by itself, per rank. Negative if it is faster than its cost.
-
-    The reference is an action that begins as soon as its dependencies end and takes the cost of its kind.
-
-    Args:
-        run: The step.
-        costs_ms: Time of an action in ms by kind.
-    """
-    ready, _ = _waits(run, costs_ms)
-    return _by_rank(run.schedule, np.concatenate(run.ends) - ready - _costs_of(run.schedule, costs_ms))
-
-
-def critical(run: Simulation) -> list[np.ndarray]:
-    """Returns a mask of the critical path, per rank.
-
-    The path leads from the action that ended last to the dependency that ended last, and so on back to the start.
-    """
-    _, before = _waits(run, costs(run))
-    at, path = int(np.argmax(np.concatenate(run.ends))), np.zeros(len(before), bool)
-    while at >= 0:
-        path[at], at = True, before[at]
-    return _by_rank(run.schedule, path)
-
-
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
     """Returns `pipeline` of profile.json: the step as planned, with the measured costs, and as it ran.
+
+    `slow_ms` of an action is its time above the median of its kind.
 
     Args:
         schedule: The schedule as the runtime runs it.
@@ -126,8 +100,10 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
     times = {"planned_start_ms": plan.starts, "planned_end_ms": plan.ends, "start_ms": run.starts, "end_ms": run.ends}
-    flat = {name: np.concatenate(rows).round(4).tolist() for name, rows in (times | {"late_ms": late(run, costs_ms)}).items()}
-    flat["critical"] = np.concatenate(critical(run)).tolist()
+    columns = {name: np.concatenate(rows) for name, rows in times.items()}
+    usual_ms = np.array([costs_ms[action.kind] for order in schedule for action in order])
+    columns["slow_ms"] = columns["end_ms"] - columns["start_ms"] - usual_ms
+    flat = {name: column.round(4).tolist() for name, column in columns.items()}
     actions = [
         {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
         for r, order in enumerate(schedule)
@@ -135,7 +111,7 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     ]
     for i, action in enumerate(actions):
         action |= {name: column[i] for name, column in flat.items()}
-    latest = sorted(range(len(actions)), key=lambda i: -flat["late_ms"][i])[:_MOST_LATE]
+    slowest = sorted(range(len(actions)), key=lambda i: -flat["slow_ms"][i])[:_MOST_SLOW]
     return {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
@@ -145,47 +121,5 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
         "planned": {"step_ms": round(plan.makespan, 4), "bubble": plan.bubble},
         "measured": {"step_ms": round(run.makespan, 4), "bubble": run.bubble},
         "actions": actions,
-        "late": [i for i in latest if flat["late_ms"][i] > 0],
+        "slow": [i for i in slowest if flat["slow_ms"][i] > 0],
     }
-
-
-def _waits(run: Simulation, costs_ms: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns when each action was ready, and which of its dependencies ended last, for the actions of all ranks in a row.
-
-    An action depends on the previous one of its rank, on one of another stage, and a wgrad on its dgrad. Permutes, and the
-    embedding and head that all ranks run together, add dependencies: if there is a gap before an action, on the action of an
-    earlier tick that ended last before it began.
-
-    Returns:
-        Times in ms, at the latest the action's start, and indices into the row, -1 for none.
-    """
-    schedule = run.schedule
-    starts, ends, ticks = (np.concatenate(rows) for rows in (run.starts, run.ends, schedule.ticks))
-    gradients, (all_needs, all_makes) = schedule.num_stages * schedule.num_microbatches, schedule.links
-    makes = np.concatenate(all_makes)
-    maker = np.full(len(schedule.home), -1)
-    maker[makes] = np.arange(len(makes))
-    maker[-1] = -1  # shared by all wgrads; also the index of no dependency
-    needs = [
-        np.where(order.kinds == WGRAD, gradients + stages * schedule.num_microbatches + order.microbatches, need)
-        for order, stages, need in zip(schedule, schedule.stages, all_needs, strict=True)
-    ]
-    previous = np.arange(len(starts)) - 1
-    previous[np.cumsum([0, *map(len, schedule.orders[:-1])])] = -1
-    candidates = np.stack([previous, maker[np.concatenate(needs)]])
-    end_of = np.append(ends, -np.inf)
-    before = np.take_along_axis(candidates, end_of[candidates].argmax(0)[None], 0)[0]
-    for i in np.flatnonzero(starts - end_of[before] > _GAP * _costs_of(schedule, costs_ms)):
-        others = np.where((ticks < ticks[i]) & (ends <= starts[i]), ends, -np.inf)
-        if others.max() > end_of[before[i]]:
-            before[i] = others.argmax()
-    return np.where(before < 0, starts, np.minimum(starts, end_of[before])), before
-
-
-def _costs_of(schedule: Schedule, costs_ms: Mapping[str, float]) -> np.ndarray:
-    """Returns the cost of each action, for the actions of all ranks in a row."""
-    return np.array([costs_ms[action.kind] for order in schedule for action in order])
-
-
-def _by_rank(schedule: Schedule, row: np.ndarray) -> list[np.ndarray]:
-    return np.split(row, np.cumsum([len(order) for order in schedule.orders])[:-1])

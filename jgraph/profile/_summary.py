@@ -1,7 +1,6 @@
 """Prints a short summary of a profile."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,35 +39,14 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
             f"  {group['over_ms']:7.3f} ms above its roofline of {group['roofline_ms']:.3f}: {group['category']}, "
             f"{group['label']} ({group['count']} kernels{', ' + group['source'] if group['source'] else ''})"
         )
-    for line in _hidden(profile["collectives"]):
-        say(line)
     if pipeline := profile["pipeline"]:
         planned, ran = pipeline["planned"], pipeline["measured"]
         say(
             f"pipeline: planned {planned['step_ms']:.2f} ms, {planned['bubble']:.1%} idle; ran {ran['step_ms']:.2f} ms, "
             f"{ran['bubble']:.1%} idle"
         )
-        for index in pipeline["late"][:3]:
-            action = pipeline["actions"][index]
-            say(
-                f"  late by {action['late_ms']:.3f} ms: rank {action['rank']}, {action['kind']} of microbatch "
-                f"{action['microbatch']}, chunk {action['chunk']}"
-            )
     for note in profile["about"]["notes"]:
         say(note)
-
-
-def _hidden(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line for each category of collectives, with the exposed time and the kernels that hide the rest."""
-    for category in dict.fromkeys(one["category"] for one in collectives):
-        found = [one for one in collectives if one["category"] == category]
-        count, ms, exposed = (sum(one[key] for one in found) for key in ("count", "ms", "exposed_ms"))
-        behind: Counter[str] = Counter()
-        for one in found:
-            behind.update(one["behind"])
-        hidden = ", ".join(f"{name} {ms:.3f}" for name, ms in behind.most_common(_MOST_SHOWN) if ms >= 0.0005)
-        behind_hidden = f"; behind {hidden}" if hidden else ""
-        yield f"  {count} {category}: {ms:.3f} ms, {exposed:.3f} exposed ({exposed / ms if ms else 0:.0%}){behind_hidden}"
 
 
 def _categories(named: Mapping[str, Any]) -> Table:

@@ -142,12 +142,11 @@ function pipeline({ pipeline: plan }) {
   if (!plan) return;
   const { actions, chunks, ranks } = plan;
   const of = (action) => `${action.kind} of ${chunks > 1 ? `chunk ${action.chunk + 1}, ` : ""}microbatch ${action.microbatch}`;
-  const lateness = (time) => `${ms(Math.abs(time))} ms ${time < 0 ? "early" : "late"} by itself`;
+  const slowness = (time) => `${ms(Math.abs(time))} ms ${time < 0 ? "below" : "above"} the median`;
   const about = (action) => `${of(action)}, rank ${action.rank}
     planned ${ms(action.planned_start_ms)} to ${ms(action.planned_end_ms)} ms
-    measured ${ms(action.start_ms)} to ${ms(action.end_ms)} ms, ${lateness(action.late_ms)}
-    ${Object.entries(action.categories ?? {}).map(([category, time]) => `${category} ${ms(time)}`).join(", ")}
-    ${action.critical ? "on the critical path" : ""}`;
+    measured ${ms(action.start_ms)} to ${ms(action.end_ms)} ms, ${slowness(action.slow_ms)}
+    ${Object.entries(action.categories ?? {}).map(([category, time]) => `${category} ${ms(time)}`).join(", ")}`;
   // One stop for Tab; from there arrows go from box to box, up and down to the nearest in time.
   const move = (event) => {
     const [box, row] = [event.target, event.target.parentNode];
@@ -187,13 +186,10 @@ function pipeline({ pipeline: plan }) {
         const own = actions.filter((action) => action.rank === rank).sort((a, b) => a[start] - b[start]);
         around.push(s("text", { class: "side", x: 0, y: top + row / 2 }, `rank ${rank}`));
         rows.push(s("g", null, own.map((action) => {
-          const critical = p === 1 && action.critical;
           const [from, room] = [x(action[start]), x(action[end]) - x(action[start])];
           const fill = tint(action.kind, action.chunk, chunks);
-          const inset = critical && room > 5 ? 0.75 : 0;
-          const box = s("rect", { class: critical ? "segment critical" : "segment", x: from + inset, y: top + 1 + inset, fill,
-            width: Math.max(room - 2 * inset, 0.5), height: row - 2 - 2 * inset, tabindex: -1, role: "img",
-            "aria-label": about(action), "data-tip": about(action) });
+          const box = s("rect", { class: "segment", x: from, y: top + 1, fill, width: Math.max(room, 0.5), height: row - 2,
+            tabindex: -1, role: "img", "aria-label": about(action), "data-tip": about(action) });
           if (p === 1) measured.set(action, box);
           const text = String(action.microbatch);
           const style = `fill: ${textOn(fill)}; font-size: ${size}px`;
@@ -213,20 +209,19 @@ function pipeline({ pipeline: plan }) {
     measured.get(action).focus();
   };
   const kinds = ["forward", "dgrad", "wgrad", "backward"].filter((kind) => actions.some((action) => action.kind === kind));
-  const outlined = h("span", null, h("span", { class: "swatch outlined", "aria-hidden": "true" }), "critical path, as measured");
   const costs = Object.entries(plan.costs_ms).map(([kind, time]) => `${kind} ${ms(time)} ms`).join(", ");
-  const late = plan.late.map((i) => actions[i]).map((action) => [
+  const slow = plan.slow.map((i) => actions[i]).map((action) => [
     h("button", { type: "button", click: () => reveal(action) }, of(action)), number(action.rank, whole),
-    number(action.planned_end_ms), number(action.end_ms), number(action.late_ms)]);
+    number(action.end_ms - action.start_ms), number(action.slow_ms)]);
   panel("Pipeline",
     h("p", null, `Schedule ${plan.schedule}: ${plural(ranks, "rank")}, ${plural(plan.microbatches, "microbatch", "es")}, ` +
       `${plural(chunks, "chunk")} a rank. Planned with ${costs}.`),
-    actions.length ? legend(kinds, chunks > 1 && "lighter: later chunks", outlined, "number: microbatch") : null,
+    actions.length ? legend(kinds, chunks > 1 && "lighter: later chunks", "number: microbatch") : null,
     actions.length ? chart(draw) : null,
     table("bubbles", "Bubble: share of the ranks' time in which they compute nothing", ["", "step ms", "bubble"],
       runs.map(([name]) => [name, number(plan[name].step_ms), number(plan[name].bubble, percent)]), { sortable: false }),
-    late.length ? table("late", "Late by themselves: by how much they ended later than they could have when what they waited for was there; choose one to see it",
-      ["action", "rank", "planned end ms", "end ms", "late ms"], late, { sorted: 4 }) : null);
+    slow.length ? table("slow", "Slow actions: time above the median of their kind; choose one to see it",
+      ["action", "rank", "ms", "above median ms"], slow, { sorted: 3 }) : null);
 }
 
 function memory({ memory: held }) {

@@ -166,9 +166,7 @@ class Program(HloModule):
                 while (after := _either(value, self._spread(body, [value], found))) != value:
                     value = after
             elif i.opcode == "conditional":
-                outs = [self._spread(c, [operand], found) for c, operand in zip(called, operands[1:], strict=False)]
-                value = _either(*outs) if outs else _any(operands)
-                value = _either(value, operands[0]) if not isinstance(value, list) else value
+                value = _either(*(self._spread(c, [operand], found) for c, operand in zip(called, operands[1:], strict=False)))
             elif i.opcode in ("fusion", "call", "async-start") and called:
                 value = self._spread(called[0], operands, found)
             else:

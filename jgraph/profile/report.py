@@ -21,7 +21,7 @@ from jgraph.profile.trace import find, read
 from jgraph.schedule import files
 from jgraph.schedule.action import FORWARD, KINDS
 
-_FORMAT = 2
+_FORMAT = 3
 _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
 
 

@@ -12,5 +12,4 @@ from jgraph.xla.donation import check_identity as check_identity
 from jgraph.xla.launches import Launches as Launches
 from jgraph.xla.launches import count_launches as count_launches
 from jgraph.xla.options import compiler_options as compiler_options
-from jgraph.xla.options import option_errors as option_errors
 from jgraph.xla.source import Op as Op

@@ -40,11 +40,7 @@ _COMMAND_OF_KIND = {kind: command for command, kinds in _KINDS_OF_COMMAND.items(
 # Thunks that join or group others and run no work on the device. XLA records them if it records their contents.
 _BOOKKEEPING = {"AsyncStart", "AsyncDone", "Sequential", "WaitForStreams"}
 _SEPARATE = "put it first or last in the program, or in a program of its own, so that the rest stays in one piece"
-_REWRITES = {
-    "Fft": "write a short transform as a matmul, or put it first or last in the program",
-    "Infeed": "pass the values as arguments",
-    "Outfeed": "return the values",
-}
+_FFT = "write a short transform as a matmul, or put it first or last in the program"
 _CALLBACK = "return the values instead of calling Python with them"
 # Custom calls with handlers that can be recorded: Pallas Mosaic kernels. The dump does not show it for others.
 _RECORDABLE_CALLS = "mosaic_gpu"
@@ -353,7 +349,7 @@ class _Rules:
             return
         command = _COMMAND_OF_KIND.get(thunk.kind)
         if command is None:
-            yield _Why("XLA has no command for it", _REWRITES.get(thunk.kind, _SEPARATE))
+            yield _Why("XLA has no command for it", _FFT if thunk.kind == "Fft" else _SEPARATE)
         elif command not in self.commands:
             is_excluded = command in ("CONDITIONAL", "WHILE") and "COLLECTIVES" in self.commands
             remedy = "unroll it: no graph can have branches and collectives" if is_excluded else "`graph` full"

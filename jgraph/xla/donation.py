@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 
@@ -28,6 +28,8 @@ class Donation:
         leaf: The path of the leaf, e.g. `state['w']`.
         array: Its dtype and shape, e.g. `float32[8,8]`.
         nbytes: Its size in bytes.
+        status: `reused`: its counterpart uses the buffer. `crosswise`: another output does, so a loop around the program swaps
+            buffers. `dropped`: no output does.
         output: The path of the output in its buffer. Empty if the donation was dropped.
         counterpart: The path of the output at the same position in the result. Empty if there is none.
         reason: Why the donation was dropped. Empty if it was not.
@@ -36,24 +38,15 @@ class Donation:
     leaf: str
     array: str
     nbytes: int
+    status: Literal["reused", "crosswise", "dropped"]
     output: str = ""
     counterpart: str = ""
     reason: str = ""
 
-    @property
-    def dropped(self) -> bool:
-        """True if no output uses the buffer."""
-        return not self.output
-
-    @property
-    def crosswise(self) -> bool:
-        """True if another output than the counterpart uses the buffer. A loop around the program then swaps buffers."""
-        return bool(self.output and self.counterpart and self.output != self.counterpart)
-
     def __str__(self) -> str:
-        if self.dropped:
+        if self.status == "dropped":
             return f"{self.leaf} {self.array}: dropped, {self.reason}"
-        crossed = f", crosswise: its counterpart is {self.counterpart}" if self.crosswise else ""
+        crossed = f", crosswise: its counterpart is {self.counterpart}" if self.status == "crosswise" else ""
         return f"{self.leaf} {self.array} -> {self.output}{crossed}"
 
 
@@ -124,9 +117,10 @@ def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names:
             reason = _why_dropped(i, infos, used, results, output_of)
             if used[i] and counterpart is not None and _array(results[counterpart]) != _array(info):
                 reason = f"its counterpart {paths[counterpart]} is {_array(results[counterpart])}"
+        status = "dropped" if i not in output_of else "reused" if counterpart in (None, output_of[i]) else "crosswise"
         output = paths[output_of[i]] if i in output_of else ""
         place = "" if counterpart is None else paths[counterpart]
-        found.append(Donation(name, _array(info), prod(info.shape) * info.dtype.itemsize, output, place, reason))
+        found.append(Donation(name, _array(info), prod(info.shape) * info.dtype.itemsize, status, output, place, reason))
     return tuple(found)
 
 

@@ -153,18 +153,16 @@ class Explanation:
     @property
     def dropped(self) -> tuple[Donation, ...]:
         """Donated leaves with a buffer that no output uses."""
-        return tuple(donation for donation in self.donations if donation.dropped)
+        return tuple(donation for donation in self.donations if donation.status == "dropped")
 
     @property
     def crosswise(self) -> tuple[Donation, ...]:
         """Donated leaves with a buffer that another output than their counterpart uses."""
-        return tuple(donation for donation in self.donations if donation.crosswise)
+        return tuple(donation for donation in self.donations if donation.status == "crosswise")
 
     def to_json(self) -> str:
-        """Returns the fields as a JSON object, with `total` in memory, `dropped` and `crosswise` in donations."""
+        """Returns the fields as a JSON object, with `total` in memory."""
         fields = dataclasses.asdict(self)
-        for entry, donation in zip(fields["donations"], self.donations, strict=True):
-            entry |= {"dropped": donation.dropped, "crosswise": donation.crosswise}
         if self.memory is not None:
             fields["memory"]["total"] = self.memory.total
         return json.dumps(fields)
@@ -263,8 +261,8 @@ def _donation_lines(report: Explanation) -> Iterator[str]:
     if not found:
         yield "donated: nothing"
         return
-    wrong = [donation for donation in found if donation.dropped or donation.crosswise]
-    right = [donation for donation in found if donation not in wrong]
+    right = [donation for donation in found if donation.status == "reused"]
+    wrong = [donation for donation in found if donation.status != "reused"]
     leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {_bytes(sum(d.nbytes for d in found))}"
     yield f"donated: {leaves}: {len(right)} reused, {len(report.dropped)} dropped, {len(report.crosswise)} crosswise"
     yield from (f"  {donation}" for donation in (*wrong, *right[:_MOST_SHOWN]))

@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dict[str, Any]:
-    """A profile in format 2; of several ranks, with a pipeline and its transfers.
+    """A profile in format 3; of several ranks, with a pipeline and its transfers.
 
     Args:
         ranks: devices.
@@ -34,7 +34,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
     pipeline = _pipeline(ranks, microbatches) if ranks > 1 else None
     step = pipeline["measured"]["step_ms"] if pipeline else 31.7
     return {
-        "format": 2,
+        "format": 3,
         "title": f"gpt-124m, {microbatches} x 1024 tokens a step, {ranks} x NVIDIA H200",
         "about": {
             "device": "NVIDIA H200",
@@ -148,9 +148,9 @@ def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
         times = [plan.starts[rank], plan.ends[rank], run.starts[rank], run.ends[rank]]
         for kind, chunk, microbatch, *at in zip(order.kinds, order.chunks, order.microbatches, *times, strict=True):
             spans = dict(zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), map(float, at), strict=True))
-            late = {"late_ms": spans["end_ms"] - spans["planned_end_ms"], "critical": rank == ranks - 1}
+            slow = {"slow_ms": spans["end_ms"] - spans["start_ms"] - costs[KINDS[kind]]}
             actions.append(
-                {"rank": rank, "kind": KINDS[kind], "chunk": int(chunk), "microbatch": int(microbatch), **spans, **late}
+                {"rank": rank, "kind": KINDS[kind], "chunk": int(chunk), "microbatch": int(microbatch), **spans, **slow}
             )
     return {
         "schedule": "aligned",
@@ -161,7 +161,7 @@ def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
         "planned": {"step_ms": plan.makespan, "bubble": plan.bubble},
         "measured": {"step_ms": run.makespan, "bubble": run.bubble},
         "actions": actions,
-        "late": sorted(range(len(actions)), key=lambda i: actions[i]["late_ms"], reverse=True)[:10],
+        "slow": sorted(range(len(actions)), key=lambda i: actions[i]["slow_ms"], reverse=True)[:10],
     }
 
 

@@ -149,11 +149,10 @@ def test_the_report_is_json_with_the_fields_of_the_report():
         "leaf": "state['m']",
         "array": "float32[9]",
         "nbytes": 36,
+        "status": "reused",
         "output": "result[0]['m']",
         "counterpart": "result[0]['m']",
         "reason": "",
-        "dropped": False,
-        "crosswise": False,
     }
     assert fields["memory"]["total"] == report.memory.total
 
