@@ -222,24 +222,6 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
     return {action: np.array(times) for action, times in found.items()}
 
 
-def categories_between(step: Step, starts: np.ndarray, ends: np.ndarray) -> list[dict[str, float]]:
-    """Returns the own time in ms by category, the largest first, of the events that begin in each interval.
-
-    Args:
-        step: The step of one device.
-        starts: Starts of the intervals in ms.
-        ends: Ends of the intervals in ms.
-    """
-    found = []
-    firsts, lasts = (np.searchsorted(step.events.start, times) for times in (starts, ends))
-    for first, last in zip(firsts, lasts, strict=True):
-        categories: Counter[str] = Counter()
-        for purpose, ms in zip(step.purposes[first:last], step.own_ms[first:last].tolist(), strict=True):
-            categories[purpose.category] += ms
-        found.append({category: round(ms, 4) for category, ms in categories.most_common() if ms > 0})
-    return found
-
-
 def _of_program(events: Events, program: Program | None) -> Events:
     """Returns the events of the program. Raises ProfileError if there are none, or no event has an instruction."""
     if not any(events.op):

@@ -145,8 +145,7 @@ function pipeline({ pipeline: plan }) {
   const slowness = (time) => `${ms(Math.abs(time))} ms ${time < 0 ? "below" : "above"} the median`;
   const about = (action) => `${of(action)}, rank ${action.rank}
     planned ${ms(action.planned_start_ms)} to ${ms(action.planned_end_ms)} ms
-    measured ${ms(action.start_ms)} to ${ms(action.end_ms)} ms, ${slowness(action.slow_ms)}
-    ${Object.entries(action.categories ?? {}).map(([category, time]) => `${category} ${ms(time)}`).join(", ")}`;
+    measured ${ms(action.start_ms)} to ${ms(action.end_ms)} ms, ${slowness(action.slow_ms)}`;
   // One stop for Tab; from there arrows go from box to box, up and down to the nearest in time.
   const move = (event) => {
     const [box, row] = [event.target, event.target.parentNode];

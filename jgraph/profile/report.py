@@ -19,7 +19,7 @@ from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
-from jgraph.schedule.action import FORWARD, KINDS
+from jgraph.schedule.action import KINDS
 
 _FORMAT = 3
 _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
@@ -125,13 +125,4 @@ def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str,
     schedule = files.from_json(about["schedule"])
     of_device = [attribution.action_kernels(chosen[device]) for device in about["devices"]]
     ranks = [{kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for found in of_device]
-    run = _actions.measured(schedule, ranks, about["runtime"])
-    found = _actions.report(schedule, run, about["runtime"])
-    # The run's time 0 is the start of its first action, a forward.
-    first = min(range(len(ranks)), key=lambda r: run.starts[r].min())
-    zero = ranks[first][FORWARD][0, 0]
-    actions = iter(found["actions"])
-    for device, starts, ends in zip(about["devices"], run.starts, run.ends, strict=True):
-        for categories in attribution.categories_between(chosen[device], starts + zero, ends + zero):
-            next(actions)["categories"] = categories
-    return found
+    return _actions.report(schedule, _actions.measured(schedule, ranks, about["runtime"]), about["runtime"])

@@ -76,9 +76,11 @@ def test_text_can_be_read_in_light_and_in_dark():
 )
 def test_panels_are_there_where_there_is_something_to_show(tmp_path, ranks, changes, shown):
     sizes = "[...document.querySelectorAll('section')].map((panel) => panel.offsetHeight - panel.firstChild.offsetHeight)"
-    titles, heights = see(tmp_path, profile(ranks) | changes, f"[{TITLES}, {sizes}]")
+    requests = "performance.getEntriesByType('resource').map((entry) => entry.name)"
+    titles, heights, requested = see(tmp_path, profile(ranks) | changes, f"[{TITLES}, {sizes}, {requests}]")
     assert titles == shown
     assert all(height > 60 for height in heights)
+    assert requested == []
 
 
 @browser.needed
@@ -312,11 +314,6 @@ def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
     names = data["timeline"]["names"]
     assert (tips[0], tips[4], tips[6]) == ("nothing runs here", names[1], names[0])
     assert hidden
-
-
-@browser.needed
-def test_the_page_asks_nobody_for_anything(tmp_path):
-    assert see(tmp_path, profile(4), "performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
 @browser.needed

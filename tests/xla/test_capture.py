@@ -260,43 +260,6 @@ def test_graph_off_captures_nothing_and_says_so(h200):
     assert {(o.reason, o.remedy) for o in report.outside} == {("command buffers are off", "`graph` auto or full")}
 
 
-def decay(weights, x):
-    return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: mlp(weights[:1], x), x)
-
-
-@pytest.mark.target
-def test_a_while_loop_is_outside_by_default_and_inside_in_full(h200):
-    _, auto = compile_step(decay, WEIGHTS, X)
-    assert {(o.reason, o.remedy) for o in auto.outside if o.kind == "While"} == {("WHILE is off by default", "`graph` full")}
-    _, full = compile_step(decay, WEIGHTS, X, graph="full")
-    assert full.command_buffers == 1
-    assert full.captured == full.total == auto.total
-
-
-def scan_over(stacked, x):
-    return jax.lax.scan(lambda x, w: (mlp([w], x), x), x, stacked)
-
-
-@pytest.mark.target
-def test_a_scan_over_stacked_weights_is_captured_once_its_loop_is_unrolled(h200):
-    stacked = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
-    _, full = compile_step(scan_over, stacked, X, graph="full")
-    assert full.captured < full.total
-    (option,) = {word for o in full.outside for word in o.remedy.split() if word.startswith("xla_gpu_command")}
-    _, unrolled = compile_step(scan_over, stacked, X, graph="full", extra=[option.rstrip(",")])
-    assert unrolled.captured == unrolled.total == full.total
-
-
-@pytest.mark.target
-def test_an_fft_splits_the_step_in_two(h200):
-    def step(weights, x):
-        return mlp(weights, jnp.fft.fft(mlp(weights, x)).real)
-
-    _, report = compile_step(step, WEIGHTS, X)
-    assert report.command_buffers == 2
-    assert counts(report) == {"Fft": 1}
-
-
 @pytest.mark.target
 def test_the_dump_is_removed(h200, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -31,15 +31,6 @@ def state():
 
 
 @pytest.mark.target
-def test_a_train_step_is_one_command_buffer_that_updates_its_state_in_place(h200, state):
-    step = jax.jit(train_step, donate_argnums=0, keep_unused=True)
-    compiled, report = aot.compile_for(step, state, jnp.ones((32, 64)))
-    assert report.command_buffers == 1
-    assert report.captured == report.total
-    assert check_identity(compiled, state) is None
-
-
-@pytest.mark.target
 def test_attention_without_cudnn_is_one_command_buffer(h200):
     def step(w, x_BTHK):
         def loss(w):
@@ -64,10 +55,9 @@ def test_the_device_is_an_h200_that_is_not_among_the_devices_of_jax(h200):
 
 @pytest.mark.target
 @pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
-@pytest.mark.parametrize("platforms", ["", "cpu"])
-def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first, platforms):
+def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first):
     code = f"import jax; from jgraph.xla import aot; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": platforms}
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": ""}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.strip() == "[CpuDevice(id=0)] [2. 2.]"
     assert run.stderr == ""
