@@ -44,7 +44,7 @@ function summary({ captured, uncaptured }) {
     ["host in launches, ms", captured?.launch_ms, null],
     ["host in updates, ms", captured?.update_ms, null],
   ].filter(([, ...values]) => values.some((value) => typeof value === "number"));
-  const runs = [[captured, "captured: the true time"], [uncaptured, "uncaptured: only to tell kernels apart"]];
+  const runs = [[captured, "captured: time of the run"], [uncaptured, "uncaptured: time by kernel"]];
   const shown = [0, 1].filter((i) => runs[i][0]);
   const cells = ([name, a, b, show]) => [name, ...shown.map((i) => number([a, b][i], show))];
   const spread = ({ steps_ms: steps }) =>
@@ -52,7 +52,7 @@ function summary({ captured, uncaptured }) {
   panel("Summary",
     captured && h("p", null, "A step takes ", h("strong", null, `${brief(captured.step_ms)} ms`),
       " as training runs it, from command buffers", spread(captured)),
-    uncaptured && h("p", null, "Without command buffers, so that each kernel can be told apart, it took ",
+    uncaptured && h("p", null, "Without command buffers, so that each kernel has a name, it took ",
       `${brief(uncaptured.step_ms)} ms`, spread(uncaptured), " Categories, groups and the timeline are of that run."),
     table("summary-table", "Of one step, mean over ranks; graphs and the host's time: of all ranks together", ["", ...shown.map((i) => runs[i][1])], rows.map(cells),
       { sortable: false }));
@@ -101,7 +101,7 @@ function whereTheTimeWent({ uncaptured }) {
   }
   const top = [...names].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, time]) => `${name} (${ms(time)} ms)`);
   const caption = `Mean over ${plural(ranks.length, "rank")}. Exposed: not hidden behind other kernels; with idle it adds up to ` +
-    "the step. Kernel ms also counts what was hidden.";
+    "the step. Kernel ms includes hidden time.";
   panel("Where the time went", legend([...categories, "idle"]), chart(draw),
     table("categories", caption, ["category", "exposed ms", "share of step", "kernel ms", "kernels"], rows),
     h("p", null, `${percent(least.attributed)} of the busy time has a category`,
@@ -114,7 +114,7 @@ function whatIsHidden({ collectives }) {
   const list = (found, text) => Object.entries(found ?? {}).slice(0, 5).map(([name, value]) => `${name} ${text(value)}`).join(", ");
   const rows = collectives.map((one) => [one.label, named(one.category), number(one.count, whole), number(one.ms),
     number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.behind, ms)]);
-  const caption = "Collectives of rank 0 in a step, alike ones together. Exposed: nothing else ran. Hidden behind: " +
+  const caption = "Collectives of rank 0 in a step, grouped by kind and shape. Exposed: nothing else ran. Hidden behind: " +
     "the kernels that ran meanwhile, in ms, longest first.";
   panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed", "hidden behind"], rows));
 }
@@ -124,12 +124,12 @@ function whatToFixFirst({ groups, roofline }) {
   const share = ({ roofline_ms: least, ms: time }) => number(least == null ? null : least / time, percent);
   const rows = groups.map((group) => [group.label, named(group.category), h("code", null, group.source), number(group.count, whole),
     number(group.ms), number(group.roofline_ms), share(group), group.bound, number(group.over_ms)]);
-  const kinds = [["products", "product_flops", "FLOP/s"], ["copies", "copy_bytes", "B/s"], ["links", "link_bytes", "B/s"]];
+  const kinds = [["matmuls", "product_flops", "FLOP/s"], ["copies", "copy_bytes", "B/s"], ["links", "link_bytes", "B/s"]];
   const reached = roofline && kinds.map(([name, key, unit]) => [name, roofline[`${key}_per_second`], unit])
     .filter(([, value]) => value != null).map(([name, value, unit]) => `${name} ${rate(value, unit)}`).join(", ");
-  const caption = "Kernels of rank 0 in a step, alike ones together. " + (roofline
-    ? `Roofline: their least time on ${roofline.name} (${reached}; ${roofline.source}). Over: what is above it.`
-    : "The rates of this device are not known, so there is no roofline.");
+  const caption = "Kernels of rank 0 in a step, grouped by work and shape. " + (roofline
+    ? `Roofline: lower bound of their time on ${roofline.name} (${reached}; ${roofline.source}). Over: time above it.`
+    : "The rates of this device are unknown, so there is no roofline.");
   const result = table("groups", caption,
     ["kernels", "category", "source", "count", "ms", "roofline ms", "share of roofline", "bound", "over ms"], rows, { sorted: 8 });
   const toggle = () => button.replaceChildren(result.classList.toggle("first") ? `Show all ${rows.length}` : "Show the first 20");
@@ -217,7 +217,7 @@ function pipeline({ pipeline: plan }) {
       `${plural(chunks, "chunk")} a rank. Planned with ${costs}.`),
     actions.length ? legend(kinds, chunks > 1 && "lighter: later chunks", "number: microbatch") : null,
     actions.length ? chart(draw) : null,
-    table("bubbles", "Bubble: share of the ranks' time in which they compute nothing", ["", "step ms", "bubble"],
+    table("bubbles", "Bubble: share of the time that ranks are idle", ["", "step ms", "bubble"],
       runs.map(([name]) => [name, number(plan[name].step_ms), number(plan[name].bubble, percent)]), { sortable: false }),
     slow.length ? table("slow", "Slow actions: time above the median of their kind; choose one to see it",
       ["action", "rank", "ms", "above median ms"], slow, { sorted: 3 }) : null);
