@@ -122,7 +122,7 @@ def _shortest(run: Simulation) -> float:
 
 def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], colour: bool) -> None:
     """Appends the cells of rank `r` within the range of columns `window`."""
-    order, chunks, at = run.schedule[r], _chunks(run), window[0]
+    order, chunks, at = run.schedule[r], run.schedule.num_chunks, window[0]
     # Python integers, because a large latency would overflow an int64 array.
     begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
     cells = zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True)
@@ -169,7 +169,7 @@ def legend(run: Simulation, *, colour: bool) -> Text:
         style = Style(color=TEXT, bgcolor=COLOURS[kind]) if colour else ""
         text.append(f" {LETTERS[kind]} " if colour else LETTERS[kind], style=style).append(f" {_LABELS[kind]}   ")
     text.append(_IDLE_CELL * 3 if colour else _IDLE_CELL, style="dim").append(" idle   number: microbatch")
-    chunks = _chunks(run)
+    chunks = run.schedule.num_chunks
     if chunks > 1 and colour:
         text.append("   chunks ")
         for chunk in range(chunks) if chunks <= 8 else (0, chunks - 1):
@@ -227,7 +227,7 @@ def figure(run: Simulation) -> Figure:
 
 def _title(run: Simulation) -> str:
     """Returns the title: name, sizes, makespan and bubble."""
-    ranks, chunks, microbatches = run.schedule.num_ranks, _chunks(run), run.schedule.num_microbatches
+    ranks, chunks, microbatches = run.schedule.num_ranks, run.schedule.num_chunks, run.schedule.num_microbatches
     # matplotlib parses dollars as math. A name from JSON may hold lone surrogates, which cannot be encoded.
     name = run.schedule.name.encode(errors="replace").decode().replace("$", r"\$")
     return (
@@ -245,7 +245,7 @@ def _bars(run: Simulation, axes: Axes, r: int, inches: float) -> None:
     for kind, chunk in np.unique(np.stack([order.kinds, order.chunks], axis=1), axis=0).tolist():
         own = (order.kinds == kind) & (order.chunks == chunk)
         bars = np.stack([starts[own], spans[own]], axis=1).tolist()
-        axes.broken_barh(bars, (r - 0.42, 0.84), facecolor=tint(kind, chunk, _chunks(run)), **style)
+        axes.broken_barh(bars, (r - 0.42, 0.84), facecolor=tint(kind, chunk, run.schedule.num_chunks), **style)
 
 
 def _draw_microbatches(run: Simulation, axes: Axes, inches: float, size: int) -> None:
@@ -261,7 +261,7 @@ def _legend(run: Simulation, axes: Axes) -> None:
     """Adds the legend above the timeline."""
     from matplotlib.patches import Patch
 
-    kinds, chunks = _kinds(run), _chunks(run)
+    kinds, chunks = _kinds(run), run.schedule.num_chunks
     handles = [Patch(facecolor=COLOURS[kind], edgecolor=TEXT, linewidth=0.5, label=_LABELS[kind]) for kind in kinds]
     if chunks > 1:
         label = "lighter: chunk 2" + f" to {chunks}" * (chunks > 2)
@@ -277,7 +277,7 @@ def _memory(run: Simulation, axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ranks = run.schedule.num_ranks
-    curves = run.memory({"forward_wgrad": 1 / _chunks(run)})
+    curves = run.memory({"forward_wgrad": 1 / run.schedule.num_chunks})
     fullest = int(np.argmax([level.max(initial=0) for _, level in curves]))
     shown = list(range(ranks)) if ranks <= 8 else sorted({0, fullest, ranks - 1})
     for i, r in enumerate(shown):
@@ -297,8 +297,3 @@ def _memory(run: Simulation, axes: Axes) -> None:
 def _kinds(run: Simulation) -> list[int]:
     """Returns the kinds of actions that occur, ascending."""
     return np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist()
-
-
-def _chunks(run: Simulation) -> int:
-    """Returns the largest number of chunks of a rank."""
-    return max(order.num_chunks for order in run.schedule)

@@ -121,6 +121,11 @@ class Schedule(Sequence[Order]):
         return len(self.orders)
 
     @property
+    def num_chunks(self) -> int:
+        """Largest number of chunks of a rank."""
+        return max(map(len, self.placement))
+
+    @property
     def num_microbatches(self) -> int:
         """Number of microbatches of a step."""
         return self.orders[0].num_microbatches
