@@ -226,14 +226,10 @@ def figure(run: Simulation) -> Figure:
 
 
 def _title(run: Simulation) -> str:
-    """Returns the title: name, sizes, makespan and bubble."""
-    ranks, chunks, microbatches = run.schedule.num_ranks, run.schedule.num_chunks, run.schedule.num_microbatches
+    """Returns the title: the schedule, its makespan and its bubble."""
     # matplotlib parses dollars as math. A name from JSON may hold lone surrogates, which cannot be encoded.
-    name = run.schedule.name.encode(errors="replace").decode().replace("$", r"\$")
-    return (
-        f"{name}: {ranks} rank{'s' * (ranks > 1)}{f' of {chunks} chunks' * (chunks > 1)}, "
-        f"{microbatches} microbatch{'es' * (microbatches > 1)}, makespan {run.makespan:.4g}, bubble {run.bubble:.1%}"
-    )
+    schedule = str(run.schedule).encode(errors="replace").decode().replace("$", r"\$")
+    return f"{schedule}, makespan {run.makespan:.4g}, bubble {run.bubble:.1%}"
 
 
 def _bars(run: Simulation, axes: Axes, r: int, inches: float) -> None:

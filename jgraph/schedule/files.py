@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jgraph.errors import ConfigError, OrderError
-from jgraph.schedule.action import KINDS, Action, cell, parse_cell
+from jgraph.schedule.action import cell, parse_cell
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
@@ -60,9 +60,9 @@ def from_csv(text: str) -> Schedule:
     placement = tuple(tuple(sorted({stage for _, _, stage, _ in row})) for row in ranks)
     orders = []
     for r, (row, stages) in enumerate(zip(ranks, placement, strict=True)):
-        chunk_of = {stage: c for c, stage in enumerate(stages)}
+        _, kinds, stage, microbatches = np.array(row).T
         try:
-            orders.append(Order.of(Action(KINDS[kind], chunk_of[stage], m) for _, kind, stage, m in row))
+            orders.append(_order(kinds, np.searchsorted(stages, stage), microbatches))
         except OrderError as error:
             raise OrderError.of_rank(r, f", {error}", error.position) from None
     ticks = tuple(np.array([tick for tick, *_ in row]) for row in ranks)
@@ -70,6 +70,20 @@ def from_csv(text: str) -> Schedule:
         return Schedule(tuple(orders), placement, ticks)
     except OrderError:
         return Schedule(tuple(orders), placement)
+
+
+def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> Order:
+    """Returns the order with these microbatches, int [N]; raises OrderError if no choice of `wgrads` yields them."""
+    order = Order(kinds, chunks)
+    if (order.microbatches != microbatches).any():
+        newest = replace(order, wgrads="newest")
+        if (newest.microbatches == microbatches).all():
+            return newest
+        position = int(np.argmax(order.microbatches != microbatches))
+        action = replace(order[position], microbatch=int(microbatches[position]))
+        expected = f"microbatch {order.microbatches[position]}"
+        raise OrderError.at(position, f"the {action}; microbatches go first in, first out, so this must be {expected}")
+    return order
 
 
 def to_json(schedule: Schedule) -> str:

@@ -9,7 +9,8 @@
 - aligned: all ranks run the same kind of action in a tick (see `_aligned`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -53,67 +54,62 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
     return make(int(pp), int(microbatches), int(chunks))
 
 
-def forward_sequence(M: int, C: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+def forward_sequence(bounds: Sequence[int], C: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the forwards of a rank in groups of microbatches.
 
     A group passes through all chunks of the rank before the next group starts.
 
     Args:
-        M: Number of microbatches.
+        bounds: First microbatch of each group, and the number of microbatches.
         C: Number of chunks per rank.
-        group: Microbatches per group. The last group has the remainder.
 
     Returns:
-        The chunks and the microbatches of the forwards, int arrays of shape [M * C].
+        The chunks and the microbatches of the forwards, int [n] each.
     """
-    microbatches = np.arange(M)
-    first = microbatches - microbatches % group
-    # A stable sort by (group, chunk) keeps the microbatches of a group in ascending order.
-    chunk, microbatch = np.divmod(np.arange(C * M), M)
-    at = np.argsort(first[microbatch] * C + chunk, kind="stable")
-    return chunk[at], microbatch[at]
+    pairs = [(c, m) for first, end in pairwise(bounds) for c in range(C) for m in range(first, end)]
+    chunks, microbatches = np.array(pairs).T
+    return chunks, microbatches
 
 
-def alternate(forwards: np.ndarray, backwards: np.ndarray, warmup: int) -> tuple[np.ndarray, np.ndarray]:
+def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np.ndarray]:
     """Interleaves forwards and full backwards one to one after a warm-up.
 
     Args:
-        forwards: Chunks of the forwards, int [n].
-        backwards: Chunks of the backwards, int [n].
-        warmup: Number of forwards before the first backward.
+        forwards: Chunks of the forwards, int [n]. Backwards go through the chunks in reverse.
+        C: Number of chunks per rank.
+        warmup: Number of forwards before the first backward, at most n.
 
     Returns:
         The kinds and the chunks of all actions, int [2 * n]: `warmup` forwards, then one forward and one backward in turn, then
         the remaining backwards.
     """
-    n = len(forwards)
+    n, backwards = len(forwards), C - 1 - forwards
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()
     chunks = np.concatenate([forwards[:warmup], steady, backwards[n - warmup :]])
     kinds = np.concatenate([np.full(warmup, FORWARD), np.tile([FORWARD, BACKWARD], n - warmup), np.full(warmup, BACKWARD)])
     return kinds, chunks
 
 
+def _alternating(name: str, P: int, C: int, forwards: np.ndarray, warmups: Sequence[int]) -> Schedule:
+    """Returns a schedule of `alternate` orders, from the warm-up of each rank."""
+    orders = tuple(Order(*alternate(forwards, C, min(warmup, len(forwards)))) for warmup in warmups)
+    return Schedule(orders, loop(P, C), name=name)
+
+
 def _gpipe(P: int, M: int, C: int) -> Schedule:
-    up, down = np.repeat(np.arange(C), M), np.repeat(np.arange(C)[::-1], M)
-    order = Order(np.repeat([FORWARD, BACKWARD], C * M), np.concatenate([up, down]))
-    return Schedule((order,) * P, loop(P, C), name="gpipe")
+    return _alternating("gpipe", P, C, np.repeat(np.arange(C), M), [M * C] * P)
 
 
 def _one_f_one_b(P: int, M: int, C: int) -> Schedule:
-    zeros = np.zeros(M, np.int32)
-    orders = tuple(Order(*alternate(zeros, zeros, min(P - 1 - r, M))) for r in range(P))
-    return Schedule(orders, loop(P, 1), name="1f1b")
+    return _alternating("1f1b", P, C, np.zeros(M, np.int32), range(P)[::-1])
 
 
 def _interleaved(P: int, M: int, C: int) -> Schedule:
-    """Interleaved 1F1B in groups of P microbatches, as in `_grouped`."""
-    forwards = _grouped(P, M, C)[0]
-    orders = []
-    for r in range(P):
-        # The last rank runs a dgrad right after the first forward of its last chunk; each rank before it adds 2 forwards.
-        warmup = 2 * (P - 1 - r) + int(np.argmax(forwards == C - 1))
-        orders.append(Order(*alternate(forwards, C - 1 - forwards, min(warmup, M * C))))
-    return Schedule(tuple(orders), loop(P, C), name="interleaved-1f1b")
+    """Interleaved 1F1B in the groups of `_bounds`."""
+    forwards = forward_sequence(_bounds(P, M), C)[0]
+    # The last rank runs a dgrad right after the first forward of its last chunk; each rank before it adds 2 forwards.
+    first = int(np.argmax(forwards == C - 1))
+    return _alternating("interleaved-1f1b", P, C, forwards, [2 * (P - 1 - r) + first for r in range(P)])
 
 
 def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[int], int]):
@@ -214,16 +210,13 @@ class _Row:
         return Order(kinds[keep], chunks[keep])
 
 
-def _grouped(P: int, M: int, C: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `forward_sequence` in groups of P microbatches.
+def _bounds(P: int, M: int) -> list[int]:
+    """Returns the bounds of groups of P microbatches, as for `forward_sequence`.
 
     The remainder M % P joins the first group. A group smaller than P would deadlock the ring, and a later group larger than the
     first would have dgrads before their forwards.
     """
-    first = min(M, P + M % P)
-    start = forward_sequence(first, C, first)
-    rest = forward_sequence(M - first, C, P)
-    return np.concatenate([start[0], rest[0]]), np.concatenate([start[1], rest[1] + first])
+    return [0, *range(min(M, P + M % P), M, P), M]
 
 
 def _aligned(P: int, M: int, C: int) -> Schedule:
@@ -238,7 +231,7 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     pending and stay idle.
     """
     # Fewer microbatches than ranks are padded to P, because a group must not be shorter than the ring. The padding stays idle.
-    chunk, microbatch = _grouped(P, max(M, P) if C > 1 else M, C)
+    chunk, microbatch = forward_sequence(_bounds(P, max(M, P) if C > 1 else M), C)
     back_chunk = C - 1 - chunk
     n = len(chunk)
     rank = np.arange(P)

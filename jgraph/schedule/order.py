@@ -9,12 +9,13 @@ import numbers
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args, overload
+from functools import cached_property
+from typing import Literal, Self, get_args
 
 import numpy as np
 
 from jgraph.errors import OrderError, check_choice
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action, show
 
 Wgrads = Literal["oldest", "newest"]
 
@@ -82,10 +83,8 @@ class Order(Sequence[Action]):
             OrderError: If the order cannot run, or contradicts `delay_wgrad`. `position` is the index of the first invalid
                 entry.
         """
-        unordered = isinstance(numbers, (str, bytes, Mapping, Set)) or (isinstance(numbers, np.ndarray) and not numbers.ndim)
-        if unordered or not isinstance(numbers, Iterable):
-            raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {_show(numbers)}")
-        entries = list(numbers)
+        if (entries := _items(numbers)) is None:
+            raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {show(numbers)}")
         parsed = [_parse_entry(i, entry, len(entries)) for i, entry in enumerate(entries)]
         kinds, chunks = np.array(parsed, np.int32).reshape(-1, 2).T
         full = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
@@ -94,62 +93,29 @@ class Order(Sequence[Action]):
             order.check_delayed(one_each("delay_wgrad", delay_wgrad, order.num_chunks, bool))
         return order
 
-    @classmethod
-    def of(cls, actions: Iterable[Action]) -> Self:
-        """Constructs an order from actions with explicit microbatches.
-
-        Sets `wgrads` to `newest` if only that choice yields the microbatches of `actions`.
-
-        Raises:
-            OrderError: If the order cannot run, or no choice of `wgrads` yields the microbatches. `position` is the index of
-                the first invalid action.
-        """
-        actions = list(actions) if isinstance(actions, Iterable) else [actions]
-        for i, action in enumerate(actions):
-            if not isinstance(action, Action) or action.kind not in KINDS:
-                raise OrderError.at(i, f"{_show(action)}; must be an Action of kind {', '.join(KINDS)}")
-            # Checked before the conversion to an array, which would cast floats and wrap large integers.
-            if not _is_integer(action.chunk) or not 0 <= int(action.chunk) < len(actions):
-                raise OrderError.at(i, f"of chunk {_show(action.chunk)}; chunks must be consecutive integers from 0")
-        kinds, chunks = (
-            np.array([KINDS.index(a.kind) for a in actions], np.int8),
-            np.array([a.chunk for a in actions], np.int32),
-        )
-        order, given = cls(kinds, chunks), [action.microbatch for action in actions]
-        if given != order.microbatches.tolist():
-            newest = cls(kinds, chunks, wgrads="newest")
-            order = newest if given == newest.microbatches.tolist() else order
-        for i, (action, expected) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
-            if action.microbatch != expected:
-                reason = f"microbatches go first in, first out, so this must be microbatch {expected}"
-                raise OrderError.at(i, f"the {action}; {reason}")
-        return order
-
     def __len__(self) -> int:
         """Returns the number of actions."""
         return len(self.kinds)
 
-    @overload
-    def __getitem__(self, index: int) -> Action: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Action]: ...
     def __getitem__(self, index):
         """Returns the action at an index, or a list of actions for a slice."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return Action(KINDS[self.kinds[index]], int(self.chunks[index]), int(self.microbatches[index]))
+        return self._actions[index]
 
     def __iter__(self) -> Iterator[Action]:
         """Iterates over the actions."""
+        return iter(self._actions)
+
+    @cached_property
+    def _actions(self) -> list[Action]:
         columns = (self.kinds.tolist(), self.chunks.tolist(), self.microbatches.tolist())
-        return (Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True))
+        return [Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True)]
 
     def __repr__(self) -> str:
         """Returns the first 12 signed numbers and the numbers of actions and chunks."""
         numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
         return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[bytes | tuple[int, ...], ...]:
         return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()
 
     def __eq__(self, other: object) -> bool:
@@ -222,42 +188,39 @@ class Order(Sequence[Action]):
         return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
 
-def _parse_entry(position: int, entry: Any, length: int) -> tuple[int, int]:
+def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
     """Returns the kind and the 0-based chunk of a signed number in an order of `length` entries."""
     if _is_integer(entry):
         value = int(entry)
         if value != 0 and abs(value) <= length:
             return (FORWARD if value > 0 else DGRAD), abs(value) - 1
-        shown = "0" if value == 0 else f"{_show(value)}, but {length} entries cannot hold that many chunks"
+        shown = "0" if value == 0 else f"{show(value)}, but {length} entries cannot hold that many chunks"
         remedy = "chunks must be numbered from 1 without gaps"
     elif isinstance(entry, (float, np.floating)):
         value = float(entry)
         if -length - 1 < value < -1 and (-value) % 1 == 0.5:
             return WGRAD, int(-value) - 1
-        shown = _show(value)
+        shown = show(value)
         if value != 0 and math.isfinite(value) and value == int(value):
-            remedy = f"forwards and dgrads are integers: write {_show(int(value))}"
+            remedy = f"forwards and dgrads are integers: write {show(int(value))}"
         else:
             remedy = "only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"
     else:
-        shown, remedy = _show(entry), "must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
+        shown, remedy = show(entry), "must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
     raise OrderError.at(position, f"{shown}; {remedy}")
 
 
-def _show(value: object) -> str:
-    """Returns the repr of a value, cut to 40 characters, and its type."""
-    try:
-        text = repr(value)
-    except Exception:  # an arbitrary object may raise anything in __repr__; report the invalid order instead
-        text = "an unprintable object"
-    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+def _items(value: object) -> list[object] | None:
+    """Returns the items of an ordered iterable; None for other objects, text, mappings, sets and 0-dimensional arrays."""
+    unordered = isinstance(value, (str, bytes, Mapping, Set)) or (isinstance(value, np.ndarray) and not value.ndim)
+    return None if unordered or not isinstance(value, Iterable) else list(value)
 
 
-def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk") -> tuple:
+def one_each(name: str, value: object, count: int, kind: type[int], *, of: str = "chunk") -> tuple[int, ...]:
     """Broadcasts an argument to one value per chunk.
 
     Args:
@@ -273,13 +236,12 @@ def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk"
     Raises:
         OrderError: If a value has another type or is out of range, or the number of values is not `count`.
     """
-    values: list[Any] = [value] * count
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
-        values = [value.item()] * count if isinstance(value, np.ndarray) and not value.ndim else list(value)
+    items = _items(value)
+    values = [value] * count if items is None else items
     for item in values:
         if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_integer(item) and 1 <= int(item) < 2**31):
             one = f"{kind.__name__}{' >= 1' * (kind is int)}"
-            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per {of}", field=name)
+            raise OrderError(f"`{name}` is {show(value)}: must be one {one}, or one per {of}", field=name)
     if len(values) != count:
         wrong = f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}"
         raise OrderError(wrong, field=name)
@@ -287,7 +249,7 @@ def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk"
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
-    """Raises OrderError unless both are integer arrays of shape [N] with N > 0, and all kinds and chunks are in range."""
+    """Raises OrderError unless both are integer arrays [N] with N > 0, kinds are in range and chunks are 0 to C - 1."""
     if not kinds.size:
         raise OrderError("the order is empty; add at least one forward and one backward, e.g. [1, -1]")
     integers = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
@@ -301,10 +263,6 @@ def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
         position = int(wrong[0])
         allowed = f"kinds must be {FORWARD} to {BACKWARD}, and chunks numbered from 0 without gaps"
         raise OrderError.at(position, f"of kind {kinds[position]} and chunk {chunks[position]}; {allowed}")
-
-
-def _check_chunks(chunks: np.ndarray) -> None:
-    """Raises OrderError unless the chunks are 0 to C - 1. Messages number them from 1."""
     seen = np.bincount(chunks) > 0
     if not seen.all():
         missing = int(np.argmin(seen))
@@ -328,8 +286,6 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
     Raises:
         OrderError: If the order cannot run. Errors within a chunk take precedence over errors between two chunks.
     """
-    _check_chunks(chunks)
-    assert len(layers) == chunks.max() + 1
     microbatches: list[int] = []
     # Per chunk: the number of forwards and dgrads so far, and the microbatches with a pending wgrad.
     forwards, dgrads = [0] * len(layers), [0] * len(layers)

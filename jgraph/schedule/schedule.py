@@ -88,11 +88,15 @@ class Schedule(Sequence[Order]):
         """Returns the order of a rank, or a tuple of orders for a slice."""
         return self.orders[index]
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """Returns the name and the numbers of ranks, stages, microbatches and ticks."""
         counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches, "tick": self.num_ticks}
         words = (f"{count} {word}{('es' if word == 'microbatch' else 's') * (count > 1)}" for word, count in counts.items())
-        return f"Schedule({self.name}: {', '.join(words)})"
+        return f"{self.name}: {', '.join(words)}"
+
+    def __repr__(self) -> str:
+        """Returns the type and the text of `__str__`."""
+        return f"Schedule({self})"
 
     def split(self) -> "Schedule":
         """Splits every full backward into a dgrad and a wgrad right after it. The ticks become the earliest possible ones."""
@@ -266,10 +270,8 @@ def _check_counts(schedule: Schedule) -> None:
         if order.num_chunks != len(stages):
             placed = f"{len(stages)} stages in its placement; give one stage per chunk"
             raise OrderError.of_rank(r, f" has {order.num_chunks} chunks in its order, but {placed}")
-        if not all(isinstance(stage, (int, np.integer)) for stage in stages):
-            raise OrderError.of_rank(r, f" has stages {stages}; stages must be integers >= 0")
-        if list(stages) != sorted(stages):
-            raise OrderError.of_rank(r, f" has stages {stages}; list them in ascending order, chunk by chunk")
+        if not all(isinstance(stage, (int, np.integer)) for stage in stages) or list(stages) != sorted(stages):
+            raise OrderError.of_rank(r, f" has stages {stages}; list integers in ascending order, chunk by chunk")
         if order.num_microbatches != orders[0].num_microbatches:
             expected = f"but rank 0 has {orders[0].num_microbatches}; all ranks must have the same number"
             raise OrderError.of_rank(r, f" has {order.num_microbatches} microbatches, {expected}")

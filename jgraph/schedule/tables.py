@@ -19,7 +19,7 @@ import numpy as np
 from jgraph.errors import OrderError, check_choice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, WGRAD, Kind
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.slots import POOLS, assign_ranges, live_ranges
+from jgraph.schedule.slots import POOLS, assign, live_ranges
 
 # T ticks, P ranks, S stages, M microbatches
 
@@ -132,7 +132,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     is_last = np.arange(schedule.num_stages)[:, None] == schedule.num_stages - 1
     born, died = ranges["forward_dgrad"]
     ranges["loss"] = np.where(is_last, born, -1), np.where(is_last, died, -1)
-    assigned = assign_ranges(schedule, ranges)
+    assigned = assign(schedule, ranges)
     numbers, counts = assigned.numbers, {pool: int(count.max()) for pool, count in assigned.counts.items()}
     # Slots in use, bool [max(count, 1), T + 1, P].
     taken = {pool: np.zeros((max(count, 1), len(kind) + 1, schedule.num_ranks), bool) for pool, count in counts.items()}
