@@ -14,7 +14,7 @@ from rich.table import Table
 from jgraph import schedule as schedules
 from jgraph.cli import Count, File, FlagConsole
 from jgraph.errors import ConfigError, os_errors, require
-from jgraph.schedule import draw
+from jgraph.inspect import draw
 
 # Sums of larger times could overflow to infinity.
 _MAX_TIME = 1e30
@@ -66,16 +66,16 @@ def schedule(
     slots = schedules.assign(found)
     if svg:
         with os_errors("svg", svg):
-            draw.write_svg(run, svg)
+            svg.write_text(draw.svg(run), encoding="utf-8")
     if json:
         numbers = _numbers(run, slots) | {"costs": times, "latency": latency, "execution": execution}
         with os_errors("json", json):
             json.write_text(dumps(numbers) + "\n", encoding="utf-8")
     console = FlagConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
     # Terminals with 16 colors lack tints, and users redefine their palette.
-    colour = console.color_system in ("256", "truecolor") and not console.no_color
-    console.print(draw.timeline(run, width=console.width, colour=colour), soft_wrap=True)
-    console.print(draw.legend(run, colour=colour))
+    cells: draw.Cells = "colors" if console.color_system in ("256", "truecolor") and not console.no_color else "letters"
+    console.print(draw.timeline(run, width=console.width, cells=cells), soft_wrap=True)
+    console.print(draw.legend(run, cells=cells))
     console.print(_table(run, slots, console.width))
     held = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
     console.print(
