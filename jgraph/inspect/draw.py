@@ -22,7 +22,7 @@ TEXT = "#000000"
 
 _LABELS = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "full backward"}
 _IDLE, _CONTINUED = "·", "-"
-_MAX_ROWS, _MAX_LINES = 16, 40
+_MAX_LINES = 40
 
 # Pixels of the figure: left margin, top margin, distance of rows, height of bars, width of a digit, widths of the timeline.
 _LEFT, _TOP, _ROW, _BAR, _DIGIT, _WIDTHS = 64, 60, 30, 26, 7, (560.0, 1600.0)
@@ -51,20 +51,12 @@ def tint(kind: int, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in parts)
 
 
-def rows_shown(count: int) -> list[int | None]:
-    """Returns the ranks to show: all of `count` ranks, or the first and the last 7 with None between them if there are many."""
-    if count <= _MAX_ROWS:
-        return list(range(count))
-    half = _MAX_ROWS // 2 - 1
-    return [*range(half), None, *range(count - half, count)]
-
-
 def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
     """Draws the timeline of a schedule as text, with a line per rank and a line of times.
 
     A cell is an action, with its microbatch if it fits; dots are idle time. If the shortest action would be narrower than two
-    columns, the timeline is wrapped into several bands of lines. If the bands would exceed 40 lines, the first ones and the
-    last one are shown.
+    columns, the timeline is wrapped into several bands of lines. If more than two bands would exceed 40 lines, only the first
+    ones and the last one are shown.
 
     Args:
         run: The simulated schedule.
@@ -82,11 +74,7 @@ def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
     for first, last in bands:
         if first > shown:
             text.append(f"{'...':{label}}times {shown / scale:.4g} to {first / scale:.4g} are not shown\n", style="dim")
-        for r in rows_shown(ranks):
-            if r is None:
-                gap = f"ranks {_MAX_ROWS // 2 - 1} to {ranks - _MAX_ROWS // 2} are not shown"
-                text.append(f"{'...':{label}}{gap}\n", style="dim")
-                continue
+        for r in range(ranks):
             text.append(f"rank {r}".ljust(label))
             _append_cells(text, run, r, scale, (first, last), cells)
             text.append("\n")
@@ -109,7 +97,7 @@ def _layout(run: Simulation, columns: int) -> tuple[float, list[tuple[int, int]]
     count = -(-total // (columns - columns % cell)) if total > columns else 1
     step = -(-total // count // cell) * cell
     starts = range(0, total, step)
-    most = max(_MAX_LINES // (len(rows_shown(run.schedule.num_ranks)) + 1), 2)
+    most = max(_MAX_LINES // (run.schedule.num_ranks + 1), 2)
     shown = starts if count <= most else [*starts[: most - 1], starts[-1]]
     return scale, [(at, min(at + step, total)) for at in shown]
 

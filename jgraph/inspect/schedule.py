@@ -128,7 +128,7 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
 
 
 def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Table:
-    """Returns a table of idle time and slots per rank; of many ranks only the first and the last ones."""
+    """Returns a table of idle time and slots per rank."""
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -141,10 +141,7 @@ def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Tab
         table.add_column(column, justify="right", no_wrap=True)
     for pool in schedules.POOLS:
         table.add_column(pool.replace("_", "_\n"), justify="right", overflow="fold", vertical="bottom")
-    for r in draw.rows_shown(run.schedule.num_ranks):
-        if r is None:
-            table.add_row(*["..."] * len(table.columns))
-            continue
+    for r in range(run.schedule.num_ranks):
         counts = [str(slots.counts[pool][r]) for pool in schedules.POOLS]
         table.add_row(str(r), f"{run.idle[r]:.4g}", f"{run.idle[r] / run.makespan:.1%}", *counts)
     return table

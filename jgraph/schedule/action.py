@@ -44,7 +44,7 @@ class Action:
         return f"{self.kind} of chunk {self.chunk + 1}, microbatch {self.microbatch}"
 
 
-def cell(kind: int, stage: int, microbatch: int) -> str:
+def format_cell(kind: int, stage: int, microbatch: int) -> str:
     """Formats an action for a schedule file, for example `5F3`.
 
     Args:
@@ -82,7 +82,7 @@ def parse_cell(text: str) -> tuple[int, int, int]:
     Raises:
         OrderError: If `text` is not an action.
     """
-    match = _CELL.fullmatch(text.strip())
+    match = _CELL.fullmatch(text)
     if match is None:
         form = "write the stage, one of the letters F, I, W, B, and the microbatch, e.g. 5F3"
         raise OrderError(f"{_cut(repr(text))} is not an action; {form}")

@@ -262,21 +262,16 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     # Place each tick of wgrads as early as possible, while all ranks have one pending and enough remain for later idle
     # positions.
     later = np.minimum.accumulate(np.append(least[1:], end_of_round[-1])[::-1])[::-1]
-    wgrad_ticks, has_wgrad = 0, np.zeros(len(rounds), bool)
-    for t in range(start, len(rounds)):
-        has_wgrad[t] = wgrad_ticks < min(end_of_round[t], later[t])
-        wgrad_ticks += has_wgrad[t]
-    total = M * C
-    trailing = int(max(total - fill_forward.sum(0) - fill_dgrad.sum(0))) - wgrad_ticks
-
-    rows, wgrads = [], np.full(P, WGRAD)
+    rows, wgrads, placed, total = [], np.full(P, WGRAD), 0, M * C
     for t in range(len(rounds)):
         if has_forward[t]:
             rows.append(np.where(forward[t] < n, FORWARD, np.where(fill_forward[t], WGRAD, IDLE)))
         if has_dgrad[t]:
             rows.append(np.where(dgrad[t] < n, DGRAD, np.where(fill_dgrad[t], WGRAD, IDLE)))
-        if has_wgrad[t]:
+        if placed < min(end_of_round[t], later[t]):
             rows.append(wgrads)
+            placed += 1
+    trailing = int(max(total - fill_forward.sum(0) - fill_dgrad.sum(0))) - placed
     kinds = np.stack([*rows, *[wgrads] * trailing])
     kinds[(kinds == WGRAD) & (np.cumsum(kinds == WGRAD, axis=0) > total)] = IDLE
     ticks = tuple(np.flatnonzero(kinds[:, r] != IDLE) for r in range(P))

@@ -50,14 +50,11 @@ def megatron_order(
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
-    for name, value, minimum in (
-        ("pp_size", pp_size, 1),
-        ("pp_rank", pp_rank, 0),
-        ("num_microbatches", num_microbatches, 1),
-        ("vpp", chunks, 1),
-        ("microbatch_group_size", group, 1),
-    ):
-        check_integer(name, value, minimum)
+    check_integer("pp_size", pp_size)
+    check_integer("pp_rank", pp_rank, 0)
+    check_integer("num_microbatches", num_microbatches)
+    check_integer("vpp", chunks)
+    check_integer("microbatch_group_size", group)
     given = (1,) * chunks if num_layers_per_chunk is None else num_layers_per_chunk
     layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
     for number in layers:

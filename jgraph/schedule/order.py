@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, SupportsInt, TypeGuard, TypeVar, get_args
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jgraph.errors import OrderError, check_choice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action, show
 
 Wgrads = Literal["oldest", "newest"]
+T = TypeVar("T", bound=int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +189,7 @@ class Order(Sequence[Action]):
         return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[SupportsInt]:
     return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
 
@@ -214,13 +215,13 @@ def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
     raise OrderError.at(position, f"{shown}; {remedy}")
 
 
-def _items(value: object) -> list[object] | None:
+def _items(value: object) -> list[Any] | None:
     """Returns the items of an ordered iterable; None for other objects, text, mappings, sets and 0-dimensional arrays."""
     unordered = isinstance(value, (str, bytes, Mapping, Set)) or (isinstance(value, np.ndarray) and not value.ndim)
     return None if unordered or not isinstance(value, Iterable) else list(value)
 
 
-def one_each(name: str, value: object, count: int, kind: type[int], *, of: str = "chunk") -> tuple[int, ...]:
+def one_each(name: str, value: object, count: int, kind: type[T], *, of: str = "chunk") -> tuple[T, ...]:
     """Broadcasts an argument to one value per chunk.
 
     Args:
@@ -254,10 +255,8 @@ def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
         raise OrderError("the order is empty; add at least one forward and one backward, e.g. [1, -1]")
     integers = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
     if not integers or kinds.ndim != 1 or kinds.shape != chunks.shape:
-        raise OrderError(
-            f"`kinds` is {kinds.dtype}{list(kinds.shape)} and `chunks` is {chunks.dtype}{list(chunks.shape)}: both must be "
-            f"integer arrays of shape [N]"
-        )
+        shown = f"`kinds` is {kinds.dtype}{list(kinds.shape)} and `chunks` is {chunks.dtype}{list(chunks.shape)}"
+        raise OrderError(f"{shown}: both must be integer arrays of shape [N]")
     wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0) | (chunks >= len(chunks)))
     if len(wrong):
         position = int(wrong[0])
@@ -266,7 +265,7 @@ def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
     seen = np.bincount(chunks) > 0
     if not seen.all():
         missing = int(np.argmin(seen))
-        position = int(np.flatnonzero(chunks > missing)[0])
+        position = int(np.argmax(chunks > missing))
         problem = f"of chunk {chunks[position] + 1}, but chunk {missing + 1} has no entry"
         raise OrderError.at(position, f"{problem}; number the chunks from 1 without gaps")
 
@@ -290,21 +289,21 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
     # Per chunk: the number of forwards and dgrads so far, and the microbatches with a pending wgrad.
     forwards, dgrads = [0] * len(layers), [0] * len(layers)
     pending: list[deque[int]] = [deque() for _ in layers]
-    dgrad_kinds = (DGRAD, BACKWARD)
-    masks = {FORWARD: kinds == FORWARD, DGRAD: (kinds == DGRAD) | (kinds == BACKWARD)}
-    totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in masks.items()}
+    # A full backward counts as a dgrad.
+    parts = np.where(kinds == BACKWARD, DGRAD, kinds)
+    totals = {part: np.bincount(chunks[parts == part], minlength=len(layers)).tolist() for part in (FORWARD, DGRAD)}
 
-    def position_of(kind: int, c: int, m: int) -> int:
-        return int(np.flatnonzero(masks[kind] & (chunks == c))[m])
+    def position_of(part: int, c: int, m: int) -> int:
+        return int(np.flatnonzero((parts == part) & (chunks == c))[m])
 
     def error_at(position: int, m: int, problem: str) -> OrderError:
-        name = "dgrad" if kinds[position] in dgrad_kinds else KINDS[kinds[position]]
-        return OrderError.at(position, f"the {name} of chunk {chunks[position] + 1}, microbatch {m}, {problem}")
+        action = f"the {KINDS[parts[position]]} of chunk {chunks[position] + 1}, microbatch {m}"
+        return OrderError.at(position, f"{action}, {problem}")
 
-    def remedy(kind: int, c: int, m: int) -> str:
+    def remedy(part: int, c: int, m: int) -> str:
         """Suggests a move after the required action, or gives the number of such actions if it is missing."""
-        total = totals[kind][c]
-        return f"move it after entry {position_of(kind, c, m)}" if m < total else f"the order has only {total} of them"
+        total = totals[part][c]
+        return f"move it after entry {position_of(part, c, m)}" if m < total else f"the order has only {total} of them"
 
     cross_chunk_error = None
     for position, (kind, c) in enumerate(zip(kinds.tolist(), chunks.tolist(), strict=True)):
@@ -322,9 +321,9 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
             if kind != FORWARD and m >= forwards[c]:
                 raise error_at(position, m, f"which comes before its forward; {remedy(FORWARD, c, m)}")
             if 0 <= neighbour < len(layers) and done[neighbour] <= m < totals[needed][neighbour]:
-                name = "forward" if kind == FORWARD else "dgrad"
-                problem = f"which needs the {name} of chunk {neighbour + 1}, a later entry; {remedy(needed, neighbour, m)}"
-                cross_chunk_error = cross_chunk_error or error_at(position, m, problem)
+                problem = f"which needs the {KINDS[needed]} of chunk {neighbour + 1}, a later entry"
+                error = error_at(position, m, f"{problem}; {remedy(needed, neighbour, m)}")
+                cross_chunk_error = cross_chunk_error or error
             if kind == BACKWARD and pending[c] and wgrads == "oldest":
                 problem = f"and includes its wgrad while the wgrad of microbatch {pending[c][0]} is pending"
                 raise error_at(position, m, f"{problem}; wgrads go first in, first out: split it")
