@@ -101,7 +101,9 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
     """
     first = np.concatenate([[0], np.cumsum(layers)]).tolist()
 
-    def layers_of(entry: int | float) -> list[int]:
+    def layers_of(entry: int | float | None) -> list[int]:
+        if entry is None:
+            return []
         chunk = int(abs(entry)) - 1
         own = list(range(first[chunk] + 1, first[chunk + 1] + 1))
         return own if entry > 0 else own[::-1]
@@ -110,7 +112,7 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
     backwards = [entry for entry in order if entry < 0]
     ahead = min(warmup + 1, len(forwards))
     entries: list[int | float] = [layer for entry in forwards[:ahead] for layer in layers_of(entry)]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+    for forward, backward in zip_longest(forwards[ahead:], backwards):
         down = layers_of(backward)
         for i, (up, layer) in enumerate(zip_longest(layers_of(forward), down)):
             if up is not None:
@@ -122,7 +124,4 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
                     entries.append(-layer - 0.5)
         if delay_wgrad and down:
             entries.append(-down[-1] - 0.5)
-    for backward in backwards[len(forwards) - ahead :]:
-        for layer in layers_of(backward):
-            entries += [-layer, -layer - 0.5] if delay_wgrad else [-layer]
     return entries
