@@ -14,16 +14,13 @@ import math
 import sys
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from jgraph.cli import Count, File, Module, command
 from jgraph.errors import os_errors
 from jgraph.interop.folder import check_exists
-
-if TYPE_CHECKING:
-    from jgraph.train.evaluation import Evaluation
 
 
 def evaluate(
@@ -70,20 +67,17 @@ def evaluate(
     given = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
     found = evaluation.evaluate(run, step, module=module, **given)
     if json is not None:
+        fields = dataclasses.asdict(found) | {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+        # JSON has no infinity or NaN.
+        valid = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields.items()}
         with os_errors("json", json):
-            json.write_text(dumps(_fields(found), indent=2) + "\n")
+            json.write_text(dumps(valid, indent=2) + "\n")
     bits = "unknown: the tokens cannot be decoded" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
     print(f"model      {found.source}")
     print(f"held out   {found.batches} x {found.batch_size} x {found.seq_len} tokens of {found.data}")
     print(f"loss       {found.loss:.4f} nats/token")
     print(f"perplexity {found.perplexity:.4g}")
     print(f"bits/byte  {bits}")
-
-
-def _fields(evaluation: "Evaluation") -> dict[str, Any]:
-    fields = dataclasses.asdict(evaluation) | {"perplexity": evaluation.perplexity, "bits_per_byte": evaluation.bits_per_byte}
-    # JSON has no infinity or NaN.
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
 
 
 main = command("python -m jgraph.evaluate", __doc__, evaluate)

@@ -77,6 +77,7 @@ def schedule(
     console.print(draw.timeline(run, width=console.width, cells=cells), soft_wrap=True)
     console.print(draw.legend(run, cells=cells))
     console.print(_table(run, slots, console.width))
+    console.print("idle time, its share of the step, and slots of each pool", style="dim italic")
     held = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
     console.print(
         f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {found.num_ticks} ticks, {execution}\n"
@@ -129,14 +130,7 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
 
 def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Table:
     """Returns a table of idle time and slots per rank."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, int(width >= 72), 0, 0),
-        caption="idle time, its share of the step, and slots of each pool",
-        caption_justify="left",
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(width >= 72), 0, 0))
     for column in ("rank", "idle", "share"):
         table.add_column(column, justify="right", no_wrap=True)
     for pool in schedules.POOLS:

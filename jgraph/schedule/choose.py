@@ -133,11 +133,9 @@ def best(
     fits = [row for row in found if row[1] <= limit]
     if not fits:
         _, least, smallest, _ = min(found, key=lambda row: row[1])
-        raise OrderError(
-            f"no schedule fits into {limit:,.0f} bytes per rank; the smallest is {smallest.name} with {smallest.chunks} chunks "
-            f"and needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
-            field="memory_limit",
-        )
+        needs = f"{smallest.name} with {smallest.chunks} chunks and needs {least:,.0f}, {least - limit:,.0f} more"
+        problem = f"no schedule fits into {limit:,.0f} bytes per rank; the smallest is {needs}; raise the memory limit"
+        raise OrderError(problem, field="memory_limit")
     fastest, least, winner, schedule = fits[0]
     candidates = [replace(winner, verdict="fastest that fits")]
     for time, peak, candidate, _ in found:

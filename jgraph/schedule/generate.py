@@ -124,13 +124,8 @@ def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[
             ahead, most = min(warmup(P, r), M), limit(P)
             lean = max(0, min(M, most) - ahead)  # pairs of dgrad and forward without a wgrad
             full = M - ahead - lean
-            kinds = (
-                [FORWARD] * ahead
-                + [DGRAD, FORWARD] * lean
-                + [DGRAD, WGRAD, FORWARD] * full
-                + [DGRAD, WGRAD] * ahead
-                + [WGRAD] * lean
-            )
+            kinds = [FORWARD] * ahead + [DGRAD, FORWARD] * lean + [DGRAD, WGRAD, FORWARD] * full
+            kinds += [DGRAD, WGRAD] * ahead + [WGRAD] * lean
             orders.append(Order(np.array(kinds, np.int8), np.zeros(len(kinds), np.int32)))
         return Schedule(tuple(orders), loop(P, 1), name=name)
 

@@ -70,13 +70,11 @@ class Schedule(Sequence[Order]):
         if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
             problem = "`orders` must be a sequence of at least one Order; Order.parse constructs one from signed numbers"
             raise OrderError(problem, field="orders")
-        if not isinstance(self.ticks, tuple):
-            raise OrderError("`ticks` must be a tuple with one row per rank", field="ticks")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
         object.__setattr__(self, "placement", placement)
         _check_counts(self)
         object.__setattr__(self, "num_stages", sum(map(len, placement)))
-        object.__setattr__(self, "ticks", _check_ticks(self) if self.ticks else _earliest(self))
+        object.__setattr__(self, "ticks", _check_ticks(self) if len(self.ticks) else _earliest(self))
         for row in self.ticks:
             row.flags.writeable = False
 
