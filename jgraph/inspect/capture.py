@@ -62,11 +62,10 @@ def capture(
         require(size >= 1, field, size, "at least 1")
     try:
         config = _training_config(name, preset, sizes)
-        if config is None:
-            report = _explain_function(name, target, graph, xla_options)
-        else:
+        if config is not None:
             changes = {"precision": precision, "fp8": fp8, "graph": graph, "xla_options": (*config.xla_options, *xla_options)}
-            report = _explain_step(dataclasses.replace(config, **sizes, **changes), target)
+            config = dataclasses.replace(config, **sizes, **changes)
+        report = _explain(name, config, target, graph, xla_options)
     except (JgraphError, OSError):
         raise
     except (Exception, SystemExit) as e:  # user code and jax may raise any exception
@@ -78,51 +77,41 @@ def capture(
     print(as_flags(str(report), fields_of(capture)))
 
 
-def _explain_step(config: TrainConfig, target: str | None) -> "Explanation":
-    """Compiles a training step and returns the report."""
-    if target is not None and getattr(config.model, "attention", "") == "auto":
-        # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))
-    platform = _platform(target)
-
-    from jgraph.train.setup import TrainSetup
-    from jgraph.xla.explain import explain
-
-    setup = TrainSetup.of(config)
-    shapes = (setup.step.state, setup.batch())
-    report = explain(setup.step.jitted(), *shapes, target=target, compiler_options=setup.options(platform))
-    name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
-    notes = report.notes
-    if target is not None and getattr(config.model, "attention", "") == "xla":
-        notes += ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
-    return dataclasses.replace(report, name=name, notes=notes)
-
-
-def _explain_function(
-    name: str, target: str | None, graph: Literal["auto", "off", "full"], xla_options: Sequence[str]
+def _explain(
+    name: str,
+    config: TrainConfig | None,
+    target: str | None,
+    graph: Literal["auto", "off", "full"],
+    xla_options: Sequence[str],
 ) -> "Explanation":
-    """Compiles a user function and returns the report."""
-    platform = _platform(target)
-
-    from jgraph.xla import compiler_options
-    from jgraph.xla.explain import explain
-
-    chosen = compiler_options(graph, xla_options, platform=platform)
-    fn, args, donated = _example(name)
-    report = explain(fn, *args, donate_argnums=donated, target=target, compiler_options=chosen)
-    return dataclasses.replace(report, name=f"{name}, {report.name}")
-
-
-def _platform(target: str | None) -> str:
-    """Returns the platform to compile for. Imports jax, so it is called after the arguments are checked."""
-    if target is not None:
-        return "gpu"
+    """Compiles the training step of `config`, or the user function `name` if `config` is None, and returns the report."""
+    # Imported after the arguments are checked, because importing jax is slow.
     import jax
 
     from jgraph.dispatch import check_devices
+    from jgraph.xla import compiler_options
+    from jgraph.xla.explain import explain
 
-    check_devices()
-    return jax.default_backend()
+    if target is None:
+        check_devices()
+    platform = "gpu" if target is not None else jax.default_backend()
+    if config is None:
+        chosen = compiler_options(graph, xla_options, platform=platform)
+        fn, args, donated = _example(name)
+        report = explain(fn, *args, donate_argnums=donated, target=target, compiler_options=chosen)
+        return dataclasses.replace(report, name=f"{name}, {report.name}")
+    from jgraph.train.setup import TrainSetup
+
+    notes = ()
+    if target is not None and getattr(config.model, "attention", "") in ("auto", "xla"):
+        # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))
+        notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
+    setup = TrainSetup.of(config)
+    shapes = (setup.step.state, setup.batch())
+    report = explain(setup.step.jitted(), *shapes, target=target, compiler_options=setup.options(platform))
+    title = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
+    return dataclasses.replace(report, name=title, notes=report.notes + notes)
 
 
 def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) -> TrainConfig | None:

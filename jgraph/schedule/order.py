@@ -163,30 +163,33 @@ class Order(Sequence[Action]):
                 remedy = "remove it, or pass delay_wgrad=True"
             raise OrderError.at(position, f"{problem}; {remedy}")
 
-    def split(self) -> "Order":
-        """Splits every full backward into a dgrad and a wgrad right after it."""
-        return self._split(np.ones(self.num_chunks, bool))
+    def split(self, which: np.ndarray | None = None) -> "Order":
+        """Splits full backwards into a dgrad and a wgrad right after it.
+
+        Args:
+            which: Chunks to split, bool [C]. None for all.
+
+        Returns:
+            The order with one more action per split backward.
+        """
+        full = self.kinds == BACKWARD
+        if which is not None:
+            full &= which[self.chunks]
+        kinds = np.repeat(np.where(full, DGRAD, self.kinds), 1 + full)
+        kinds[np.flatnonzero(full) + np.arange(1, full.sum() + 1)] = WGRAD
+        return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
     def to_list(self) -> list[int | float]:
         """Returns the signed numbers of the order; inverts `parse`.
 
         Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot mix both in a chunk.
         """
-        order = self._split(np.array(self.delay_wgrad))
+        order = self.split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
         return [
             chunk if kind == FORWARD else -chunk - 0.5 if kind == WGRAD else -chunk
             for kind, chunk in zip(order.kinds.tolist(), chunks, strict=True)
         ]
-
-    def _split(self, which: np.ndarray) -> "Order":
-        """Splits the full backwards of the chunks selected by `which`, bool [C]."""
-        full = (self.kinds == BACKWARD) & which[self.chunks]
-        if not full.any():
-            return self
-        kinds = np.repeat(np.where(full, DGRAD, self.kinds), 1 + full)
-        kinds[np.flatnonzero(full) + np.arange(1, full.sum() + 1)] = WGRAD
-        return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
 
 def _is_integer(value: object) -> TypeGuard[SupportsInt]:
@@ -205,11 +208,9 @@ def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
         value = float(entry)
         if -length - 1 < value < -1 and (-value) % 1 == 0.5:
             return WGRAD, int(-value) - 1
-        shown = show(value)
+        shown, remedy = show(value), "only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"
         if value != 0 and math.isfinite(value) and value == int(value):
             remedy = f"forwards and dgrads are integers: write {show(int(value))}"
-        else:
-            remedy = "only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"
     else:
         shown, remedy = show(entry), "must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
     raise OrderError.at(position, f"{shown}; {remedy}")

@@ -213,11 +213,9 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
     distant = ~np.logical_or.reduce(list(sources.values()))
     if distant.any():
         i = int(np.argmax(distant))
-        raise OrderError(
-            f"rank {sender[i]} sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour; place consecutive "
-            f"stages on the same rank or on neighbours",
-            rank=int(sender[i]),
-        )
+        problem = f" sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour"
+        remedy = "place consecutive stages on the same rank or on neighbours"
+        raise OrderError.of_rank(int(sender[i]), f"{problem}; {remedy}")
     found, hops = {}, {}
     for source, mask in sources.items():
         if source != "same" and mask.any():
