@@ -366,9 +366,6 @@ def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200
     assert len(fields["donations"]) > 5
     assert "H200" in fields["device"]
     assert any("attention is XLA's" in note for note in fields["notes"])
-    off = told("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--graph", "off")
-    assert "captured 0 of" in off
-    assert "command buffers are off: --graph auto or full" in off
 
 
 @pytest.mark.target
@@ -377,6 +374,9 @@ def test_what_stays_outside_is_printed_with_the_line_of_the_users_file(told, h20
     (line,) = (i for i, code in enumerate(MINE.splitlines(), 1) if "jnp.fft.fft" in code)
     assert "outside: 1 Fft: XLA has no command for it" in out
     assert re.search(rf"/fft at mine\.py:{line}\n", out)
+    off = told("capture", "mine:fft", "--target", "h200", "--graph", "off")
+    assert "captured 0 of" in off
+    assert "command buffers are off: --graph auto or full" in off
 
 
 BAD_CAPTURES = [
