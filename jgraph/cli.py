@@ -209,8 +209,8 @@ def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Main:
     Args:
         prog: Default name of the command, for example `python -m jgraph.sample`.
         about: The text of its help.
-        acts: One function, or several whose names are the subcommands. Their arguments are the flags, except positional-only
-            ones, and their docstrings are the help of the flags.
+        acts: One function, or one function per subcommand, which has the name of the function. Arguments are flags, except
+            positional-only ones. Docstrings are the help of the flags.
 
     Returns:
         The function.

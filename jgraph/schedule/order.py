@@ -239,10 +239,10 @@ def one_each(name: str, value: object, count: int, kind: type[T], *, of: str = "
         OrderError: If a value has another type or is out of range, or the number of values is not `count`.
     """
     items = _items(value)
-    values = [value] * count if items is None else items
+    values: list[Any] = [value] * count if items is None else items
+    one = "bool" if issubclass(kind, bool) else "int >= 1"
     for item in values:
-        if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_integer(item) and 1 <= int(item) < 2**31):
-            one = f"{kind.__name__}{' >= 1' * (kind is int)}"
+        if not (isinstance(item, (bool, np.bool_)) if one == "bool" else _is_integer(item) and 1 <= int(item) < 2**31):
             raise OrderError(f"`{name}` is {show(value)}: must be one {one}, or one per {of}", field=name)
     if len(values) != count:
         wrong = f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}"

@@ -105,7 +105,7 @@ class Simulation:
         """Returns the peak memory use of each rank, in bytes.
 
         Can exceed the size of the slots if stages differ in cost: a received array counts from its arrival, but `assign` gives
-        it a slot only from the tick after the one that made it.
+        it a slot only from the next tick on.
 
         Args:
             sizes: Bytes per array in each pool. Pools that are missing count as 0.

@@ -49,7 +49,7 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the first and the last tick in which each array is live.
+    """Returns the first and the last live tick of each array.
 
     A received array is live from the tick after the action that made it. The first stage receives no activation, because its
     input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no

@@ -111,7 +111,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     Args:
         schedule: A schedule with consecutive stages on the same rank, or on neighbours in the ring.
         writing: Which pools a rank writes although its action makes no array for them. `all`: dy of the loss and arrivals in
-            every tick, residuals and stash never. `makers`: every pool in the ticks in which some rank makes an array for it,
+            every tick, residuals and stash never. `makers`: every pool in the ticks where some rank makes an array for it,
             except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot if all ranks run the wgrad
             right after its dgrad.
 
