@@ -23,15 +23,14 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 HUNG = os.EX_TEMPFAIL
 """Exit code (75) of a command that timed out while waiting for its devices. Running the same command again resumes."""
 _MESSAGE_TIMEOUT_SECONDS = 60
-_MODULE = "python -m "
 
 
-def optional(kind: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[T | None]:
+def optional(kind: Callable[[str], _T], metavar: str) -> PrimitiveConstructorSpec[_T | None]:
     """Returns a tyro type for a flag without a default value.
 
     tyro would show `int | None` as `{None}|INT` in the help and in its errors.
@@ -162,7 +161,7 @@ def _message(error: JgraphError | OSError) -> str:
 
 
 def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
-    return f"{prog.removeprefix(_MODULE)}: error: {as_flags(' '.join(message.split()), fields)}"
+    return f"{prog.removeprefix('python -m ')}: error: {as_flags(' '.join(message.split()), fields)}"
 
 
 def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:

@@ -31,9 +31,8 @@ def compared(paths: Sequence[Path]) -> dict[str, Json]:
     names = [path.absolute().name for path in paths]
     # Directories of the same name are distinguished by their paths.
     runs = [_run(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)]
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
     title = f"{len(runs)} runs: {', '.join(run['name'] for run in runs)}" if len(runs) > 1 else runs[0]["name"]
-    return {"title": title, "about": about, "runs": runs}
+    return {"title": title, "about": {"date": datetime.now(UTC).isoformat(timespec="seconds")}, "runs": runs}
 
 
 def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[int, float | None]]:

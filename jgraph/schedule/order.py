@@ -18,7 +18,7 @@ from jgraph.errors import OrderError, check_choice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action, show
 
 Wgrads = Literal["oldest", "newest"]
-T = TypeVar("T", bound=int)
+_T = TypeVar("_T", bound=int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +222,7 @@ def _items(value: object) -> list[Any] | None:
     return None if unordered or not isinstance(value, Iterable) else list(value)
 
 
-def one_each(name: str, value: object, count: int, kind: type[T], *, of: str = "chunk") -> tuple[T, ...]:
+def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = "chunk") -> tuple[_T, ...]:
     """Broadcasts an argument to one value per chunk.
 
     Args:
