@@ -172,8 +172,8 @@ def svg(run: Simulation) -> str:
     for r, order in enumerate(run.schedule):
         y = _TOP + _ROW * r
         parts += [_text(_LEFT - 6, y + 17, f"rank {r}", anchor="end"), _rect(_LEFT, y, width, _BAR, "url(#idle)")]
-        spans = (_LEFT + run.starts[r] * scale, (run.ends[r] - run.starts[r]) * scale)
-        columns = (*spans, order.kinds, order.chunks, order.microbatches)
+        lefts, spans = _LEFT + run.starts[r] * scale, (run.ends[r] - run.starts[r]) * scale
+        columns = (lefts, spans, order.kinds, order.chunks, order.microbatches)
         for left, span, kind, chunk, m in zip(*(column.tolist() for column in columns), strict=True):
             parts.append(_rect(left, y, span, _BAR, tint(kind, chunk, chunks)))
             if span > _DIGIT * len(str(m)) + 2:

@@ -36,32 +36,31 @@ def from_csv(text: str) -> Schedule:
         OrderError: If the text is not such a table, or the schedule cannot run. `rank` is the row, and `position` the index
             among its non-empty cells.
     """
-    ranks: list[list[tuple[int, int, int, int]]] = []
+    orders, placement, ticks = [], [], []
     for r, row in enumerate(text.splitlines()):
-        ranks.append([])
-        for tick, value in enumerate(row.split(",")):
+        cells: list[tuple[int, int, int, int]] = []
+        for column, value in enumerate(row.split(",")):
             if cell := value.strip().strip('"'):
                 try:
-                    ranks[r].append((tick, *parse_cell(cell)))
+                    cells.append((column, *parse_cell(cell)))
                 except OrderError as error:
-                    raise OrderError.of_rank(r, f", cell {tick}: {error}", len(ranks[r])) from None
-        if not ranks[r]:
+                    raise OrderError.of_rank(r, f", cell {column}: {error}", len(cells)) from None
+        if not cells:
             raise OrderError.of_rank(r, " has no action; write one row with at least one action per rank")
-    if not ranks:
-        raise OrderError("the table is empty; write one row per rank")
-    placement = tuple(tuple(sorted({stage for _, _, stage, _ in row})) for row in ranks)
-    orders = []
-    for r, (row, stages) in enumerate(zip(ranks, placement, strict=True)):
-        _, kinds, stage, microbatches = np.array(row).T
+        columns, kinds, stage, microbatches = np.array(cells).T
+        stages = np.unique(stage)
         try:
             orders.append(_order(kinds, np.searchsorted(stages, stage), microbatches))
         except OrderError as error:
             raise OrderError.of_rank(r, f", {error}", error.position) from None
-    ticks = tuple(np.array([tick for tick, *_ in row]) for row in ranks)
+        placement.append(tuple(stages.tolist()))
+        ticks.append(columns)
+    if not orders:
+        raise OrderError("the table is empty; write one row per rank")
     try:
-        return Schedule(tuple(orders), placement, ticks)
+        return Schedule(tuple(orders), tuple(placement), tuple(ticks))
     except OrderError:
-        return Schedule(tuple(orders), placement)
+        return Schedule(tuple(orders), tuple(placement))
 
 
 def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> Order:

@@ -9,6 +9,7 @@
 - aligned: all ranks run the same kind of action in a tick (see `_aligned`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -134,10 +135,10 @@ def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[
 
 def _zb_v(P: int, M: int, C: int) -> Schedule:
     """Zero bubble on a V: both ends of the V are on rank 0, so a dgrad starts on the rank that ran the last forward."""
-    count = max(2 * P - 1, M)  # the V needs at least 2P - 1 microbatches; `order` drops the ones from M on
+    count = max(2 * P - 1, M)  # the V needs at least 2P - 1 microbatches; `_Row` drops the ones from M on
     orders = []
     for r in range(P):
-        row = _Row()
+        row = _Row(M)
         row.add((FORWARD, 0), times=2 * (P - r) - 1)
         row.add((FORWARD, 1), (FORWARD, 0), times=r)
         row.add((FORWARD, 1), (DGRAD, 1), (WGRAD, 1), times=P - r)
@@ -149,7 +150,7 @@ def _zb_v(P: int, M: int, C: int) -> Schedule:
         row.add((DGRAD, 0), (WGRAD, 0), times=P - r)
         for chunk in (1, 0):
             row.add((WGRAD, chunk), times=row.done[DGRAD, chunk] - row.done[WGRAD, chunk])
-        orders.append(row.order(M))
+        orders.append(row.order())
     return Schedule(tuple(orders), vee(P), name="zb-v")
 
 
@@ -164,7 +165,7 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
         )
     orders = []
     for r in range(P):
-        row, rest = _Row(), P - r - 1
+        row, rest = _Row(M), P - r - 1
         row.add((FORWARD, 0), times=2 * rest)
         row.add((FORWARD, 0), (FORWARD, 1), times=r + 1)
         row.add((DGRAD, 1), (WGRAD, 1), (FORWARD, 1), times=rest)
@@ -178,31 +179,30 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
             row.add(*pending[i : i + 1], (DGRAD, 0))
             pending.append((WGRAD, 0))
         row.add(*pending[rest:])
-        orders.append(row.order(M))
+        orders.append(row.order())
     return Schedule(tuple(orders), vee(P), name="dualpipe-v")
 
 
 class _Row:
-    """Collects the actions of a rank and counts them by kind and chunk."""
+    """Collects the actions of a rank, and drops those of microbatches from M on.
 
-    def __init__(self):
-        self.entries: list[tuple[int, int]] = []
-        self.done = {(kind, chunk): 0 for kind in range(4) for chunk in range(2)}
+    Attributes:
+        done: Number of added actions by kind and chunk, including dropped ones.
+    """
+
+    def __init__(self, M: int):
+        self.M, self.entries, self.done = M, [], Counter()
 
     def add(self, *entries: tuple[int, int], times: int = 1) -> None:
         """Appends the (kind, chunk) entries, repeated `times` times."""
-        self.entries += entries * times
-        for entry in entries:
-            self.done[entry] += max(times, 0)
+        for entry in entries * times:
+            self.done[entry] += 1
+            if self.done[entry] <= self.M:
+                self.entries.append(entry)
 
-    def order(self, M: int) -> Order:
-        """Returns the order of the microbatches below M."""
-        kinds, chunks = np.array(self.entries, np.int8).T
-        keep = np.ones(len(kinds), bool)
-        for kind, chunk in set(self.entries):
-            if kind != BACKWARD:
-                keep[np.flatnonzero((kinds == kind) & (chunks == chunk))[M:]] = False
-        return Order(kinds[keep], chunks[keep])
+    def order(self) -> Order:
+        """Returns the order of the collected actions."""
+        return Order(*np.array(self.entries, np.int8).T)
 
 
 def _bounds(P: int, M: int) -> list[int]:

@@ -149,9 +149,7 @@ class Schedule(Sequence[Order]):
 
     def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """Reorders values per rank and chunk to an array by stage, int64 [S]."""
-        values = np.empty(self.num_stages, np.int64)
-        values[np.concatenate(self.placement)] = np.concatenate(rows)
-        return values
+        return np.concatenate(rows)[np.argsort(np.concatenate(self.placement))]
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
