@@ -68,7 +68,9 @@ def sample(
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
     loaded = load(run, step, module=module)
-    texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
+    # Bytes that are not UTF-8 are kept as surrogates.
+    stdin = sys.stdin.buffer.read().decode(errors="surrogateescape") if "-" in prompts else ""
+    texts = [stdin if prompt == "-" else prompt for prompt in prompts]
     limit = {} if window is None else {"window": window}
     draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": seed}
     pieces = loaded.stream(texts, max_tokens=max_tokens, stop=stop, **draw, **limit)
@@ -87,11 +89,6 @@ def sample(
     for prompt, text in zip(texts[1:], later[1:], strict=True):
         print(f"\n\n{prompt}{text}", end="", flush=True)
     print("\n", end="", flush=True)
-
-
-def _read_stdin() -> str:
-    # Bytes that are not UTF-8 are kept as surrogates.
-    return sys.stdin.buffer.read().decode(errors="surrogateescape")
 
 
 main = command("python -m jgraph.sample", __doc__, sample)

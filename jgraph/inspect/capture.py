@@ -19,8 +19,8 @@ from jgraph.train.presets import PRESETS, preset
 if TYPE_CHECKING:
     from jgraph.xla.explain import Explanation
 
-
 _FP8 = FP8Config()
+_Graph = Literal["auto", "off", "full"]
 
 
 def capture(
@@ -31,7 +31,7 @@ def capture(
     preset: Name = None,
     batch_size: Count = None,
     seq_len: Count = None,
-    graph: Literal["auto", "off", "full"] = "auto",
+    graph: _Graph = "auto",
     xla_options: tuple[str, ...] = (),
     precision: Literal["bf16", "fp8"] = "bf16",
     fp8: FP8Config = _FP8,
@@ -78,11 +78,7 @@ def capture(
 
 
 def _explain(
-    name: str,
-    config: TrainConfig | None,
-    target: str | None,
-    graph: Literal["auto", "off", "full"],
-    xla_options: Sequence[str],
+    name: str, config: TrainConfig | None, target: str | None, graph: _Graph, xla_options: Sequence[str]
 ) -> "Explanation":
     """Compiles the training step of `config`, or the user function `name` if `config` is None, and returns the report."""
     # Imported after the arguments are checked, because importing jax is slow.

@@ -20,8 +20,6 @@ from jgraph.inspect import draw
 _MAX_TIME = 1e30
 # Forwards of all ranks. At this limit 1f1b takes 7 s and 0.6 GB, zb-v 16 s and 1.3 GB (measured); their SVG takes minutes.
 _MAX_FORWARDS = 1_000_000
-# Columns if the output is not a terminal.
-_PIPE_WIDTH = 100
 
 
 def schedule(
@@ -71,7 +69,8 @@ def schedule(
         numbers = _numbers(run, slots) | {"costs": times, "latency": latency, "execution": execution}
         with os_errors("json", json):
             json.write_text(dumps(numbers) + "\n", encoding="utf-8")
-    console = FlagConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
+    # 100 columns if the output is not a terminal.
+    console = FlagConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100)
     # Terminals with 16 colors lack tints, and users redefine their palette.
     cells: draw.Cells = "colors" if console.color_system in ("256", "truecolor") and not console.no_color else "letters"
     console.print(draw.timeline(run, width=console.width, cells=cells), soft_wrap=True)
@@ -123,8 +122,7 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
         raise ConfigError(f"{name} needs `{'` and `'.join(missing)}`", field=missing[0])
     if (forwards := math.prod(given.values())) > _MAX_FORWARDS:
         shown = " ".join(f"`{field}` {size}" for field, size in given.items())
-        allowed = f"must be at most {_MAX_FORWARDS:,}"
-        raise ConfigError(f"{shown} give {forwards:,} forwards: {allowed}", field="microbatches")
+        raise ConfigError(f"{shown} give {forwards:,} forwards: must be at most {_MAX_FORWARDS:,}", field="microbatches")
     return schedules.generate(name, **{"pp": 1, "microbatches": 1} | given)
 
 

@@ -147,9 +147,8 @@ def write(schedule: Schedule, path: str | Path) -> None:
         OrderError: If the path has another suffix.
         OSError: If the file cannot be written.
     """
-    path = Path(path)
-    to_text, _ = _format(path, str(path))
-    path.write_text(to_text(schedule), encoding="utf-8")
+    to_text, _ = _format(Path(path), str(path))
+    Path(path).write_text(to_text(schedule), encoding="utf-8")
 
 
 def read(path: str | Path, *, field: str = "") -> Schedule:

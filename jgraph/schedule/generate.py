@@ -55,7 +55,7 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
     return make(int(pp), int(microbatches), int(chunks))
 
 
-def forward_sequence(bounds: Sequence[int], C: int) -> tuple[np.ndarray, np.ndarray]:
+def forward_sequence(bounds: Sequence[int], C: int) -> np.ndarray:
     """Returns the forwards of a rank in groups of microbatches.
 
     A group passes through all chunks of the rank before the next group starts.
@@ -65,11 +65,10 @@ def forward_sequence(bounds: Sequence[int], C: int) -> tuple[np.ndarray, np.ndar
         C: Number of chunks per rank.
 
     Returns:
-        The chunks and the microbatches of the forwards, int [n] each.
+        The chunks and the microbatches of the forwards, int [2, n].
     """
     pairs = [(c, m) for first, end in pairwise(bounds) for c in range(C) for m in range(first, end)]
-    chunks, microbatches = np.array(pairs).T
-    return chunks, microbatches
+    return np.array(pairs).T
 
 
 def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ out). With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its
 import math
 import numbers
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Self, SupportsInt, TypeGuard, TypeVar, get_args
@@ -101,10 +101,6 @@ class Order(Sequence[Action]):
     def __getitem__(self, index):
         """Returns the action at an index, or a list of actions for a slice."""
         return self._actions[index]
-
-    def __iter__(self) -> Iterator[Action]:
-        """Iterates over the actions."""
-        return iter(self._actions)
 
     @cached_property
     def _actions(self) -> list[Action]:
@@ -245,8 +241,7 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
         if not (isinstance(item, (bool, np.bool_)) if one == "bool" else _is_integer(item) and 1 <= int(item) < 2**31):
             raise OrderError(f"`{name}` is {show(value)}: must be one {one}, or one per {of}", field=name)
     if len(values) != count:
-        wrong = f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}"
-        raise OrderError(wrong, field=name)
+        raise OrderError(f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}", field=name)
     return tuple(kind(item) for item in values)
 
 
