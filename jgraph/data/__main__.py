@@ -15,10 +15,10 @@ import tyro
 
 from jgraph.cli import Count, File, fields_of, run, run_command
 from jgraph.data import tokenfile
-from jgraph.data.corpus import ends_files, load, side_files
-from jgraph.data.documents import HELDOUT_FRACTION
-from jgraph.data.files import FIELD
-from jgraph.data.make import SHARD_TOKENS, make_token_files
+from jgraph.data._corpus import ends_files, load, side_files
+from jgraph.data._documents import HELDOUT_FRACTION
+from jgraph.data._files import FIELD
+from jgraph.data._make import SHARD_TOKENS, make_token_files
 from jgraph.errors import ConfigError
 
 _PROG = "python -m jgraph.data"

@@ -107,7 +107,7 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         path.write_bytes(b"half")
 
-    monkeypatch.setattr("jgraph.data.make.write_tokens", interrupted)
+    monkeypatch.setattr("jgraph.data._make.write_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make()
     assert len(calls) == 2
