@@ -8,6 +8,7 @@ files, train-*.bin and heldout-*.bin, was split when it was made. Its files are 
 import difflib
 import hashlib
 import math
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -160,15 +161,13 @@ def _groups(entries: list[tuple[str, Fraction | None]]) -> list[tuple[list[str],
 
 def _is_tokens(name: str) -> bool:
     """True if a name is a directory of token files, as `python -m jgraph.data make` writes it."""
-    return name not in CORPORA and Path(name).is_dir() and any(Path(name).glob("*.bin"))
+    # Unlike `Path.is_dir`, this is False for a name that is too long.
+    return name not in CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
 
 
 def tokenizer_file(data: Sequence[str]) -> Path | None:
     """Returns the tokenizer.json of the first token files that `data` names; None if there is none."""
-    try:
-        return _tokenizer_beside([name for name, _ in weighted(data)])
-    except OSError:
-        return None
+    return _tokenizer_beside([name for name, _ in weighted(data)])
 
 
 def is_text(data: Sequence[str]) -> bool:
@@ -225,15 +224,10 @@ def _files(name: str) -> list[Path]:
 
 
 def _joined(parts: list[Corpus]) -> Corpus:
-    first = parts[0]
-    for part in parts:
-        if (part.vocab_size, part.train.dtype) != (first.vocab_size, first.train.dtype):
-            raise DataError(
-                f"`data` {part.name} has a vocabulary of {part.vocab_size}, {first.name} one of {first.vocab_size}: all must "
-                f"come from one tokenizer; text is read through the {TOKENIZER_FILE} of the token files beside it"
-            )
+    first, name = parts[0], " ".join(part.name for part in parts)
+    _check_vocabularies(name, [(part.name, part.vocab_size, part.train.dtype) for part in parts])
     return Corpus(
-        " ".join(part.name for part in parts),
+        name,
         sources=tuple(source for part in parts for source in part.sources),
         heldout_sources=tuple(source for part in parts for source in part.heldout_sources),
         vocab_size=first.vocab_size,
@@ -241,6 +235,16 @@ def _joined(parts: list[Corpus]) -> Corpus:
         decoder=next((part.decoder for part in parts if not part.files), first.decoder),
         files=tuple(path for part in parts for path in part.files),
     )
+
+
+def _check_vocabularies(name: str, parts: list[tuple[str, int, np.dtype]]) -> None:
+    """Raises DataError if parts of a corpus, each with its name, vocabulary size and dtype, come from different tokenizers."""
+    for part, *vocabulary in parts:
+        if vocabulary != [*parts[0][1:]]:
+            raise DataError(
+                f"`data` is {name}: {part} has a vocabulary of {vocabulary[0]} in {vocabulary[1]}, {parts[0][0]} one of "
+                f"{parts[0][1]} in {parts[0][2]}: all must come from one tokenizer, which also reads text beside token files"
+            )
 
 
 def _of_text(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
@@ -311,23 +315,17 @@ def _of_directory(name: str) -> Corpus:
         opened = {side: [TokenFile(path) for path in paths] for side, paths in sides.items()}
     except DataError as e:
         raise DataError(f"`data` is {name}: {e}") from e
-    one, first, hasher = opened["train"][0], opened["train"][0].header, hashlib.sha256()
-    for side, files in opened.items():
-        hasher.update(side.encode())
-        for file in files:
-            header = file.header
-            if (header.vocab_size, header.dtype) != (first.vocab_size, first.dtype):
-                raise DataError(
-                    f"`data` is {name}: {file.path.name} has a vocabulary of {header.vocab_size} in {header.dtype}, "
-                    f"{one.path.name} one of {first.vocab_size} in {first.dtype}: all files must come from one tokenizer"
-                )
-            hasher.update(bytes.fromhex(header.sha256))
+    files = [file for own in opened.values() for file in own]
+    _check_vocabularies(name, [(file.path.name, file.header.vocab_size, file.header.dtype) for file in files])
+    hashed = b""
+    for side, own in opened.items():
+        hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in own)
     return Corpus(
         name,
         sources=(_of_files(name, opened["train"]),),
         heldout_sources=(_of_files(name, opened["heldout"]),),
-        vocab_size=first.vocab_size,
-        fingerprint=hasher.hexdigest(),
+        vocab_size=files[0].header.vocab_size,
+        fingerprint=hashlib.sha256(hashed).hexdigest(),
         decoder=load_decoder(Path(name, TOKENIZER_FILE)),
         files=tuple(path for paths in sides.values() for path in (*paths, *ends_files(paths))),
     )

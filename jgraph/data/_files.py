@@ -7,7 +7,7 @@ pages.jsonl         one document per line: the field `text` of a JSON object, or
 pages.parquet       one document per row: the column `text`, or another column; needs pyarrow
 hf:owner/name       one document per row of a dataset on the Hugging Face Hub, streamed; needs the datasets library.
                     hf:owner/name/CONFIG@SPLIT selects a configuration, and a split other than `train`.
-hf:DIRECTORY        the same for a local directory, also one that `Dataset.save_to_disk` wrote
+hf:DIRECTORY        the same for a local directory, including the format of `Dataset.save_to_disk`
 """
 
 import contextlib

@@ -227,8 +227,8 @@ def read_header(path: Path) -> Header:
     damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
     for is_wrong, problem in (
         (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
-        (bytes_per_token not in (2, 4), f"header says {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
-        (ids_end > vocab_size, f"header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
+        (bytes_per_token not in (2, 4), f"its header has {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
+        (ids_end > vocab_size, f"its header has ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
         (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
         (num_tokens == 0, "holds no tokens; make it again from a longer text"),
     ):
@@ -263,9 +263,9 @@ def verify(path: Path) -> Header:
             hasher.update(chunk.data)
             first += len(chunk)
     if hasher.hexdigest() != header.sha256:
-        raise DataError(f"{path}: SHA-256 is {hasher.hexdigest()}, header says {header.sha256}: damaged; copy it again")
+        raise DataError(f"{path}: SHA-256 is {hasher.hexdigest()}, its header has {header.sha256}: damaged; copy it again")
     if header.largest_id is not None and ids_end <= header.largest_id:
-        raise DataError(f"{path}: largest id is {ids_end - 1}, header says {header.largest_id}: damaged; copy it again")
+        raise DataError(f"{path}: largest id is {ids_end - 1}, its header has {header.largest_id}: damaged; copy it again")
     return header
 
 
@@ -277,7 +277,7 @@ def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str
         end: Exclusive upper bound.
         path: The file, for the message.
         first: Position of ids[0] in the file, for the message.
-        remedy: What the user can do, for the message.
+        remedy: Advice to the user, for the message.
     """
     if len(ids) == 0:
         return 0

@@ -186,7 +186,7 @@ def test_token_files_of_different_tokenizers_are_refused(tokens, tmp_path):
     (tmp_path / "bare").mkdir()
     for side in ("train", "heldout"):
         write_tokens(tmp_path / "bare" / f"{side}-0.bin", [np.arange(40)], vocab_size=40)
-    with pytest.raises(DataError, match=r"bare has a vocabulary of 40, .*tokens one of 300"):
+    with pytest.raises(DataError, match=r"bare has a vocabulary of 40 in uint16, .*tokens one of 300"):
         open_corpus(tokens, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"bare was made with another tokenizer.json than .*tokens"):

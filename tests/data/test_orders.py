@@ -41,6 +41,7 @@ def batches_of(*sources, batch_size=4, seq_len=8, seed=0, shuffle="documents", *
 # --- Permutations ---
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_a_permutation_has_every_number_once_whatever_places_are_asked_for_together(size, seed):
     permute = permutation(size, np.random.Philox(key=seed))
