@@ -143,6 +143,10 @@ def _of_rows(rows: Iterable[dict[str, Any]], field: str) -> Iterator[bytes]:
             yield _text_of(row, field, f"row {number}")
 
 
+_JSON_TYPES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+_JSON_TYPES |= {list: "an array", dict: "an object"}
+
+
 def _text_of(row: Any, field: str, place: str) -> bytes:
     """Returns the string in `field` of a JSON value. Raises DataError if there is none."""
     is_object = isinstance(row, dict)
@@ -151,8 +155,9 @@ def _text_of(row: Any, field: str, place: str) -> bytes:
     if is_object and field not in row:
         names = f"the fields {', '.join(map(repr, row))}" if row else "no fields"
         raise DataError(f"{place} has {names}, not {field!r}: set `data_field` to the field with the text")
-    what, value = ("a string in", row[field]) if is_object else ("an object with a string in", row)
-    raise DataError(f"{place} has {value!r:.40}: must be {what} field {field!r}, or set `data_field` to another field")
+    what, value = (f": field {field!r}", row[field]) if is_object else ("", row)
+    must = "a string, or set `data_field` to another field" if is_object else f"an object with a string in field {field!r}"
+    raise DataError(f"{place}{what} is {_JSON_TYPES.get(type(value), type(value).__name__)}: must be {must}")
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:

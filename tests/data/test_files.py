@@ -56,7 +56,7 @@ def test_parquet_holds_a_document_a_row(tmp_path, text_file, stories):
     assert open_corpus(path, field="body").fingerprint == open_corpus(text_file).fingerprint
     for field, message in (
         ("text", "row 1 has the fields 'body', 'id', not 'text': set `data_field`"),
-        ("id", "row 1 has 0: must be a string in field 'id'"),
+        ("id", "row 1: field 'id' is a number: must be a string"),
     ):
         with pytest.raises(DataError, match=message):
             open_corpus(path, field=field)
@@ -89,7 +89,7 @@ def test_a_dataset_holds_a_document_a_row_and_makes_the_token_files_of_its_text(
     assert [source.weight for source in weighed.sources] == [3, 1]
     for field, split, message in (
         ("text", "train", "row 1 has the fields 'body', 'id', not 'text'"),
-        ("id", "train", "row 1 has 0: must be a string in field 'id'"),
+        ("id", "train", "row 1: field 'id' is a number: must be a string"),
         ("body", "test", "Bad split: test"),
     ):
         with pytest.raises(DataError, match=rf"`data` is hf:.*streamed@{split}: {message}"):
@@ -112,7 +112,7 @@ def test_a_dataset_holds_a_document_a_row_and_makes_the_token_files_of_its_text(
             b'{"body": "one", "id": 1}\n',
             r"a.jsonl: line 1 has the fields 'body', 'id', not 'text'",
         ),
-        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 has \[1\]: must be an object with a string in field 'text'"),
+        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 is an array: must be an object with a string in field 'text'"),
         ("a.png", b"\x89PNG\0", r"a.png: not a text .*'.*texts/\*.txt'"),
     ],
 )
