@@ -1,17 +1,17 @@
-"""Mixtures of experts: a layer for anybody's model, and the functions that it is made of."""
+"""Mixtures of experts: a layer for any Flax NNX model, its settings, and its statistics."""
 
-import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jgraph.moe.config import MoEConfig as MoEConfig
-    from jgraph.moe.layer import MoE as MoE
+from jgraph.moe.config import MoEConfig as MoEConfig
 
-# Settings are read before jax is there.
-_MODULE_OF = {"MoE": "layer", "MoEConfig": "config"}
+if TYPE_CHECKING:
+    from jgraph.moe._layer import MoE as MoE
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"jgraph.moe.{_MODULE_OF[name]}"), name)
+    # Imported on first use, because settings are read before jax is imported.
+    if name == "MoE":
+        from jgraph.moe._layer import MoE
+
+        return MoE
     raise AttributeError(f"module 'jgraph.moe' has no attribute {name!r}")
