@@ -54,7 +54,7 @@ def test_dropout_depends_on_the_key(model):
     assert first != other
 
 
-def test_every_dropout_of_a_call_has_its_own_key():
+def test_dropouts_of_a_call_use_different_keys():
     model = MODELS["nnx"]()
     first, second = model.call("masks", "train", *model.init(), jax.random.key(0), X)[0]
     assert not jnp.array_equal(first, second)
