@@ -108,7 +108,7 @@ def test_gradients_have_the_dtypes_of_their_arguments_and_the_loss_is_float32():
 
 
 def test_statistics_of_bfloat16_logits_are_as_good_as_float32(op_by_op):
-    # The logits are exact, so only the statistics are rounded. In bfloat16 a sum of 1024 ones would stop at 256, log(4) too low.
+    # The logits are exact, so only the statistics are rounded. A bfloat16 sum of 1024 ones would stop at 256, log(4) too low.
     rng = np.random.default_rng(0)
     arrays = exact_logits(rng.standard_normal((64, 1024)), rng.integers(0, 1024, 64), jnp.bfloat16)
     assert_close(ours(*arrays)[0], referee(*arrays)[0], rtol=1e-6)
