@@ -99,7 +99,7 @@ def test_seeds_reproduce_and_differ():
     assert set(draws[0][0]) == set(range(V))
 
 
-def test_every_draw_of_a_text_has_its_own_key():
+def test_draws_of_a_text_use_different_keys():
     texts = rows(jgraph.generate(jgraph.functional(Uniform), {}, [[0]] * 32, max_tokens=4))
     for one, other in itertools.combinations(zip(*texts, strict=True), 2):
         assert one != other
@@ -182,7 +182,7 @@ def test_a_token_updates_cache_and_position_in_place():
     model, params = gpt()
     sampling = {"temperature": 1.0}
     carry, weights, stop = carry_of(model, params, sampling)
-    compiled = generating.next_token.lower(carry, weights, sampling, stop, decoder=model.decoder).compile()
+    compiled = generating._next_token.lower(carry, weights, sampling, stop, decoder=model.decoder).compile()
     check_identity(compiled, carry)
 
 
