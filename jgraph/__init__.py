@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from jgraph.mesh import BATCH_AXES as BATCH_AXES
     from jgraph.modules import Decoder as Decoder
     from jgraph.modules import functional as functional
-    from jgraph.moe import MoE as MoE
     from jgraph.moe import MoEConfig as MoEConfig
+    from jgraph.moe._layer import MoE as MoE
     from jgraph.pipeline import Pipelined as Pipelined
     from jgraph.pipeline import PipelineModel as PipelineModel
     from jgraph.pipeline import split_embedding as split_embedding

@@ -278,7 +278,8 @@ class Split:
         trace = self._traces.get(key)
         if trace is not None and all(const is not None for const in trace.consts):
             return trace, []
-        _check_leaves(params, x)
+        _check_leaves("params", params)
+        _check_leaves("x", x)
 
         def stage(params, x, *extra):
             return self._stage(self._params(params), x, *extra)
@@ -287,7 +288,7 @@ class Split:
         if self._has_aux and not (isinstance(y, tuple) and len(y) == 2):
             raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
         y, aux = y if self._has_aux else (y, ())
-        _check_real(y, "y")
+        _check_leaves("y", y)
         if any(map(replay.explicit_axes, replay.avals(closed.jaxpr))):
             raise SplitError(f"the stage computes with arrays sharded over explicit mesh axes: {_AUTO}")
         if trace is None:
@@ -301,29 +302,19 @@ class Split:
 _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
 
 
-def _check_leaves(params: Tree, x: Tree) -> None:
-    """Raises SplitError if a leaf cannot be differentiated."""
-    for what, tree in (("params", params), ("x", x)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name, dtype = path_name(path), jnp.result_type(leaf)
-            if axes := replay.explicit_axes(jax.typeof(leaf)):
-                raise SplitError(f"{_named(what, name)} is sharded over the explicit mesh axes {axes}: {_AUTO}", path=name)
-            if what == "x" and not jnp.issubdtype(dtype, jnp.inexact):
-                message = f"{_named(what, name)} is {dtype}: must be floating; pass it as an extra argument after x"
-                raise SplitError(message, path=name)
-        _check_real(tree, what)
-
-
-def _check_real(tree: Tree, what: str) -> None:
+def _check_leaves(what: str, tree: Tree) -> None:
+    """Raises SplitError if a leaf of params, x or y cannot be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name, dtype = path_name(path), jnp.result_type(leaf)
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            message = f"{_named(what, name)} is {dtype}; params, x and y must be real: pass its real and imaginary parts"
+        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        name = path_name(path)
+        where = f"{what}/{name}" if name else what
+        if axes := replay.explicit_axes(aval):
+            raise SplitError(f"{where} is sharded over the explicit mesh axes {axes}: {_AUTO}", path=name)
+        if what == "x" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise SplitError(f"{where} is {aval.dtype}: must be floating; pass it as an extra argument after x", path=name)
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            message = f"{where} is {aval.dtype}; params, x and y must be real: pass its real and imaginary parts"
             raise SplitError(message, path=name)
-
-
-def _named(what: str, name: str) -> str:
-    return f"{what}/{name}" if name else what
 
 
 @scope("dgrad")

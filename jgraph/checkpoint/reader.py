@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
-from jgraph.checkpoint.store import DamagedError, checksums, described_leaves, first_line, has_old_units, placed, unseal
+from jgraph.checkpoint.store import DamagedError, checksums, first_line, placed, unseal
 from jgraph.errors import CheckpointError
 from jgraph.processes import all_or_raise
 
@@ -20,7 +21,6 @@ class CheckpointReader:
 
     Attributes:
         step: The step of the checkpoint.
-        has_old_units: True if an earlier version saved the checkpoint. Its amax histories depend on the layout of the run.
 
     Args:
         directory: Directory of the checkpoints.
@@ -49,16 +49,15 @@ class CheckpointReader:
             self._sums = unseal(digest)
         except DamagedError as e:
             raise self._damaged(str(e)) from e
-        self.has_old_units = has_old_units(digest)
-        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(described_leaves(digest))}
+        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a leaf on the host."""
-        _, leaf = self._leaf(name)
-        host = ocp.RestoreArgs(restore_type=np.ndarray)
-        (found,) = self._read({name: (np.empty(leaf["shape"], jnp.dtype(leaf["dtype"])), host)})
-        self._check({name: jnp.asarray(found)})
-        return found
+        """Returns a leaf on the host. Other processes need not call it."""
+        _, saved = self._leaf(name)
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        leaves = self._read({name: jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)})
+        self._check(leaves)
+        return np.asarray(leaves[name])
 
     def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
         """Returns leaves on devices. All processes call it together; each reads its own shards.
@@ -72,16 +71,15 @@ class CheckpointReader:
         Raises:
             CheckpointError: If a leaf has another shape.
         """
-        wanted: dict[str, tuple[jax.ShapeDtypeStruct, ocp.RestoreArgs]] = {}
+        wanted: dict[str, jax.ShapeDtypeStruct] = {}
         for name, leaf in like.items():
             _, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
                 where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            own = placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
-            wanted[name] = own, ocp.ArrayRestoreArgs(sharding=own.sharding, dtype=own.dtype)
+            wanted[name] = placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
         with all_or_raise():
-            leaves = dict(zip(like, self._read(wanted), strict=True))
+            leaves = self._read(wanted)
         self._check(leaves)
         return leaves
 
@@ -90,14 +88,14 @@ class CheckpointReader:
             raise CheckpointError(f"checkpoint {self._directory / str(self.step)} has no {name}")
         return self._leaves[name]
 
-    def _read(self, wanted: Mapping[str, tuple[Any, ocp.RestoreArgs]]) -> list[Any]:
-        """Reads leaves, by name as Orbax's placeholder and options, in the order of `wanted`."""
-        items: list[tuple[Any, ocp.RestoreArgs]] = [(ocp.PLACEHOLDER, ocp.RestoreArgs())] * len(self._leaves)
-        for name, item in wanted.items():
-            items[self._leaf(name)[0]] = item
-        leaves, how = map(list, zip(*items, strict=True))
+    def _read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
+        how = [ocp.RestoreArgs()] * len(self._leaves)
+        for name, leaf in wanted.items():
+            number, _ = self._leaf(name)
+            leaves[number], how[number] = leaf, ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
         found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
-        return [found[self._leaf(name)[0]] for name in wanted]
+        return {name: found[self._leaf(name)[0]] for name in wanted}
 
     def _check(self, leaves: Mapping[str, Array]) -> None:
         for name, actual in zip(leaves, checksums(list(leaves.values())), strict=True):

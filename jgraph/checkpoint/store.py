@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -33,11 +32,6 @@ State = TypeVar("State")
 # Orbax moves old checkpoints here. It would otherwise delete them file by file, and a kill could leave a part under the step's
 # name.
 _TRASH = "deleted"
-
-# Units of the amax of output gradients in FP8 histories: the gradient of the batch's mean loss. Before version 0.2, checkpoints
-# did not store units, and histories depended on the devices and microbatches of the run.
-_AMAX_UNITS = "batch"
-_HISTORIES = ".observed"  # prefix of the leaves' names
 
 
 class Checkpoints:
@@ -103,7 +97,7 @@ class Checkpoints:
             leaves, described = jax.tree.leaves(state), _describe(state)
             sums = checksums(leaves, self._wait)
             # The digest has a checksum too, so that a flipped digit in it is not reported as another model.
-            digest = {"leaves": described, "checksums": sums, "crc": _crc(described, sums), "amax_units": _AMAX_UNITS}
+            digest = {"leaves": described, "checksums": sums, "crc": _crc(described, sums)}
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
                 digest=ocp.args.JsonSave(digest),  # pyright: ignore[reportCallIssue]
@@ -168,13 +162,8 @@ class Checkpoints:
     def _restore(self, step: int, like: State) -> State:
         leaves = [placed(leaf) for leaf in jax.tree.leaves(like)]
         digest = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
-        expected, saved = unseal(digest), described_leaves(digest)
+        expected, saved = unseal(digest), digest["leaves"]
         self._check_fits(step, saved, _describe(like))
-        if has_old_units(digest) and any(leaf["name"].startswith(_HISTORIES) for leaf in saved):
-            raise CheckpointError(
-                f"checkpoint {self._directory / str(step)} has FP8 amax histories of an earlier version, in units that depend "
-                "on the devices and microbatches of its run; begin a new run with `continue_from`, which begins new histories"
-            )
         restore = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
             leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves)
         )
@@ -357,24 +346,6 @@ _checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
 def _describe(state: object) -> list[dict[str, Any]]:
     paths = jax.tree_util.tree_leaves_with_path(state)
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
-
-
-def described_leaves(digest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns name, dtype and shape of the leaves in a checkpoint, with the names of this version.
-
-    Before version 0.2, amax histories were in the carried state, as `.carried.fp8` beside `.carried.model`.
-    """
-    leaves = digest["leaves"]
-    if not any(leaf["name"].startswith(".carried.fp8") for leaf in leaves):
-        return leaves
-    renamed = {".carried.fp8": _HISTORIES, ".carried.model": ".carried"}
-    pattern = re.compile(r"^\.carried\.(fp8|model)")
-    return [leaf | {"name": pattern.sub(lambda old: renamed[old[0]], leaf["name"])} for leaf in leaves]
-
-
-def has_old_units(digest: dict[str, Any]) -> bool:
-    """Returns True if amax histories depend on the devices and microbatches of the run that saved the checkpoint."""
-    return digest.get("amax_units") != _AMAX_UNITS
 
 
 def unseal(digest: Any) -> list[int]:

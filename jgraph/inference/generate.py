@@ -206,13 +206,7 @@ def _begin(
 
 @functools.partial(jax.jit, static_argnames=("decoder", "where"), donate_argnums=0, keep_unused=True)
 def _next_token(
-    state: DecodeState,
-    weights: Tree,
-    settings: Settings,
-    stop_S: Array,
-    *,
-    decoder: Decoder,
-    where: NamedSharding | None = None,
+    state: DecodeState, weights: Tree, settings: Settings, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None
 ) -> DecodeState:
     """Reads the last token of each text and draws the next one.
 
@@ -289,9 +283,7 @@ def _check_ids(
     """Raises ConfigError if the model has no logits, or if it has no row for a token id: jax would read another row."""
     weights = _prepare.eval_shape(weights, decoder=decoder)
     try:
-        logits, _ = _read.eval_shape(
-            weights, tokens_BT, lengths_B, decoder=decoder, slots=sizes["slots"], length=sizes["length"]
-        )
+        logits, _ = _read.eval_shape(weights, tokens_BT, lengths_B, decoder=decoder, **sizes)
         vocab_size = logits.shape[1]
     except AttributeError as e:
         raise ConfigError(f"`model` must have logits(tokens_BT) or cached_decoder(): {e}", field="model") from e

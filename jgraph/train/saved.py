@@ -70,11 +70,6 @@ class SavedRun:
         leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
         return structure.unflatten(leaves)
 
-    @property
-    def has_histories_of_batch(self) -> bool:
-        """True if amax histories are in units of the batch's mean loss, and so fit every layout."""
-        return not self._reader.has_old_units
-
     def close(self) -> None:
         """Ends the reader's threads."""
         self._reader.close()

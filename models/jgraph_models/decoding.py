@@ -18,7 +18,6 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.kernels.matvec import fits, matvec
 from jgraph.modules import Decoder
-from jgraph.moe import MoE
 from jgraph_models.gpt_config import GPTConfig
 from jgraph_models.rotary import rotate
 
@@ -160,7 +159,7 @@ class Mixture:
     """The training layer's mixture of experts, in evaluation, with parameters and state given to each call."""
 
     def __init__(self, config: GPTConfig):
-        moe = nnx.eval_shape(lambda: MoE(config.d_model, config.d_ff, config.moe, rngs=nnx.Rngs(0)))
+        moe = nnx.eval_shape(lambda: jgraph.MoE(config.d_model, config.d_ff, config.moe, rngs=nnx.Rngs(0)))
         moe.eval()
         self._graph, _, self._shapes = nnx.split(moe, nnx.Param, ...)
 

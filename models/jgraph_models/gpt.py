@@ -20,7 +20,6 @@ from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
-from jgraph.moe import MoE
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
@@ -180,7 +179,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         if config.moe.num_experts:
             inits = {"kernel_init": _init(config), "down_init": _init(config, residual=True)}
-            self.mlp = MoE(config.d_model, config.d_ff, config.moe, rngs=rngs, **inits)
+            self.mlp = jgraph.MoE(config.d_model, config.d_ff, config.moe, rngs=rngs, **inits)
         else:
             self.mlp = MLP(config, rngs=rngs)
 

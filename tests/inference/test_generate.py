@@ -182,7 +182,7 @@ def test_a_token_updates_cache_and_position_in_place():
     model, params = gpt()
     sampling = {"temperature": 1.0}
     carry, weights, stop = carry_of(model, params, sampling)
-    compiled = generating._next_token.lower(carry, weights, sampling, stop, decoder=model.decoder).compile()
+    compiled = generating._next_token.lower(carry, weights, sampling, stop, decoder=model.decoder, where=None).compile()
     check_identity(compiled, carry)
 
 

@@ -52,20 +52,6 @@ def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_run_does_not_resume_from_histories_without_units(tmp_path, capsys):
-    flags = (*RUN, "--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4", "--checkpoint-every", "1")
-    assert tiny.train(tmp_path, *flags, "--steps", "1") == 0
-    tiny.forget_amax_units(tmp_path / "checkpoints")
-    capsys.readouterr()
-    assert tiny.train(tmp_path, *flags, "--steps", "1") == 2
-    err = capsys.readouterr().err
-    assert "amax histories of an earlier version" in err
-    assert "begin a new run with --continue-from" in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.long
-@pytest.mark.once
 def test_a_run_of_a_users_model_resumes_with_delayed_scaling(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text("from jgraph_models.gpt import GPT as Model\n")
     monkeypatch.syspath_prepend(str(tmp_path))
