@@ -64,7 +64,10 @@ def test_arrays_on_explicit_axes_are_refused_by_name():
 
 def test_a_stage_that_reshards_over_explicit_axes_is_refused():
     mesh = mesh_of(AxisType.Explicit)
-    split = jgraph.split_backward(lambda p, x: jax.sharding.reshard(mlp(p, x), on(mesh, "data")))
+    sharded = lambda p, x: jax.sharding.reshard(mlp(p, x), on(mesh, "data"))  # noqa: E731
+    with pytest.raises(SplitError, match="y is sharded over the explicit mesh axes"):
+        jgraph.split_backward(sharded).forward(jax.device_put(mlp_params(), on(mesh)), jax.device_put(hidden(), on(mesh)))
+    split = jgraph.split_backward(lambda p, x: jax.sharding.reshard(sharded(p, x), on(mesh)))
     with pytest.raises(SplitError, match="computes with arrays sharded over explicit mesh axes"):
         split.forward(jax.device_put(mlp_params(), on(mesh)), jax.device_put(hidden(), on(mesh)))
 
