@@ -231,7 +231,7 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as e:
-            if is_no_space(e):
+            if _has_code(e, errno.ENOSPC, errno.EDQUOT):
                 why = "no space left on the disk; free some, name another `run_dir`, or lower `checkpoint_keep`"
             elif _has_code(e, errno.EFBIG):
                 why = "a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
@@ -296,11 +296,6 @@ def check_space(directory: Path, state: object, count: int) -> None:
             f"`run_dir`: {directory} needs {needed:,} bytes for {count} checkpoints, and {free:,} are free on its disk; "
             "free some space, name another `run_dir`, or lower `checkpoint_keep`"
         )
-
-
-def is_no_space(error: BaseException) -> bool:
-    """Returns True if an error, or one of its causes, was raised because the disk is full."""
-    return _has_code(error, errno.ENOSPC, errno.EDQUOT)
 
 
 def _has_code(error: BaseException, *codes: int) -> bool:

@@ -35,7 +35,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
     """
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
-    mixture = Mixture(config) if config.moe.num_experts else None
+    mixture = _Mixture(config) if config.moe.num_experts else None
 
     def prepare(params: Tree, carried: Tree) -> Tree:
         def ready(path: Any, leaf: Array) -> Array:
@@ -81,7 +81,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
 
             def attend(q_BHK: Array, k_BGK: Array, v_BGK: Array, kv_BECK: Array = kv_BECK) -> Array:
                 new_BEK = jnp.concatenate([rotate(k_BGK, rotary_B1K), v_BGK], axis=1)
-                kv_BECK = write(kv_BECK, new_BEK, positions_B)
+                kv_BECK = _write_to_cache(kv_BECK, new_BEK, positions_B)
                 caches.append(kv_BECK)
                 with jgraph.scope("attention"):
                     return read(rotate(q_BHK, rotary_B1K), kv_BECK, positions_B)
@@ -99,7 +99,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
         if mixture is not None:
             return x + mixture(layer["mlp"], layer["state"], norm(x, layer["mlp_norm"]))
-        own, activation = layer["mlp"], gated if config.mlp == "swiglu" else jax.nn.gelu
+        own, activation = layer["mlp"], _gated if config.mlp == "swiglu" else jax.nn.gelu
         hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
         return linear(hidden, **own["down"], bias=x)
 
@@ -113,7 +113,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         dtype: Any = dtype,
     ) -> Array:
         """Applies a matrix [F, D] to tokens [..., D], after an optional norm; adds `bias` at the end."""
-        parts = 2 if activation is gated else 1
+        parts = 2 if activation is _gated else 1
 
         def of_one(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
             scale_D, add_F = normed and normed["scale"], None if bias is None else bias.reshape(-1)
@@ -144,10 +144,10 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         """Attends to the slots up to each text's position, or to all slots if the position exceeds the last one."""
         q_BGRK = q_BHK.reshape(-1, G, H // G, K)
         k_BGCK, v_BGCK = kv_BECK[:, :G], kv_BECK[:, G:]
-        scores_BGRC = K**-0.5 * contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
+        scores_BGRC = K**-0.5 * _contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
         seen_BC = jnp.arange(kv_BECK.shape[2]) <= positions_B[:, None]
         shares_BGRC = jax.nn.softmax(jnp.where(seen_BC[:, None, None], scores_BGRC, -jnp.inf)).astype(dtype)
-        return contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
+        return _contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
 
     return Decoder(prepare, prefill, decode)
 
@@ -158,7 +158,7 @@ def by_layer(config: GPTConfig, tree: Tree) -> list[Tree]:
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
 
 
-class Mixture:
+class _Mixture:
     """The mixture of experts of the training layer in evaluation mode, as a function of parameters and state."""
 
     def __init__(self, config: GPTConfig):
@@ -177,7 +177,7 @@ class Mixture:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
+def _write_to_cache(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
     """Writes the keys and values of each text's newest token into the ring buffer, at slot position % C.
 
     In a text of more than C tokens, this overwrites the oldest. Other slots are not recomputed.
@@ -189,12 +189,12 @@ def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
     return kv_BECK.at[rows_B, :, slots_B].set(new_BEK, unique_indices=True, indices_are_sorted=True)
 
 
-def gated(gate: Array, up: Array) -> Array:
+def _gated(gate: Array, up: Array) -> Array:
     """Applies SwiGLU to the outputs of its matmuls."""
     return jax.nn.silu(gate) * up
 
 
-def contract(subscripts: str, x: Array, y: Array) -> Array:
+def _contract(subscripts: str, x: Array, y: Array) -> Array:
     """Computes an einsum in float32. On NVIDIA GPUs it is a sum of products, which XLA fuses with surrounding operations."""
 
     def by_sum(x: Array, y: Array) -> Array:

@@ -59,7 +59,7 @@ class GPT(nnx.Module):
 
     def cached_decoder(self) -> Decoder:
         """Returns the decoder, which generates text with a cache of keys and values."""
-        return decoder(self.config, rotary_of, library_attention)
+        return decoder(self.config, rotary_of, _library_attention)
 
     def loss(self, batch: Any) -> Array:
         """Returns the mean next-token loss in nats, scalar float32.
@@ -68,7 +68,7 @@ class GPT(nnx.Module):
             batch: int32 ids [B, S], with S - 1 predictions per row; or a dict with `tokens`, `starts` and `weights`, to
                 separate documents (`jgraph.data`).
         """
-        tokens_BS, starts_BT, weights_BT = unpacked(batch)
+        tokens_BS, starts_BT, weights_BT = _unpacked(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
         chunk = self.config.chunk_of(labels_BT.size)
         return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
@@ -104,7 +104,7 @@ class GPT(nnx.Module):
             parts = nnx.remat(parts) if self.remat == "layer" else parts
             for block in self.blocks:
                 x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
-            return added_and_normed(self.norm, x_BTD, add_BTD, kernel)[1]
+            return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
 
     def output(self) -> Array:
@@ -120,7 +120,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
-        return split_embedding(outer["embedding_VD"], unpacked(batch)[0][:, :-1], config.compute_dtype)
+        return split_embedding(outer["embedding_VD"], _unpacked(batch)[0][:, :-1], config.compute_dtype)
 
     def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
         own = nnx.merge(block, params, *carried or [state])
@@ -128,7 +128,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return (x_BTD, nnx.to_pure_dict(nnx.state(own, nnx.Not(nnx.Param)))) if carried else x_BTD
 
     def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
-        tokens_BS, _, weights_BT = unpacked(batch)
+        tokens_BS, _, weights_BT = _unpacked(batch)
         x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
         head_DV = outer["embedding_VD"].T if config.head == "tied" else outer["head_DV"]
         labels_BT, size = tokens_BS[:, 1:], config.vocab_size if padding else 0
@@ -164,7 +164,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         sharded=axes,
         split=split,
         join=join,
-        context=lambda batch: unpacked(batch)[1],
+        context=lambda batch: _unpacked(batch)[1],
         split_carried=lambda carried: by_layer(config, carried),
         join_carried=join_layers,
     )
@@ -192,9 +192,9 @@ class Block(nnx.Module):
         self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
     ) -> tuple[Array, Array]:
         """Applies the block to a residual stream and a term that is not added yet. Returns the same two."""
-        x_BTD, normed_BTD = added_and_normed(self.attention_norm, x_BTD, add_BTD, norm)
+        x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
-        x_BTD, normed_BTD = added_and_normed(self.mlp_norm, x_BTD, attended_BTD, norm)
+        x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
         return x_BTD, self.mlp(normed_BTD)
 
 
@@ -213,7 +213,7 @@ class Attention(nnx.Module):
         config = self.config
         B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
-        kernel: Any = attention_kernel(config, T) if starts_BT is None else document_kernel(config)
+        kernel: Any = attention_kernel(config, T) if starts_BT is None else _document_kernel(config)
         if kernel == "fused":
             with jgraph.scope("attention"):
                 y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
@@ -247,7 +247,7 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
+def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
     """Adds a term to the residual stream. Returns the sum and its norm."""
     if kernel == "fused":
         assert norm.scale is not None
@@ -263,17 +263,17 @@ def norm_kernel(config: GPTConfig) -> Norm:
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
-    """Returns the attention kernel for a sequence length. Raises ConfigError like `library_attention`."""
+    """Returns the attention kernel for a sequence length. Raises ConfigError like `_library_attention`."""
     if config.attention == "fused":
         return "fused"
     if config.attention == "auto" and config.can_fuse_attention:
         heads = config.num_heads + 2 * config.num_kv_heads
         if choose((1, length, heads, config.head_size), jnp.dtype(config.compute_dtype)) == "mosaic":
             return "fused"
-    return library_attention(config)
+    return _library_attention(config)
 
 
-def document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
+def _document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
     """Returns the implementation of `document_attention`. Raises ConfigError if the settings name another kernel."""
     if config.attention in ("cudnn", "fused"):
         message = f"`model.attention` is {config.attention}: must be auto or xla for separate documents"
@@ -281,7 +281,7 @@ def document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
     return "xla" if config.attention == "xla" else "auto"
 
 
-def library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
+def _library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
     """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError if cuDNN or the device does not support it."""
     if config.attention in ("fused", "xla"):
         return "xla"
@@ -304,7 +304,7 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
     return rotary(length, config.head_size, config.rope_theta, scaling)
 
 
-def unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
+def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
     """Returns tokens, document starts and weights of a batch; None for the last two if documents are not separate."""
     return (batch["tokens"], batch["starts"], batch["weights"]) if isinstance(batch, dict) else (batch, None, None)
 
