@@ -122,8 +122,6 @@ class Folder:
             there = set(self._names(file))
             if missing := [name for name, own in files.items() if own == file and name not in there]:
                 raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} lists in it")
-            if more := [name for name in there if files.get(name) != file]:
-                raise self.error(f"{file.name} has a tensor that {INDEX_FILE} does not list in it: {_some(more)}")
         return files
 
     def _inside(self, file: object) -> str:

@@ -36,8 +36,8 @@ class MoE(nnx.Module):
         unseen_E: Minus the number of steps since an expert last had a token. Negative, so that it is reduced by a maximum.
         entropy, balance, z: Entropy of the router, and both losses without their coefficients.
         dropped: Rows that were dropped because they exceeded the capacity.
-        overflow: Rows that the fullest pair of devices needed beyond the capacity, unless rows are dropped; else 0. A positive
-            value halts the training (`train_step`), and the step does not count.
+        overflow: Rows that the fullest pair of devices needed, if they exceeded the capacity and `config.overflow` is "replay";
+            else 0. A positive value halts the training (`train_step`), and the step does not count.
         bias_E: Bias of the router `sigmoid`. The next step begins by updating it from `tokens_E`.
     """
 
