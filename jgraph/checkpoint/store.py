@@ -117,8 +117,7 @@ class Checkpoints:
             The step and the state, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If every checkpoint is damaged, the saved state has other leaves than `like`, or an earlier version
-                saved its amax histories in other units.
+            CheckpointError: If every checkpoint is damaged, or the saved state has other leaves than `like`.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -161,30 +160,28 @@ class Checkpoints:
 
     def _restore(self, step: int, like: State) -> State:
         leaves = [placed(leaf) for leaf in jax.tree.leaves(like)]
-        digest = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
+        digest = self._read(step, "digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
         expected, saved = unseal(digest), digest["leaves"]
         self._check_fits(step, saved, _describe(like))
-        restore = ocp.args.PyTreeRestore(  # pyright: ignore[reportCallIssue]
-            leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves)
-        )
-        restored = self._read(step, state=restore)["state"]
+        how = ocp.checkpoint_utils.construct_restore_args(leaves)
+        restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
         for leaf, wanted, actual in zip(saved, expected, checksums(restored), strict=True):
             if wanted != actual:
                 raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
-    def _read(self, step: int, **items: Any) -> Any:
+    def _read(self, step: int, name: str, how: Any) -> Any:
         restored, reason = None, ""
         with _hidden_garbage():
             # Orbax, TensorStore and JSON raise different errors for damaged files.
             try:
-                restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+                restored = self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name]
             except Exception as e:
-                reason = f"{next(iter(items))} cannot be read: {first_line(e)}"
+                reason = f"{name} cannot be read: {first_line(e)}"
         # A process reads only its own shards, so a single process may detect the damage.
         if any(all_gather_scalar(bool(reason))):
             # Not raised from `e`: its traceback would keep alive the coroutines that `_hidden_garbage` collects.
-            raise DamagedError(reason or f"{next(iter(items))} cannot be read by another process")
+            raise DamagedError(reason or f"{name} cannot be read by another process")
         return restored
 
     def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
