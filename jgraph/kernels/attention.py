@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.target import target
+from jgraph.kernels._target import target
 
 _ROWS = 64
 """Tokens of a group of threads, which are the rows of one product."""

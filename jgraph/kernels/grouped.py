@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.grouped_mosaic import ALIGNED, LINE, SWIZZLED, Order, product, wgrad
-from jgraph.kernels.target import target
+from jgraph.kernels._target import target
 
 DOT, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_wgrad"
 CALLS = DOT, "_jgraph_grouped_dgrad", WGRAD, "_jgraph_grouped_dot_fp8"

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
-from jgraph.kernels.target import target
+from jgraph.kernels._target import target
 
 Want = Literal["both", "rows", "columns", "amax"]
 _WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.kernels.target import target
+from jgraph.kernels._target import target
 
 ROWS = 4
 """Of a block: a row is a warp's, so that sums over it need no shared memory."""

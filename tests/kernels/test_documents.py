@@ -11,7 +11,7 @@ from jgraph.kernels.documents import choose
 from jgraph.xla import aot
 
 
-def arrays(length, size, heads=4, groups=2, rows=2, dtype=jnp.float32):
+def arrays(length, size, heads=4, groups=2, rows=2, dtype=jnp.bfloat16):
     shapes = [(rows, length, n, size) for n in (heads, groups, groups, heads)]
     q, k, v, dy = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes))
     # Of a few tokens, of several blocks, from the last token of a block on, of one token; in the last row, one document.
