@@ -1,31 +1,33 @@
-"""A matrix by one vector, with what comes before and after it: a token's linear layers, which only read their weights.
+"""A matrix times one vector, fused with the norm before it and the activation or sum after it: linear layers of one token.
 
-XLA makes a norm two kernels more, and an activation or a sum one more; each takes as long as reading some megabytes. Here
-blocks of threads share the rows of the matrix. A block norms the vector once for all of its tiles of rows, and has the next
-tile on its way while it sums one.
+Such a layer is bound by reading its weights. XLA adds two kernels for a norm and one for an activation or a sum, and each takes
+as long as reading some megabytes. Here a warpgroup streams rows of the matrix into a ring in shared memory, and starts before
+the norm is computed.
 """
 
-# D summed over, F rows, in tiles of R; W columns of a piece; P parts of the rows that an activation joins
+# D summed over, F rows; P parts of the rows that an activation joins
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError
+from jgraph.kernels._mosaic import has_mosaic, plgpu
+from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, call, load, load_columns, load_rows
 
-_ROWS, _COLUMNS, _WARPS = 4, 2048, 4
-"""Most rows of a tile, most columns of a piece, and warps of a block."""
-_BLOCKS, _TURNS = 6 * 132, 32
-"""Blocks that an H200 holds at once, and most tiles of a block, for which there are more blocks if need be."""
-_LOOPED, _ALONE = 4096, 6 * 4096
-"""Most numbers of a tile where a block has several, of which two are in registers, and where it has one."""
-_LEAST = 16
+_FEWEST, _MOST = 8, 48
+"""Number of lines of `WIDTH` columns in a copy. Shorter copies would not fill the memory bus."""
+_RING = 96 * 1024
+"""Bytes of the ring, so that a multiprocessor holds two blocks."""
+_BLOCKS = 2 * 132
+"""Blocks that an H200 holds at once."""
 
 Activation = Callable[..., Array]
 
@@ -39,38 +41,54 @@ def matvec(
     activation: Activation | None = None,
     parts: int = 1,
     add_F: Array | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Returns `activation(weights @ rms_norm(x)) + add`, each as far as it is given; sums in float32.
+    """Computes `activation(weights @ rms_norm(x)) + add` for one token; sums in float32.
 
     Args:
         x_D: bfloat16 or float32.
-        weights_FD: rows are contiguous.
-        scale_D: of the norm, which divides by the root of `epsilon` more than the mean square; rounded to x's dtype.
-        activation: elementwise in float32, of `parts` arrays: the rows of the matrix in that many parts, one after the other.
-        add_F: is added to the rounded result.
-        dtype: of the result; x's if None.
-        interpret: runs the kernel's body on the CPU, for tests.
+        weights_FD: Weights with contiguous rows, bfloat16 or float32.
+        scale_D: Scale of the RMSNorm; None skips the norm. The norm is rounded to the dtype of `x_D`.
+        epsilon: Added to the mean square of `x_D`.
+        activation: Elementwise function of `parts` float32 arrays; None for the identity.
+        parts: Number of equal parts of the rows, which become the arguments of `activation`.
+        add_F: Added to the rounded result; None adds nothing.
+        dtype: Dtype of the result; None for the dtype of `x_D`.
+        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
+
+    Returns:
+        [F / parts].
 
     Raises:
-        ShapeError: `fits` says no.
+        ShapeError: If `fits` is false.
     """
     if not fits(x_D, weights_FD, parts):
         found = f"{list(weights_FD.shape)} for `x_D` {list(x_D.shape)}"
-        must = f"[F, D] for [D], with F a multiple of {parts * _ROWS} and D of {_LEAST}"
+        must = f"[F, D] for [D], with F a multiple of {parts * ROWS} and D of {WIDTH}"
         raise ShapeError(f"`weights_FD` is {found}: must be {must}", field="weights_FD")
     how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
 
 
-def fits(x_D: Any, weights_FD: Any, parts: int = 1) -> bool:
-    """Returns whether the kernel takes these shapes."""
+def fits(x_D: jax.ShapeDtypeStruct | Array, weights_FD: jax.ShapeDtypeStruct | Array, parts: int = 1) -> bool:
+    """True if the kernel supports these shapes."""
     F, D = weights_FD.shape
-    return x_D.shape == (D,) and F % (parts * _ROWS) == 0 and D % _LEAST == 0
+    whole = x_D.shape == (D,) and F % (parts * ROWS) == 0 and D % WIDTH == 0
+    return whole and _lines(D) >= min(_FEWEST, D // WIDTH)
 
 
-# One function of the program for all calls: jax gives every call of a kernel a name of its own, and compiles each.
+def _lines(D: int) -> int:
+    """Returns the number of lines in a copy, which divides those of a row."""
+    return max(lines for lines in range(1, _MOST + 1) if D // WIDTH % lines == 0)
+
+
+def choose(x_D: Array, weights_FD: Array, parts: int = 1) -> str:
+    """Returns `mosaic` if the target device has the kernel (Hopper or Blackwell, jax 0.11) and it fits, else `xla`."""
+    return "mosaic" if has_mosaic() and fits(x_D, weights_FD, parts) else "xla"
+
+
+# A jitted function, because jax names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
 def _jgraph_matvec(
     x_D: Array,
@@ -80,76 +98,88 @@ def _jgraph_matvec(
     epsilon: float,
     activation: Activation | None,
     parts: int,
-    dtype: Any,
+    dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
-    F, D = weights_FD.shape[0] // parts, weights_FD.shape[1]
-    W = min(_COLUMNS, pl.next_power_of_2(D))
-    pieces = range(0, D, W)
-    R = _tile_rows(F, parts * W * len(pieces))
-    turns = min(pl.cdiv(F // R, _BLOCKS), _TURNS)
-    blocks = pl.cdiv(F // R, turns)
-    inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
-    inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
+    gpu, (F, D) = plgpu(), (weights_FD.shape[0] // parts, weights_FD.shape[1])
+    lines = _lines(D)
+    copies = list(itertools.product(range(parts), range(0, D // WIDTH, lines)))
+    tiles, blocks = F // ROWS, min(F // ROWS, _BLOCKS)
+    stages = max(2, _RING // (ROWS * lines * WIDTH * weights_FD.dtype.itemsize))
+    optional = [array for array in (scale_D, add_F) if array is not None]
 
-    def load(ref: Any, shape: tuple[int, ...], *conditions: Array | None) -> Array:
-        """Reads where all conditions that there are hold, zeros elsewhere."""
-        given = [jnp.broadcast_to(condition, shape) for condition in conditions if condition is not None]
-        return triton.load(ref, mask=functools.reduce(jnp.logical_and, given), other=0) if given else triton.load(ref)
+    def kernel(x: Any, weights: Any, *refs: Any, ring: Any, xs: Any, sums: Any, full: Any, empty: Any) -> None:
+        given, out = list(refs[:-1]), refs[-1]
+        scale = given.pop(0) if scale_D is not None else None
+        add = given.pop(0) if add_F is not None else None
+        i, wg = lax.axis_index("i"), lax.axis_index("wg")
+        turns = lax.div(tiles - 1 - i, jnp.int32(blocks)) + 1
 
-    def kernel(*refs: Any) -> None:
-        named, out = dict(zip(inputs, refs[:-1], strict=True)), refs[-1]
-        # Conditions only where a piece or a tile goes beyond the end: a load without any is faster.
-        columns = [(start + jnp.arange(W), start + jnp.arange(W) < D if start + W > D else None) for start in pieces]
+        def slot_of(turn: Any, copy: int) -> tuple[Any, Any]:
+            number = turn * len(copies) + copy
+            return number, lax.rem(number, jnp.int32(stages))
 
-        def vector(name: str) -> list[Array]:
-            return [load(named[name].at[place], (W,), inside).astype(jnp.float32) for place, inside in columns]
+        @pl.when(wg == 1)
+        def stream() -> None:
+            def tile(turn: Any, _: None) -> None:
+                rows = pl.ds((turn * blocks + i) * ROWS, ROWS)
+                for copy, (part, first) in enumerate(copies):
+                    number, slot = slot_of(turn, copy)
+                    pl.when(number >= stages)(lambda slot=slot: gpu.barrier_wait(empty.at[slot]))
+                    gpu.copy_gmem_to_smem(weights.at[part, rows, pl.ds(first, lines)], ring.at[slot], full.at[slot])
 
-        def rows_of(turn: int) -> tuple[Array, Array | None]:
-            rows = (turn * blocks + pl.program_id(0)) * R + jnp.arange(R)
-            return rows, rows < F if (turn + 1) * blocks * R > F else None
+            lax.fori_loop(jnp.int32(0), turns, tile, None)
+            # A warpgroup must observe every phase of its barriers.
+            total = turns * len(copies)
+            left = jnp.minimum(total, stages)
+            wait = lambda k, _: gpu.barrier_wait(empty.at[lax.rem(total - left + k, jnp.int32(stages))])  # noqa: E731
+            lax.fori_loop(jnp.int32(0), left, wait, None)
 
-        def tile(turn: int) -> list[list[Array]]:
-            rows, row_inside = rows_of(turn)
-            below = None if row_inside is None else row_inside[:, None]
+        @pl.when(wg == 0)
+        def multiply() -> None:
+            places = [pl.ds(start, lines * WIDTH) for start in range(0, D, lines * WIDTH)]
+            root = None
+            if scale is not None:
+                squares = [jnp.sum(jnp.square(load_columns(x.at[place]))) for place in places]
+                root = lax.rsqrt(sum(squares) * (1 / D) + epsilon)
+            for place in places:
+                values = load_columns(x.at[place])
+                if scale is not None and root is not None:
+                    values = values * (root * load_columns(scale.at[place]))
+                xs[place] = values.astype(xs.dtype)
+            gpu.commit_smem()
 
-            def piece(part: int, place: Array, inside: Array | None) -> Array:
-                return load(named["weights"].at[part, rows[:, None], place[None]], (R, W), below, inside)
+            def tile(turn: Any, _: None) -> None:
+                rows = pl.ds((turn * blocks + i) * ROWS, ROWS)
+                added = None if add is None else load_rows(add.at[rows])
+                found = [jnp.float32(0)] * parts
+                for copy, (part, first) in enumerate(copies):
+                    _, slot = slot_of(turn, copy)
+                    gpu.barrier_wait(full.at[slot])
+                    for line in range(lines):
+                        columns = pl.ds((first + line) * WIDTH, WIDTH)
+                        found[part] += load(ring, slot, slice(None), line) * by_column(load_columns(xs.at[columns]))
+                    gpu.barrier_arrive(empty.at[slot])
+                y_R = [by_row(jnp.sum(one, axis=1), WIDTH) for one in found]
+                y = (activation(*y_R) if activation else y_R[0]).astype(dtype)
+                if added is not None:
+                    y += by_row(added.astype(dtype), WIDTH)
+                # Turns alternate between two buffers, so that one barrier a turn is enough.
+                mine = sums.at[lax.rem(turn, jnp.int32(2))]
+                mine[...] = y.astype(jnp.float32)
+                gpu.commit_smem()
+                for row in range(ROWS):
+                    out[(turn * blocks + i) * ROWS + row] = mine[row, 0].astype(dtype)
 
-            return [[piece(part, *of) for of in columns] for part in range(parts)]
+            lax.fori_loop(jnp.int32(0), turns, tile, None)
 
-        # Under way while the norm is computed.
-        ahead = tile(0)
-        xs = vector("x")
-        if "scale" in named:
-            root = jax.lax.rsqrt(sum(jnp.sum(jnp.square(x)) for x in xs) / D + epsilon)
-            normed = [x * (root * scale) for x, scale in zip(xs, vector("scale"), strict=True)]
-            xs = [x.astype(x_D.dtype).astype(jnp.float32) for x in normed]
-        for turn in range(turns):
-            here, ahead = ahead, tile(turn + 1) if turn + 1 < turns else []
-            # One sum over columns, at which warps wait for each other, for all pieces.
-            products = [sum(w.astype(jnp.float32) * x[None] for w, x in zip(part, xs, strict=True)) for part in here]
-            sums = [jnp.sum(product, axis=1) for product in products]
-            y = (activation(*sums) if activation else sums[0]).astype(dtype)
-            rows, inside = rows_of(turn)
-            if "add" in named:
-                y += load(named["add"].at[rows], (R,), inside)
-            triton.store(out.at[rows], y, mask=inside)
-
-    return pl.pallas_call(
-        kernel,
-        grid=(blocks,),
-        in_specs=[pl.BlockSpec(array.shape, lambda i, rank=array.ndim: (0,) * rank) for array in inputs.values()],
-        out_specs=pl.BlockSpec((F,), lambda i: (0,)),
-        out_shape=jax.ShapeDtypeStruct((F,), dtype),
-        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
-        interpret=interpret,
-    )(*inputs.values())
-
-
-def _tile_rows(F: int, numbers: int) -> int:
-    """Returns the rows of a tile, of F rows with so many numbers each, in all parts."""
-    for rows in (_ROWS, _ROWS // 2):
-        if rows * numbers <= (_ALONE if F // rows <= _BLOCKS else _LOOPED):
-            return rows
-    return 1
+    scratch = {
+        "ring": gpu.SMEM((stages, ROWS, lines, WIDTH), weights_FD.dtype),
+        "xs": gpu.SMEM((D,), x_D.dtype),
+        "sums": gpu.SMEM((2, ROWS, WIDTH), jnp.float32),
+        "full": gpu.Barrier(num_arrivals=1, num_barriers=stages),
+        "empty": gpu.Barrier(num_arrivals=1, num_barriers=stages),
+    }
+    outs = [jax.ShapeDtypeStruct((F,), dtype)]
+    run = call(kernel, outs, blocks, interpret, scratch, num_threads=2, thread_name="wg")
+    return run(x_D, weights_FD.reshape(parts, F, D // WIDTH, WIDTH), *optional)[0]
