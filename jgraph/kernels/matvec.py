@@ -20,13 +20,15 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError
 from jgraph.kernels._mosaic import has_mosaic, plgpu
-from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, call, load, load_columns, load_rows
+from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, call, laid_out, load, load_columns, load_rows
 
 _FEWEST, _MOST = 8, 48
 """Number of lines of `WIDTH` columns in a copy. Shorter copies would not fill the memory bus."""
-_RING = 96 * 1024
-"""Bytes of the ring, so that a multiprocessor holds two blocks."""
-_BLOCKS = 2 * 132
+_PIECE = 8 * WIDTH
+"""Columns that are processed at once."""
+_RING = 64 * 1024
+"""Bytes of the ring, so that a multiprocessor holds three blocks."""
+_BLOCKS = 3 * 132
 """Blocks that an H200 holds at once."""
 
 Activation = Callable[..., Array]
@@ -88,6 +90,13 @@ def choose(x_D: Array, weights_FD: Array, parts: int = 1) -> str:
     return "mosaic" if has_mosaic() and fits(x_D, weights_FD, parts) else "xla"
 
 
+def _by_pieces(columns: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Calls `body(columns, carry)` for pieces of columns. A loop, because unrolled code takes registers of other blocks."""
+    whole, rest = divmod(columns, _PIECE)
+    carry = lax.fori_loop(0, whole, lambda i, carry: body(pl.ds(i * _PIECE, _PIECE), carry), carry)
+    return body(pl.ds(whole * _PIECE, rest), carry) if rest else carry
+
+
 # A jitted function, because jax names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
 def _jgraph_matvec(
@@ -137,28 +146,35 @@ def _jgraph_matvec(
 
         @pl.when(wg == 0)
         def multiply() -> None:
-            places = [pl.ds(start, lines * WIDTH) for start in range(0, D, lines * WIDTH)]
-            root = None
-            if scale is not None:
-                squares = [jnp.sum(jnp.square(load_columns(x.at[place]))) for place in places]
-                root = lax.rsqrt(sum(squares) * (1 / D) + epsilon)
-            for place in places:
+            def square(place: Any, total: Any) -> Any:
+                return total + jnp.sum(jnp.square(load_columns(x.at[place])))
+
+            root = None if scale is None else lax.rsqrt(_by_pieces(D, square, jnp.float32(0)) * (1 / D) + epsilon)
+
+            def prepare(place: Any, _: None) -> None:
                 values = load_columns(x.at[place])
-                if scale is not None and root is not None:
-                    values = values * (root * load_columns(scale.at[place]))
+                values = values if scale is None else values * (root * load_columns(scale.at[place]))
                 xs[place] = values.astype(xs.dtype)
+
+            _by_pieces(D, prepare, None)
             gpu.commit_smem()
 
             def tile(turn: Any, _: None) -> None:
                 rows = pl.ds((turn * blocks + i) * ROWS, ROWS)
                 added = None if add is None else load_rows(add.at[rows])
-                found = [jnp.float32(0)] * parts
+                found: list[Any] = [laid_out(jnp.zeros((ROWS, WIDTH), jnp.float32))] * parts
                 for copy, (part, first) in enumerate(copies):
                     _, slot = slot_of(turn, copy)
                     gpu.barrier_wait(full.at[slot])
-                    for line in range(lines):
-                        columns = pl.ds((first + line) * WIDTH, WIDTH)
-                        found[part] += load(ring, slot, slice(None), line) * by_column(load_columns(xs.at[columns]))
+
+                    def add_piece(place: Any, total: Any, slot: Any = slot, first: int = first) -> Any:
+                        for column in range(0, place.size, WIDTH):
+                            line = lax.div(place.start, WIDTH) + column // WIDTH
+                            columns = pl.ds(first * WIDTH + place.start + column, WIDTH)
+                            total += load(ring, slot, slice(None), line) * by_column(load_columns(xs.at[columns]))
+                        return total
+
+                    found[part] = _by_pieces(lines * WIDTH, add_piece, found[part])
                     gpu.barrier_arrive(empty.at[slot])
                 y_R = [by_row(jnp.sum(one, axis=1), WIDTH) for one in found]
                 y = (activation(*y_R) if activation else y_R[0]).astype(dtype)
