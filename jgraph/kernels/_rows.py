@@ -74,9 +74,9 @@ def laid_out(values: Array) -> Array:
 
 def by_row(numbers: Array, width: int) -> Array:
     """Broadcasts one number for each row along `width` columns."""
-    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(numbers, layout().reduce(1)), (ROWS, width), (0,)))
+    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(numbers, layout().reduce(1)), (len(numbers), width), (0,)))
 
 
-def by_column(numbers: Array) -> Array:
+def by_column(numbers: Array, rows: int = ROWS) -> Array:
     """Broadcasts one number for each column to all rows."""
-    return laid_out(lax.broadcast_in_dim(numbers, (ROWS, *numbers.shape), (1,)))
+    return laid_out(lax.broadcast_in_dim(numbers, (rows, *numbers.shape), (1,)))

@@ -8,7 +8,6 @@ the norm is computed.
 # D summed over, F rows; P parts of the rows that an activation joins
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,8 @@ from jgraph.errors import ShapeError
 from jgraph.kernels._mosaic import has_mosaic, plgpu
 from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, call, laid_out, load, load_columns, load_rows
 
-_FEWEST, _MOST = 8, 48
-"""Number of lines of `WIDTH` columns in a copy. Shorter copies would not fill the memory bus."""
+_TILE, _LINES = 4 * ROWS, 4
+"""Rows of a tile, four per warp, and most lines of `WIDTH` columns in a copy."""
 _PIECE = 8 * WIDTH
 """Columns that are processed at once."""
 _RING = 64 * 1024
@@ -67,7 +66,7 @@ def matvec(
     """
     if not fits(x_D, weights_FD, parts):
         found = f"{list(weights_FD.shape)} for `x_D` {list(x_D.shape)}"
-        must = f"[F, D] for [D], with F a multiple of {parts * ROWS} and D of {WIDTH}"
+        must = f"[F, D] for [D], with F a multiple of {parts * _TILE} and D of {WIDTH}"
         raise ShapeError(f"`weights_FD` is {found}: must be {must}", field="weights_FD")
     how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
@@ -76,13 +75,7 @@ def matvec(
 def fits(x_D: jax.ShapeDtypeStruct | Array, weights_FD: jax.ShapeDtypeStruct | Array, parts: int = 1) -> bool:
     """True if the kernel supports these shapes."""
     F, D = weights_FD.shape
-    whole = x_D.shape == (D,) and F % (parts * ROWS) == 0 and D % WIDTH == 0
-    return whole and _lines(D) >= min(_FEWEST, D // WIDTH)
-
-
-def _lines(D: int) -> int:
-    """Returns the number of lines in a copy, which divides those of a row."""
-    return max(lines for lines in range(1, _MOST + 1) if D // WIDTH % lines == 0)
+    return x_D.shape == (D,) and F % (parts * _TILE) == 0 and D % WIDTH == 0
 
 
 def choose(x_D: Array, weights_FD: Array, parts: int = 1) -> str:
@@ -111,10 +104,10 @@ def _jgraph_matvec(
     interpret: bool,
 ) -> Array:
     gpu, (F, D) = plgpu(), (weights_FD.shape[0] // parts, weights_FD.shape[1])
-    lines = _lines(D)
-    copies = list(itertools.product(range(parts), range(0, D // WIDTH, lines)))
-    tiles, blocks = F // ROWS, min(F // ROWS, _BLOCKS)
-    stages = max(2, _RING // (ROWS * lines * WIDTH * weights_FD.dtype.itemsize))
+    lines = max(lines for lines in range(1, _LINES + 1) if D // WIDTH % lines == 0)
+    copies = D // WIDTH // lines
+    tiles, blocks = F // _TILE, min(F // _TILE, _BLOCKS)
+    stages = max(2, _RING // (_TILE * lines * WIDTH * weights_FD.dtype.itemsize))
     optional = [array for array in (scale_D, add_F) if array is not None]
 
     def kernel(x: Any, weights: Any, *refs: Any, ring: Any, xs: Any, sums: Any, full: Any, empty: Any) -> None:
@@ -124,25 +117,29 @@ def _jgraph_matvec(
         i, wg = lax.axis_index("i"), lax.axis_index("wg")
         turns = lax.div(tiles - 1 - i, jnp.int32(blocks)) + 1
 
-        def slot_of(turn: Any, copy: int) -> tuple[Any, Any]:
-            number = turn * len(copies) + copy
+        def slot_of(turn: Any, part: int, copy: Any) -> tuple[Any, Any]:
+            number = (turn * parts + part) * copies + copy
             return number, lax.rem(number, jnp.int32(stages))
 
         @pl.when(wg == 1)
         def stream() -> None:
             def tile(turn: Any, _: None) -> None:
-                rows = pl.ds((turn * blocks + i) * ROWS, ROWS)
-                for copy, (part, first) in enumerate(copies):
-                    number, slot = slot_of(turn, copy)
-                    pl.when(number >= stages)(lambda slot=slot: gpu.barrier_wait(empty.at[slot]))
-                    gpu.copy_gmem_to_smem(weights.at[part, rows, pl.ds(first, lines)], ring.at[slot], full.at[slot])
+                rows = pl.ds((turn * blocks + i) * _TILE, _TILE)
+                for part in range(parts):
+
+                    def copy(number: Any, _: None, part: int = part) -> None:
+                        before, slot = slot_of(turn, part, number)
+                        pl.when(before >= stages)(lambda: gpu.barrier_wait(empty.at[slot]))
+                        source = weights.at[part, rows, pl.ds(number * lines, lines)]
+                        gpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot])
+
+                    lax.fori_loop(jnp.int32(0), copies, copy, None)
 
             lax.fori_loop(jnp.int32(0), turns, tile, None)
             # A warpgroup must observe every phase of its barriers.
-            total = turns * len(copies)
-            left = jnp.minimum(total, stages)
-            wait = lambda k, _: gpu.barrier_wait(empty.at[lax.rem(total - left + k, jnp.int32(stages))])  # noqa: E731
-            lax.fori_loop(jnp.int32(0), left, wait, None)
+            total = turns * (parts * copies)
+            first = jnp.maximum(total - stages, 0)
+            lax.fori_loop(first, total, lambda k, _: gpu.barrier_wait(empty.at[lax.rem(k, jnp.int32(stages))]), None)
 
         @pl.when(wg == 0)
         def multiply() -> None:
@@ -160,39 +157,39 @@ def _jgraph_matvec(
             gpu.commit_smem()
 
             def tile(turn: Any, _: None) -> None:
-                rows = pl.ds((turn * blocks + i) * ROWS, ROWS)
-                added = None if add is None else load_rows(add.at[rows])
-                found: list[Any] = [laid_out(jnp.zeros((ROWS, WIDTH), jnp.float32))] * parts
-                for copy, (part, first) in enumerate(copies):
-                    _, slot = slot_of(turn, copy)
-                    gpu.barrier_wait(full.at[slot])
+                first = (turn * blocks + i) * _TILE
+                added = None if add is None else load_rows(add.at[pl.ds(first, _TILE)])
+                found = []
+                for part in range(parts):
 
-                    def add_piece(place: Any, total: Any, slot: Any = slot, first: int = first) -> Any:
-                        for column in range(0, place.size, WIDTH):
-                            line = lax.div(place.start, WIDTH) + column // WIDTH
-                            columns = pl.ds(first * WIDTH + place.start + column, WIDTH)
-                            total += load(ring, slot, slice(None), line) * by_column(load_columns(xs.at[columns]))
+                    def copy(number: Any, total: Any, part: int = part) -> Any:
+                        _, slot = slot_of(turn, part, number)
+                        gpu.barrier_wait(full.at[slot])
+                        for line in range(lines):
+                            columns = pl.ds((number * lines + line) * WIDTH, WIDTH)
+                            total += load(ring, slot, slice(None), line) * by_column(load_columns(xs.at[columns]), _TILE)
+                        gpu.barrier_arrive(empty.at[slot])
                         return total
 
-                    found[part] = _by_pieces(lines * WIDTH, add_piece, found[part])
-                    gpu.barrier_arrive(empty.at[slot])
-                y_R = [by_row(jnp.sum(one, axis=1), WIDTH) for one in found]
-                y = (activation(*y_R) if activation else y_R[0]).astype(dtype)
+                    zeros = laid_out(jnp.zeros((_TILE, WIDTH), jnp.float32))
+                    total = lax.fori_loop(jnp.int32(0), copies, copy, zeros)
+                    found.append(by_row(jnp.sum(total, axis=1), WIDTH))
+                y = (activation(*found) if activation else found[0]).astype(dtype)
                 if added is not None:
                     y += by_row(added.astype(dtype), WIDTH)
                 # Turns alternate between two buffers, so that one barrier a turn is enough.
                 mine = sums.at[lax.rem(turn, jnp.int32(2))]
                 mine[...] = y.astype(jnp.float32)
                 gpu.commit_smem()
-                for row in range(ROWS):
-                    out[(turn * blocks + i) * ROWS + row] = mine[row, 0].astype(dtype)
+                for row in range(_TILE):
+                    out[first + row] = mine[row, 0].astype(dtype)
 
             lax.fori_loop(jnp.int32(0), turns, tile, None)
 
     scratch = {
-        "ring": gpu.SMEM((stages, ROWS, lines, WIDTH), weights_FD.dtype),
+        "ring": gpu.SMEM((stages, _TILE, lines, WIDTH), weights_FD.dtype),
         "xs": gpu.SMEM((D,), x_D.dtype),
-        "sums": gpu.SMEM((2, ROWS, WIDTH), jnp.float32),
+        "sums": gpu.SMEM((2, _TILE, WIDTH), jnp.float32),
         "full": gpu.Barrier(num_arrivals=1, num_barriers=stages),
         "empty": gpu.Barrier(num_arrivals=1, num_barriers=stages),
     }
