@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels share: the device check, memory layouts, and products of the tensor cores."""
+"""Device checks, shared memory layouts and tensor core products of the Mosaic GPU kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.kernels._target import target
+from jgraph.device import Device, find
 
 SLAB = 64
 """Rows that one instruction of a warpgroup multiplies."""
@@ -22,6 +22,12 @@ def plgpu() -> Any:  # jax 0.10 exports less of it, and the type checker runs wi
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
+
+
+def target() -> Device | None:
+    """Returns the target device: the abstract device of the mesh in context, else jax's first. None if it is unknown."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return find((described or jax.devices()[0]).device_kind)
 
 
 def has_mosaic() -> bool:
@@ -53,7 +59,7 @@ def interpreted(interpret: bool) -> Any:
     return plgpu().InterpretGPUParams() if interpret else None
 
 
-def sum_products(shape: tuple[int, int], add: Callable[[Any, Any], None], count: int = 1) -> Any:
+def sum_products(shape: tuple[int, int], add: Callable[[Any, Any], None], count: int) -> Any:
     """Returns the float32 sum of the products that `add(accumulator, i)` issues for each i below `count`."""
 
     def run(acc: Any) -> Any:

@@ -16,7 +16,7 @@ WIDTH = 128
 
 
 def call(
-    kernel: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, interpret: bool, scratch: Any = (), **how: Any
+    kernel: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, interpret: bool, scratch: Any = ()
 ) -> Any:
     """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
 
@@ -26,7 +26,6 @@ def call(
         blocks: Size of the grid.
         interpret: Runs in Pallas' interpreter.
         scratch: Buffers and barriers of the body.
-        how: Further arguments of Pallas' `kernel`.
 
     Returns:
         A function of the kernel's arguments.
@@ -40,7 +39,6 @@ def call(
         # Roots and exponentials are accurate to 2 units in the last place of float32.
         compiler_params=plgpu().CompilerParams(approx_math=True, lowering_semantics=plgpu().LoweringSemantics.Lane),
         interpret=interpreted(interpret),
-        **how,
     )
 
 
@@ -74,9 +72,9 @@ def laid_out(values: Array) -> Array:
 
 def by_row(numbers: Array, width: int) -> Array:
     """Broadcasts one number for each row along `width` columns."""
-    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(numbers, layout().reduce(1)), (len(numbers), width), (0,)))
+    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(numbers, layout().reduce(1)), (ROWS, width), (0,)))
 
 
-def by_column(numbers: Array, rows: int = ROWS) -> Array:
+def by_column(numbers: Array) -> Array:
     """Broadcasts one number for each column to all rows."""
-    return laid_out(lax.broadcast_in_dim(numbers, (rows, *numbers.shape), (1,)))
+    return laid_out(lax.broadcast_in_dim(numbers, (ROWS, *numbers.shape), (1,)))

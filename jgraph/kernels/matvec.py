@@ -1,11 +1,14 @@
 """A matrix times one vector, fused with the norm before it and the activation or sum after it: linear layers of one token.
 
 Such a layer is bound by reading its weights. XLA adds two kernels for a norm and one for an activation or a sum, and each takes
-as long as reading some megabytes. Here a warpgroup streams rows of the matrix into a ring in shared memory, and starts before
-the norm is computed.
+as long as reading some megabytes. Here blocks of threads share the rows of the matrix. A block normalizes the vector once for
+all of its tiles of rows, and loads the next tile while it sums one.
+
+It stays on Pallas' deprecated Triton backend: three versions for Mosaic GPU, which copy rows into a ring in shared memory, took
+20 to 40% longer.
 """
 
-# D summed over, F rows; P parts of the rows that an activation joins
+# D summed over, F rows in tiles of R, W columns of a piece
 
 import functools
 from collections.abc import Callable
@@ -13,22 +16,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError
-from jgraph.kernels._mosaic import has_mosaic, plgpu
-from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, call, laid_out, load, load_columns, load_rows
 
-_TILE, _LINES = 4 * ROWS, 4
-"""Rows of a tile, four per warp, and most lines of `WIDTH` columns in a copy."""
-_PIECE = 8 * WIDTH
-"""Columns that are processed at once."""
-_RING = 64 * 1024
-"""Bytes of the ring, so that a multiprocessor holds three blocks."""
-_BLOCKS = 3 * 132
-"""Blocks that an H200 holds at once."""
+_ROWS, _COLUMNS, _WARPS = 4, 2048, 4
+"""Maximum rows of a tile, maximum columns of a piece, and warps of a block."""
+_BLOCKS, _TURNS = 6 * 132, 32
+"""Blocks that an H200 holds at once, and the maximum number of tiles of a block."""
+_LOOPED, _ALONE = 4096, 6 * 4096
+"""Maximum elements of a tile in a block of several tiles, which holds two in registers, and in a block of one tile."""
+_COLUMNS_MULTIPLE = 16
 
 Activation = Callable[..., Array]
 
@@ -66,28 +67,16 @@ def matvec(
     """
     if not fits(x_D, weights_FD, parts):
         found = f"{list(weights_FD.shape)} for `x_D` {list(x_D.shape)}"
-        must = f"[F, D] for [D], with F a multiple of {parts * _TILE} and D of {WIDTH}"
+        must = f"[F, D] for [D], with F a multiple of {parts * _ROWS} and D of {_COLUMNS_MULTIPLE}"
         raise ShapeError(f"`weights_FD` is {found}: must be {must}", field="weights_FD")
     how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
 
 
-def fits(x_D: jax.ShapeDtypeStruct | Array, weights_FD: jax.ShapeDtypeStruct | Array, parts: int = 1) -> bool:
+def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
     """True if the kernel supports these shapes."""
     F, D = weights_FD.shape
-    return x_D.shape == (D,) and F % (parts * _TILE) == 0 and D % WIDTH == 0
-
-
-def choose(x_D: Array, weights_FD: Array, parts: int = 1) -> str:
-    """Returns `mosaic` if the target device has the kernel (Hopper or Blackwell, jax 0.11) and it fits, else `xla`."""
-    return "mosaic" if has_mosaic() and fits(x_D, weights_FD, parts) else "xla"
-
-
-def _by_pieces(columns: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Calls `body(columns, carry)` for pieces of columns. A loop, because unrolled code takes registers of other blocks."""
-    whole, rest = divmod(columns, _PIECE)
-    carry = lax.fori_loop(0, whole, lambda i, carry: body(pl.ds(i * _PIECE, _PIECE), carry), carry)
-    return body(pl.ds(whole * _PIECE, rest), carry) if rest else carry
+    return x_D.shape == (D,) and F % (parts * _ROWS) == 0 and D % _COLUMNS_MULTIPLE == 0
 
 
 # A jitted function, because jax names and compiles every call of a kernel separately.
@@ -103,96 +92,73 @@ def _jgraph_matvec(
     dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
-    gpu, (F, D) = plgpu(), (weights_FD.shape[0] // parts, weights_FD.shape[1])
-    lines = max(lines for lines in range(1, _LINES + 1) if D // WIDTH % lines == 0)
-    copies = D // WIDTH // lines
-    tiles, blocks = F // _TILE, min(F // _TILE, _BLOCKS)
-    stages = max(2, _RING // (_TILE * lines * WIDTH * weights_FD.dtype.itemsize))
-    optional = [array for array in (scale_D, add_F) if array is not None]
+    F, D = weights_FD.shape[0] // parts, weights_FD.shape[1]
+    W = min(_COLUMNS, pl.next_power_of_2(D))
+    pieces = range(0, D, W)
+    R = _tile_rows(F, parts * W * len(pieces))
+    turns = min(pl.cdiv(F // R, _BLOCKS), _TURNS)
+    blocks = pl.cdiv(F // R, turns)
+    inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
+    inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
-    def kernel(x: Any, weights: Any, *refs: Any, ring: Any, xs: Any, sums: Any, full: Any, empty: Any) -> None:
-        given, out = list(refs[:-1]), refs[-1]
-        scale = given.pop(0) if scale_D is not None else None
-        add = given.pop(0) if add_F is not None else None
-        i, wg = lax.axis_index("i"), lax.axis_index("wg")
-        turns = lax.div(tiles - 1 - i, jnp.int32(blocks)) + 1
+    def load(ref: Any, shape: tuple[int, ...], *conditions: Array | None) -> Array:
+        """Loads where all given conditions hold, and zeros elsewhere."""
+        given = [jnp.broadcast_to(condition, shape) for condition in conditions if condition is not None]
+        return triton.load(ref, mask=functools.reduce(jnp.logical_and, given), other=0) if given else triton.load(ref)
 
-        def slot_of(turn: Any, part: int, copy: Any) -> tuple[Any, Any]:
-            number = (turn * parts + part) * copies + copy
-            return number, lax.rem(number, jnp.int32(stages))
+    def kernel(*refs: Any) -> None:
+        named, out = dict(zip(inputs, refs[:-1], strict=True)), refs[-1]
+        # A condition only for a piece or tile that extends beyond the end: an unconditional load is faster.
+        columns = [(start + jnp.arange(W), start + jnp.arange(W) < D if start + W > D else None) for start in pieces]
 
-        @pl.when(wg == 1)
-        def stream() -> None:
-            def tile(turn: Any, _: None) -> None:
-                rows = pl.ds((turn * blocks + i) * _TILE, _TILE)
-                for part in range(parts):
+        def vector(name: str) -> list[Array]:
+            return [load(named[name].at[place], (W,), inside).astype(jnp.float32) for place, inside in columns]
 
-                    def copy(number: Any, _: None, part: int = part) -> None:
-                        before, slot = slot_of(turn, part, number)
-                        pl.when(before >= stages)(lambda: gpu.barrier_wait(empty.at[slot]))
-                        source = weights.at[part, rows, pl.ds(number * lines, lines)]
-                        gpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot])
+        def rows_of(turn: int) -> tuple[Array, Array | None]:
+            rows = (turn * blocks + pl.program_id(0)) * R + jnp.arange(R)
+            return rows, rows < F if (turn + 1) * blocks * R > F else None
 
-                    lax.fori_loop(jnp.int32(0), copies, copy, None)
+        def tile(turn: int) -> list[list[Array]]:
+            rows, row_inside = rows_of(turn)
+            below = None if row_inside is None else row_inside[:, None]
 
-            lax.fori_loop(jnp.int32(0), turns, tile, None)
-            # A warpgroup must observe every phase of its barriers.
-            total = turns * (parts * copies)
-            first = jnp.maximum(total - stages, 0)
-            lax.fori_loop(first, total, lambda k, _: gpu.barrier_wait(empty.at[lax.rem(k, jnp.int32(stages))]), None)
+            def piece(part: int, place: Array, inside: Array | None) -> Array:
+                return load(named["weights"].at[part, rows[:, None], place[None]], (R, W), below, inside)
 
-        @pl.when(wg == 0)
-        def multiply() -> None:
-            def square(place: Any, total: Any) -> Any:
-                return total + jnp.sum(jnp.square(load_columns(x.at[place])))
+            return [[piece(part, *of) for of in columns] for part in range(parts)]
 
-            root = None if scale is None else lax.rsqrt(_by_pieces(D, square, jnp.float32(0)) * (1 / D) + epsilon)
+        # Issued before the norm, so that its latency is hidden.
+        ahead = tile(0)
+        xs = vector("x")
+        if "scale" in named:
+            root = jax.lax.rsqrt(sum(jnp.sum(jnp.square(x)) for x in xs) / D + epsilon)
+            normed = [x * (root * scale) for x, scale in zip(xs, vector("scale"), strict=True)]
+            xs = [x.astype(x_D.dtype).astype(jnp.float32) for x in normed]
+        for turn in range(turns):
+            here, ahead = ahead, tile(turn + 1) if turn + 1 < turns else []
+            # A sum over columns synchronizes warps, so all pieces share one.
+            products = [sum(w.astype(jnp.float32) * x[None] for w, x in zip(part, xs, strict=True)) for part in here]
+            sums = [jnp.sum(product, axis=1) for product in products]
+            y = (activation(*sums) if activation else sums[0]).astype(dtype)
+            rows, inside = rows_of(turn)
+            if "add" in named:
+                y += load(named["add"].at[rows], (R,), inside)
+            triton.store(out.at[rows], y, mask=inside)
 
-            def prepare(place: Any, _: None) -> None:
-                values = load_columns(x.at[place])
-                values = values if scale is None else values * (root * load_columns(scale.at[place]))
-                xs[place] = values.astype(xs.dtype)
+    return pl.pallas_call(
+        kernel,
+        grid=(blocks,),
+        in_specs=[pl.BlockSpec(array.shape, lambda i, rank=array.ndim: (0,) * rank) for array in inputs.values()],
+        out_specs=pl.BlockSpec((F,), lambda i: (0,)),
+        out_shape=jax.ShapeDtypeStruct((F,), dtype),
+        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
+        interpret=interpret,
+    )(*inputs.values())
 
-            _by_pieces(D, prepare, None)
-            gpu.commit_smem()
 
-            def tile(turn: Any, _: None) -> None:
-                first = (turn * blocks + i) * _TILE
-                added = None if add is None else load_rows(add.at[pl.ds(first, _TILE)])
-                found = []
-                for part in range(parts):
-
-                    def copy(number: Any, total: Any, part: int = part) -> Any:
-                        _, slot = slot_of(turn, part, number)
-                        gpu.barrier_wait(full.at[slot])
-                        for line in range(lines):
-                            columns = pl.ds((number * lines + line) * WIDTH, WIDTH)
-                            total += load(ring, slot, slice(None), line) * by_column(load_columns(xs.at[columns]), _TILE)
-                        gpu.barrier_arrive(empty.at[slot])
-                        return total
-
-                    zeros = laid_out(jnp.zeros((_TILE, WIDTH), jnp.float32))
-                    total = lax.fori_loop(jnp.int32(0), copies, copy, zeros)
-                    found.append(by_row(jnp.sum(total, axis=1), WIDTH))
-                y = (activation(*found) if activation else found[0]).astype(dtype)
-                if added is not None:
-                    y += by_row(added.astype(dtype), WIDTH)
-                # Turns alternate between two buffers, so that one barrier a turn is enough.
-                mine = sums.at[lax.rem(turn, jnp.int32(2))]
-                mine[...] = y.astype(jnp.float32)
-                gpu.commit_smem()
-                for row in range(_TILE):
-                    out[first + row] = mine[row, 0].astype(dtype)
-
-            lax.fori_loop(jnp.int32(0), turns, tile, None)
-
-    scratch = {
-        "ring": gpu.SMEM((stages, _TILE, lines, WIDTH), weights_FD.dtype),
-        "xs": gpu.SMEM((D,), x_D.dtype),
-        "sums": gpu.SMEM((2, _TILE, WIDTH), jnp.float32),
-        "full": gpu.Barrier(num_arrivals=1, num_barriers=stages),
-        "empty": gpu.Barrier(num_arrivals=1, num_barriers=stages),
-    }
-    outs = [jax.ShapeDtypeStruct((F,), dtype)]
-    run = call(kernel, outs, blocks, interpret, scratch, num_threads=2, thread_name="wg")
-    return run(x_D, weights_FD.reshape(parts, F, D // WIDTH, WIDTH), *optional)[0]
+def _tile_rows(F: int, numbers: int) -> int:
+    """Returns the rows of a tile. `numbers` is the number of elements of a row in all parts."""
+    for rows in (_ROWS, _ROWS // 2):
+        if rows * numbers <= (_ALONE if F // rows <= _BLOCKS else _LOOPED):
+            return rows
+    return 1

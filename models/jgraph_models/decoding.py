@@ -16,7 +16,7 @@ from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
-from jgraph.kernels.matvec import choose, matvec
+from jgraph.kernels.matvec import fits, matvec
 from jgraph.modules import Decoder
 from jgraph.moe import MoE
 from jgraph_models.gpt_config import GPTConfig
@@ -125,8 +125,9 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
             y = (activation(*jnp.split(y, parts, axis=-1)) if activation else y).astype(dtype)
             return y if bias is None else y + bias
 
-        is_fused = x.size == x.shape[-1] and choose(x.reshape(-1), kernel, parts) == "mosaic"
-        return (of_one if is_fused else of_any)(x, kernel, bias, normed)
+        if x.size > x.shape[-1] or not fits(x.reshape(-1), kernel, parts):
+            return of_any(x, kernel, bias, normed)
+        return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=of_one, default=of_any)
 
     def norm(x: Array, own: Tree) -> Array:
         x32 = x.astype(jnp.float32)
