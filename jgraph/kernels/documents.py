@@ -326,7 +326,7 @@ def _jgraph_documents_backward(
     scale: float, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Returns the gradients of queries, keys and values. Keys and queries have a kernel each, so no sum is atomic."""
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+    (T, H, K), G = q_BTHK.shape[1:], k_BTGK.shape[2]
     R, N, dtype = H // G, _HALF, q_BTHK.dtype
     gpu, factor = plgpu(), scale * math.log2(math.e)
     # For the first and last key of each tile, the number of tokens in documents that begin up to it.

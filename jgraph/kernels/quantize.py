@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 from jgraph.kernels._mosaic import has_mosaic, interpreted, plgpu
+from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 
 Want = Literal["both", "rows", "columns", "amax"]
 _WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}

@@ -10,7 +10,6 @@ from jgraph.kernels import document_attention
 from jgraph.kernels.documents import choose
 from jgraph.xla import aot
 
-
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="needs Mosaic of jax 0.11 or newer")
 
 
