@@ -1,4 +1,4 @@
-"""Grouped matmuls on Hopper: one kernel for all groups, whatever their sizes."""
+"""Grouped matmuls on Hopper: one kernel for all groups of any size."""
 
 # M rows, sorted by group; G groups, K summed over, N columns
 

@@ -42,16 +42,12 @@ def has_wgmma() -> bool:
     return has_mosaic() and device is not None and device.capability == (9, 0)
 
 
-def transforms(dtype: DTypeLike, columns: int | None = None) -> tuple[Any, ...]:
-    """Returns the layout that tensor cores read from shared memory, in tiles of `columns` or of a whole line."""
+def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
+    """Returns an array in shared memory that tensor cores can read, in tiles of `columns` or of a whole line."""
     size = jnp.dtype(dtype).itemsize
     columns = LINE // size if columns is None else columns
-    return plgpu().TilingTransform((8, columns)), plgpu().SwizzleTransform(size * columns)
-
-
-def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
-    """Returns an array in shared memory that tensor cores can read; see `transforms`."""
-    return plgpu().SMEM(shape, dtype, transforms=transforms(dtype, columns))
+    layout = plgpu().TilingTransform((8, columns)), plgpu().SwizzleTransform(size * columns)
+    return plgpu().SMEM(shape, dtype, transforms=layout)
 
 
 def interpreted(interpret: bool) -> Any:
@@ -82,7 +78,7 @@ def products(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def add_product(onto: Any, a: Any, b: Any, interpret: bool) -> Any:
-    """Returns onto + a @ b in float32, where `a` lies in registers and `b` in shared memory."""
+    """Returns onto + a @ b in float32, with `a` in registers and `b` in shared memory."""
     if interpret:  # Pallas' interpreter supports neither run_state nor operands in registers
         return onto + lax.dot(a, b[...], preferred_element_type=jnp.float32)
     return pl.run_state(lambda acc: plgpu().wgmma(acc, a, b))(plgpu().ACC.init(onto))

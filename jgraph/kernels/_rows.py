@@ -1,4 +1,4 @@
-"""Mosaic kernels in which each warp has a row: the layout of an array over threads, and the call of such a kernel."""
+"""Layout and call of Mosaic kernels with one row per warp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

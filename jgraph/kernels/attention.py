@@ -1,7 +1,7 @@
 """Causal attention of short sequences fused with its rotary embedding: one kernel forward and one backward.
 
 At 128 tokens most of the time of a library's attention is spent in memsets, conversions, rotations and copies around it. Here a
-block of threads holds all tokens of a head. It reads the fused projection as it is, and the backward pass recomputes from it.
+block of threads holds all tokens of a head. It reads the fused projection directly, and the backward pass recomputes from it.
 """
 
 # B batch, T sequence, H heads, K head size, P = K/2 rotated pairs
@@ -33,7 +33,7 @@ def rotary_attention(
 
     Args:
         qkv_BTNK: Queries, keys and values side by side, N = 3H.
-        cos_TP: float32, cosine of the angle by which each token's pair (i, i + P) is rotated.
+        cos_TP: float32, cosine of the rotation angle of each token's pair (i, i + P).
         sin_TP: float32, sine of that angle.
         implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, 64 or 128 tokens, heads of 64 or 128), `xla` (any
             device), or `auto`, which selects the first supported one.

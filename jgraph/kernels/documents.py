@@ -1,7 +1,7 @@
 """Causal attention within documents that are packed into rows, as FlashAttention on Hopper.
 
-A library's attention needs a mask of [T, T] per row. This kernel reads the position at which each token's document begins, and
-skips keys before the first document of a block of queries. Scores stay on the chip (Dao, "FlashAttention-2", arXiv:2307.08691).
+A library's attention needs a mask of [T, T] per row. This kernel reads the start position of each token's document, and skips
+keys before the first document of a block of queries. Scores stay on the chip (Dao, "FlashAttention-2", arXiv:2307.08691).
 A block of threads has three warpgroups: one copies tiles into a ring in shared memory, two compute 64 rows each.
 """
 
@@ -40,7 +40,7 @@ def document_attention(
         q_BTHK: Queries, rotated.
         k_BTGK: Keys, rotated; G divides H.
         v_BTGK: Values.
-        starts_BT: int32, position in the row at which each token's document begins.
+        starts_BT: int32, start position in the row of each token's document.
         implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, heads of at most 128), `xla` (any device; holds all
             scores in memory), or `auto`, which selects the first supported one.
         interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.

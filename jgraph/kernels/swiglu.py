@@ -44,7 +44,7 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
     Args:
         both_RF2: bfloat16 or float32.
         weights_R: float32.
-        implementation: Of the gradients: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, R a multiple of 4, F of
+        implementation: For the gradients: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, R a multiple of 4, F of
             128), `xla` (any device), or `auto`, which selects the first supported one.
         interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
