@@ -229,7 +229,8 @@ class _Head:
         self.cos, self.sin = (gpu.load(table.at[own], layout=layout, optimized=False) for table in (cos, sin))
         gpu.barrier_wait(loaded)
         for x in (q, k):
-            a, b = (gpu.load(x.at[half, self.wg], layout=layout).astype(jnp.float32) for half in range(2))
+            a, b = [gpu.load(x.at[half, self.wg], layout=layout) for half in range(2)]
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
             x[0, self.wg] = (a * self.cos - b * self.sin).astype(x.dtype)
             x[1, self.wg] = (b * self.cos + a * self.sin).astype(x.dtype)
         gpu.commit_smem()
