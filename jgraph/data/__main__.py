@@ -6,22 +6,18 @@ $ python -m jgraph.data verify tokens/
 $ python -m jgraph.data show tokens/
 """
 
-import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
 
-from jgraph.cli import Count, File, fields_of, run, run_command
+from jgraph.cli import Count, File, command
 from jgraph.data import tokenfile
 from jgraph.data.corpus import ends_files, load, side_files
 from jgraph.data.documents import HELDOUT_FRACTION
 from jgraph.data.files import FIELD
 from jgraph.data.make import SHARD_TOKENS, make_token_files
 from jgraph.errors import ConfigError
-
-_PROG = "python -m jgraph.data"
 
 
 def make(
@@ -93,19 +89,7 @@ def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) 
         print(f"{label:12} {value}")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Runs the command.
-
-    Args:
-        argv: The arguments. Default: those of the process.
-        prog: The command as the user starts it, for the usage line and errors.
-
-    Returns:
-        The exit code, as in `jgraph.cli.run`.
-    """
-    act = functools.partial(run_command, (make, verify, show), prog, f"{__doc__}\n{tokenfile.__doc__}")
-    return run(prog, act, argv, fields_of(make))
-
+main = command("python -m jgraph.data", f"{__doc__}\n{tokenfile.__doc__}", make, verify, show)
 
 if __name__ == "__main__":
     sys.exit(main())
