@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.kernels._mosaic import SLAB, interpreted, plgpu, shared
+from jgraph.kernels._mosaic import SLAB, interpreter, plgpu, shared
 
 ALIGNED, SWIZZLED = 8, 64
 """Rows are copied from multiples of 8, and columns of bfloat16 in lines of 64."""
@@ -239,7 +239,6 @@ def kernel_of(
     operands: tuple[tuple[tuple[int, int], DTypeLike], ...],
     staged: Any,
     barriers: int,
-    interpret: bool,
 ) -> Any:
     """Returns a kernel of one block per multiprocessor.
 
@@ -263,5 +262,5 @@ def kernel_of(
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",
-        interpret=interpreted(interpret),
+        interpret=interpreter(),
     )

@@ -33,7 +33,7 @@ _WGRAD = Shape(columns=256, stages=4, slots=2)
 _SUM = Shape(columns=128, stages=5, slots=4)
 
 
-def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret: bool, scale: Array | None = None) -> Array:
+def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
     """Multiplies rows with their group's matrix, and the sums with `scale`; see `grouped_dot` and `grouped_dot_fp8`.
 
     A tile's rows of other groups are loaded and multiplied, but not stored. FP8 needs an `order` with K last.
@@ -114,11 +114,11 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret
 
     operand = (columns, step) if K_last else (step, columns)
     rings = ((ROWS, step), x_MK.dtype), (operand, weights.dtype)
-    kernel = kernel_of(grouped_dot, "grouped_dot", out_type, shape.stages, rings, staged, 0, interpret)
+    kernel = kernel_of(grouped_dot, "grouped_dot", out_type, shape.stages, rings, staged, 0)
     return kernel(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 
-def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype, interpret: bool) -> Array:
+def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
     """Multiplies transposed rows of x with rows of dy, group by group; see `grouped_wgrad`.
 
     Rows of x of other groups are set to zero in shared memory, in the first and last step of a tile. The addend is read while
@@ -199,7 +199,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     rings = ((step, ROWS), x_MK.dtype), ((step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    kernel = kernel_of(grouped_wgrad, "grouped_wgrad", out_type, shape.stages, rings, staged, barriers, interpret)
+    kernel = kernel_of(grouped_wgrad, "grouped_wgrad", out_type, shape.stages, rings, staged, barriers)
     if add_GKN is None:
         return kernel(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)

@@ -24,10 +24,19 @@ def plgpu() -> Any:  # jax 0.10 exports less of it, and the type checker runs wi
     return mosaic_gpu
 
 
+def _device() -> Any:
+    """Returns the abstract device of the mesh in context, else jax's first device."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def target() -> Device | None:
-    """Returns the target device: the abstract device of the mesh in context, else jax's first. None if it is unknown."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    return find((described or jax.devices()[0]).device_kind)
+    """Returns the description of the target device. None if it is unknown."""
+    return find(_device().device_kind)
+
+
+def on_cpu() -> bool:
+    """True if the target device is a CPU, on which Pallas' interpreter runs the kernels, for tests."""
+    return _device().platform == "cpu"
 
 
 def has_mosaic() -> bool:
@@ -50,9 +59,9 @@ def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None)
     return plgpu().SMEM(shape, dtype, transforms=layout)
 
 
-def interpreted(interpret: bool) -> Any:
-    """Returns the value of `interpret` for a Mosaic kernel."""
-    return plgpu().InterpretGPUParams() if interpret else None
+def interpreter() -> Any:
+    """Returns the `interpret` argument of a Mosaic kernel."""
+    return plgpu().InterpretGPUParams() if on_cpu() else None
 
 
 def sum_products(shape: tuple[int, int], add: Callable[[Any, Any], None], count: int) -> Any:
@@ -77,8 +86,8 @@ def products(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
     return pl.run_scoped(run, *(plgpu().ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs))
 
 
-def add_product(onto: Any, a: Any, b: Any, interpret: bool) -> Any:
+def add_product(onto: Any, a: Any, b: Any) -> Any:
     """Returns onto + a @ b in float32, with `a` in registers and `b` in shared memory."""
-    if interpret:  # Pallas' interpreter supports neither run_state nor operands in registers
+    if on_cpu():  # Pallas' interpreter supports neither run_state nor operands in registers
         return onto + lax.dot(a, b[...], preferred_element_type=jnp.float32)
     return pl.run_state(lambda acc: plgpu().wgmma(acc, a, b))(plgpu().ACC.init(onto))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.kernels._mosaic import interpreted, plgpu
+from jgraph.kernels._mosaic import interpreter, plgpu
 
 ROWS = 4
 """Rows of a block. Each is a warp's, so that sums over a row need no shared memory."""
@@ -15,16 +15,13 @@ WIDTH = 128
 """Columns that a warp loads at once: four a thread, 16 bytes of float32, the most that jax 0.12 allows."""
 
 
-def call(
-    kernel: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, interpret: bool, scratch: Any = ()
-) -> Any:
+def call(kernel: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Any = ()) -> Any:
     """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
 
     Args:
         kernel: Body of the kernel.
         outs: Shapes of its results.
         blocks: Size of the grid.
-        interpret: Runs in Pallas' interpreter.
         scratch: Buffers and barriers of the body.
 
     Returns:
@@ -38,7 +35,7 @@ def call(
         grid_names=("i",),
         # Roots and exponentials are accurate to 2 units in the last place of float32.
         compiler_params=plgpu().CompilerParams(approx_math=True, lowering_semantics=plgpu().LoweringSemantics.Lane),
-        interpret=interpreted(interpret),
+        interpret=interpreter(),
     )
 
 

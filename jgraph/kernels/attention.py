@@ -18,13 +18,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels._mosaic import SLAB, has_wgmma, interpreted, plgpu, shared, sum_products
+from jgraph.kernels._check import chosen, require
+from jgraph.kernels._mosaic import SLAB, has_wgmma, interpreter, plgpu, shared, sum_products
 
 
-def rotary_attention(
-    qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto", interpret: bool = False
-) -> Array:
+def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
     """Rotates queries and keys and computes causal attention, with as many key heads as query heads.
 
     >>> tables = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
@@ -37,7 +35,6 @@ def rotary_attention(
         sin_TP: float32, sine of that angle.
         implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, 64 or 128 tokens, heads of 64 or 128), `xla` (any
             device), or `auto`, which selects the first supported one.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         [B, T, H, K] in the dtype of `qkv_BTNK`.
@@ -46,18 +43,14 @@ def rotary_attention(
         ConfigError: If `implementation` is unknown.
         ShapeError: If the shapes disagree, or `mosaic` does not support them.
     """
-    check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     T, N, K = qkv_BTNK.shape[-3:]
-    if qkv_BTNK.ndim != 4 or N % 3 or cos_TP.shape != (T, K // 2) or sin_TP.shape != (T, K // 2) or K % 2:
-        message = (
-            f"`qkv_BTNK` is {qkv_BTNK.shape}, the tables {cos_TP.shape} and {sin_TP.shape}: must be (B, T, 3H, K), (T, K/2)"
-        )
-        raise ShapeError(message, field="qkv_BTNK")
-    chosen = choose(qkv_BTNK.shape, qkv_BTNK.dtype) if implementation == "auto" else implementation
-    if chosen == "mosaic" and not _fits(qkv_BTNK.shape, qkv_BTNK.dtype):
-        allowed = "bfloat16, 64 or 128 tokens, heads of 64 or 128"
-        raise ShapeError(f"`qkv_BTNK` is {qkv_BTNK.dtype}{list(qkv_BTNK.shape)}: must be {allowed}; use xla", field="qkv_BTNK")
-    return _IMPLEMENTATIONS[chosen](qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP), interpret)
+    matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
+    tables = f"the tables are {cos_TP.shape} and {sin_TP.shape}"
+    require(matches, "qkv_BTNK", qkv_BTNK, f"(B, T, 3H, K) for tables (T, K/2); {tables}")
+    of = qkv_BTNK.shape, qkv_BTNK.dtype
+    must = "bfloat16, 64 or 128 tokens, heads of 64 or 128"
+    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "qkv_BTNK", qkv_BTNK, must)]
+    return run(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
@@ -70,7 +63,7 @@ def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and shape[1] in (SLAB, 2 * SLAB) and shape[3] in (64, 128) and shape[1] * shape[3] <= 2**13
 
 
-def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, interpret: bool) -> Array:
+def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
     """Reference implementation."""
     q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv_BTNK, 3, axis=2)
 
@@ -82,32 +75,32 @@ def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, interpret: bool) -> Arra
     return jax.nn.dot_product_attention(rotated(q_BTHK), rotated(k_BTHK), v_BTHK, is_causal=True, implementation="xla")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mosaic(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, interpret: bool) -> Array:
-    return _jgraph_attention(qkv_BTNK, cos_TP, sin_TP, interpret)
+@jax.custom_vjp
+def _mosaic(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
+    return _jgraph_attention(qkv_BTNK, cos_TP, sin_TP)
 
 
-def _forward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, interpret: bool) -> tuple[Array, tuple[Array, ...]]:
-    return _jgraph_attention(qkv_BTNK, cos_TP, sin_TP, interpret), (qkv_BTNK, cos_TP, sin_TP)
+def _forward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _jgraph_attention(qkv_BTNK, cos_TP, sin_TP), (qkv_BTNK, cos_TP, sin_TP)
 
 
-def _backward(interpret: bool, residuals: tuple[Array, ...], dy_BTHK: Array) -> tuple[Array, Array, Array]:
+def _backward(residuals: tuple[Array, ...], dy_BTHK: Array) -> tuple[Array, Array, Array]:
     qkv_BTNK, cos_TP, sin_TP = residuals
     tables = jnp.zeros_like(cos_TP), jnp.zeros_like(sin_TP)  # the tables are constants
-    return _jgraph_attention_backward(qkv_BTNK, cos_TP, sin_TP, dy_BTHK, interpret), *tables
+    return _jgraph_attention_backward(qkv_BTNK, cos_TP, sin_TP, dy_BTHK), *tables
 
 
 _mosaic.defvjp(_forward, _backward)
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnums=3)
-def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, interpret: bool) -> Array:
+@jax.jit
+def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
     B, T, N, K = qkv_BTNK.shape
 
-    def kernel(qkv: Any, cos: Any, sin: Any, y: Any, *, q: Any, k: Any, v: Any, p: Any, out: Any, loaded: Any, ready: Any):
-        head = _Head(qkv, q, k, v, cos, sin, loaded, ready)
-        tiles, wg = head.tiles, head.wg
+    def kernel(qkv: Any, cos: Any, sin: Any, y: Any, **scratch: Any) -> None:
+        head = _Head(qkv, cos, sin, scratch)
+        tiles, wg, v, p, out = head.tiles, head.wg, scratch["v"], scratch["p"], scratch["out"]
         exps, total = head.exps()
         for j in range(tiles):
             p[wg, j] = exps[j].astype(p.dtype)
@@ -118,22 +111,18 @@ def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, interpret: 
         plgpu().copy_smem_to_gmem(out.at[wg], y.at[head.b, head.rows(wg), head.h])
         plgpu().wait_smem_to_gmem(0)
 
-    (y,) = _call(kernel, qkv_BTNK, [(B, T, N // 3, K)], {"p": (T // SLAB, SLAB, SLAB), "out": (SLAB, K)}, interpret)(
-        qkv_BTNK, cos_TP, sin_TP
-    )
-    return y
+    run = _kernel(kernel, qkv_BTNK, (B, T, N // 3, K), {"p": (T // SLAB, SLAB, SLAB), "out": (SLAB, K)})
+    return run(qkv_BTNK, cos_TP, sin_TP)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy_BTHK: Array, interpret: bool) -> Array:
+@jax.jit
+def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy_BTHK: Array) -> Array:
     T, N, K = qkv_BTNK.shape[1:]
     H, P = N // 3, K // 2
 
-    def kernel(
-        qkv: Any, cos: Any, sin: Any, dy: Any, dqkv: Any,
-        *, q: Any, k: Any, v: Any, g: Any, p: Any, s: Any, dqk: Any, dv: Any, loaded: Any, ready: Any,
-    ):  # fmt: skip
-        head = _Head(qkv, q, k, v, cos, sin, loaded, ready, dy, g)
+    def kernel(qkv: Any, cos: Any, sin: Any, dy: Any, dqkv: Any, **scratch: Any) -> None:
+        head = _Head(qkv, cos, sin, scratch, dy)
+        q, k, v, g, p, s, dqk, dv = (scratch[name] for name in ("q", "k", "v", "g", "p", "s", "dqk", "dv"))
         gpu, tiles, wg = plgpu(), head.tiles, head.wg
         exps, total = head.exps()
         share = lax.broadcast_in_dim(1 / total, (SLAB, SLAB), (0,))
@@ -172,13 +161,10 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
 
     tiles = T // SLAB
     room = {"g": (SLAB, K), "p": (tiles, SLAB, SLAB), "s": (tiles, SLAB, SLAB), "dqk": (2, 2, SLAB, P), "dv": (SLAB, K)}
-    (dqkv,) = _call(kernel, qkv_BTNK, [qkv_BTNK.shape], room, interpret)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
-    return dqkv
+    return _kernel(kernel, qkv_BTNK, qkv_BTNK.shape, room)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
 
 
-def _call(
-    kernel: Callable[..., None], qkv: Array, outs: list[tuple[int, ...]], room: dict[str, tuple[int, ...]], interpret: bool
-) -> Any:
+def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], room: dict[str, tuple[int, ...]]) -> Any:
     """Returns the kernel over batch and heads, with a warpgroup for 64 tokens and `room` for each in shared memory."""
     B, T, N, K = qkv.shape
     tiles, pairs = T // SLAB, K // 2
@@ -187,8 +173,8 @@ def _call(
     scratch = {"q": here((2, tiles, SLAB, pairs)), "k": here((2, tiles, SLAB, pairs)), "v": here((tiles, SLAB, K))}
     copies = (5 + ("g" in room)) * tiles
     return plgpu().kernel(
-        kernel,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, qkv.dtype) for shape in outs),
+        body,
+        out_type=jax.ShapeDtypeStruct(out, qkv.dtype),
         scratch_types=scratch
         | {name: here((tiles, *shape)) for name, shape in room.items()}
         | {"loaded": plgpu().Barrier(num_arrivals=copies), "ready": plgpu().Barrier(num_arrivals=tiles)},
@@ -198,18 +184,17 @@ def _call(
         thread_name="wg",
         # exp and division are accurate to 2 units in the last place of float32.
         compiler_params=plgpu().CompilerParams(approx_math=True),
-        interpret=interpreted(interpret),
+        interpret=interpreter(),
     )
 
 
 class _Head:
     """A head in shared memory, rotated. Shared by the forward and backward kernels; warpgroup `wg` owns 64 of its tokens."""
 
-    def __init__(
-        self, qkv: Any, q: Any, k: Any, v: Any, cos: Any, sin: Any, loaded: Any, ready: Any, dy: Any = None, g: Any = None
-    ):
+    def __init__(self, qkv: Any, cos: Any, sin: Any, scratch: dict[str, Any], dy: Any = None):
         gpu = plgpu()
-        self.q, self.k, self.ready = q, k, ready
+        q, k, v, loaded, self.ready = (scratch[name] for name in ("q", "k", "v", "loaded", "ready"))
+        self.q, self.k = q, k
         self.b, self.h, self.wg = (lax.axis_index(name) for name in ("b", "h", "wg"))
         self.tiles, P = q.shape[1], q.shape[3]
         H = qkv.shape[2] // 3
@@ -222,8 +207,8 @@ class _Head:
                         part = qkv.at[self.b, self.rows(j), which * H + self.h, pl.ds(half * P, P)]
                         gpu.copy_gmem_to_smem(part, x.at[half, j], loaded)
                 gpu.copy_gmem_to_smem(qkv.at[self.b, self.rows(j), 2 * H + self.h], v.at[j], loaded)
-                if g is not None:
-                    gpu.copy_gmem_to_smem(dy.at[self.b, self.rows(j), self.h], g.at[j], loaded)
+                if dy is not None:
+                    gpu.copy_gmem_to_smem(dy.at[self.b, self.rows(j), self.h], scratch["g"].at[j], loaded)
 
         own, layout = self.rows(self.wg), gpu.Layout.WGMMA
         self.cos, self.sin = (gpu.load(table.at[own], layout=layout, optimized=False) for table in (cos, sin))

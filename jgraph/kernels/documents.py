@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels._mosaic import add_product, has_wgmma, interpreted, plgpu, products, shared
+from jgraph.kernels._check import chosen, require
+from jgraph.kernels._mosaic import add_product, has_wgmma, interpreter, plgpu, products, shared
 
 _TILE, _HALF = 128, 64
 """Rows of a block of threads and of a compute warpgroup."""
@@ -27,9 +27,7 @@ _LEAST = -1e30
 _HEADS = (64, 128)
 
 
-def document_attention(
-    q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, *, implementation: str = "auto", interpret: bool = False
-) -> Array:
+def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, *, implementation: str = "auto") -> Array:
     """Computes causal attention within each document, as `jax.nn.dot_product_attention` with the equivalent mask.
 
     >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])
@@ -43,7 +41,6 @@ def document_attention(
         starts_BT: int32, start position in the row of each token's document.
         implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, heads of at most 128), `xla` (any device; holds all
             scores in memory), or `auto`, which selects the first supported one.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         [B, T, H, K] in the dtype of `q_BTHK`.
@@ -52,17 +49,15 @@ def document_attention(
         ConfigError: If `implementation` is unknown.
         ShapeError: If the shapes disagree, or `mosaic` does not support them.
     """
-    check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
-    if k_BTGK.shape != (B, T, G, K) or v_BTGK.shape != k_BTGK.shape or H % G or starts_BT.shape != (B, T):
-        found = f"{q_BTHK.shape}, `k_BTGK` {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
-        raise ShapeError(f"`q_BTHK` is {found}: must be (B, T, H, K), (B, T, G, K) twice, (B, T)", field="q_BTHK")
-    chosen = choose(K, q_BTHK.dtype) if implementation == "auto" else implementation
-    if chosen == "mosaic" and not _fits(K, q_BTHK.dtype):
-        found = f"{q_BTHK.dtype} with heads of {K}"
-        raise ShapeError(f"`q_BTHK` is {found}: must be bfloat16 with heads of at most {_HEADS[-1]}; use xla", field="q_BTHK")
-    return _IMPLEMENTATIONS[chosen](q_BTHK, k_BTGK, v_BTGK, starts_BT, interpret)
+    matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BT.shape == (B, T)
+    others = f"`k_BTGK` is {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
+    require(matches, "q_BTHK", q_BTHK, f"(B, T, H, K) for (B, T, G, K) twice and (B, T); {others}")
+    of = K, q_BTHK.dtype
+    must = f"bfloat16 with heads of at most {_HEADS[-1]}"
+    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "q_BTHK", q_BTHK, must)]
+    return run(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
 
 def choose(head_size: int, dtype: jax.typing.DTypeLike) -> str:
@@ -74,39 +69,39 @@ def _fits(head_size: int, dtype: jax.typing.DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and head_size <= _HEADS[-1]
 
 
-def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, interpret: bool) -> Array:
+def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
     """Reference implementation."""
     seen_BTT = jnp.arange(q_BTHK.shape[1]) >= starts_BT[:, :, None]
     how: Any = {"is_causal": True, "implementation": "xla"}
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None], **how)
 
 
-def _mosaic(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, interpret: bool) -> Array:
+def _mosaic(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
     """Pads rows to whole tiles and heads to 64 or 128. Each padding token is a document of its own."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
     rows, columns = -T % _TILE, min(size for size in _HEADS if size >= K) - K
     own = jnp.arange(T, T + rows, dtype=starts_BT.dtype)
     starts_BT = jnp.concatenate([starts_BT, jnp.broadcast_to(own, (len(starts_BT), rows))], axis=1)
     qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BTHK, k_BTGK, v_BTGK))
-    attended: Any = _attend(*qkv, starts_BT, K**-0.5, interpret)
+    attended: Any = _attend(*qkv, starts_BT, K**-0.5)
     return attended[:, :T, :, :K]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float, interpret: bool) -> Array:
-    return _jgraph_documents(q_BTHK, k_BTGK, v_BTGK, starts_BT, scale, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> Array:
+    return _jgraph_documents(q_BTHK, k_BTGK, v_BTGK, starts_BT, scale)[0]
 
 
-def _forward(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float, interpret: bool) -> tuple[Any, Any]:
-    y_BTHK, lse_BHT = _jgraph_documents(q_BTHK, k_BTGK, v_BTGK, starts_BT, scale, interpret)
+def _forward(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> tuple[Any, Any]:
+    y_BTHK, lse_BHT = _jgraph_documents(q_BTHK, k_BTGK, v_BTGK, starts_BT, scale)
     return y_BTHK, (q_BTHK, k_BTGK, v_BTGK, starts_BT, y_BTHK, lse_BHT)
 
 
-def _backward(scale: float, interpret: bool, residuals: tuple[Array, ...], dy_BTHK: Array) -> tuple[Array | None, ...]:
+def _backward(scale: float, residuals: tuple[Array, ...], dy_BTHK: Array) -> tuple[Array | None, ...]:
     q_BTHK, k_BTGK, v_BTGK, starts_BT, y_BTHK, lse_BHT = residuals
     delta_BHT = jnp.einsum("bthk,bthk->bht", y_BTHK, dy_BTHK, preferred_element_type=jnp.float32)
     given = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
-    return *_jgraph_documents_backward(*given, scale, interpret), None
+    return *_jgraph_documents_backward(*given, scale), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -156,7 +151,6 @@ def _launch(
     own: Sequence[Any],
     ring: Sequence[Any],
     loaded: int,
-    interpret: bool,
 ) -> Sequence[Array]:
     """Runs `work(place, refs, own)` for each row of the batch, head and tile of tokens.
 
@@ -168,7 +162,6 @@ def _launch(
         own: Buffers in shared memory.
         ring: Buffers that are filled at each step, with an axis of stages.
         loaded: Number of slices in `_Work.own`.
-        interpret: Runs in Pallas' interpreter.
 
     Returns:
         The results.
@@ -237,7 +230,7 @@ def _launch(
         thread_name="wg",
         # exp2 is accurate to 2 units in the last place of float32.
         compiler_params=gpu.CompilerParams(approx_math=True),
-        interpret=interpreted(interpret),
+        interpret=interpreter(),
     )(*args)
 
 
@@ -272,10 +265,8 @@ def _key_bounds(starts: Any, at: _Place, C: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _jgraph_documents(
-    q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float, interpret: bool
-) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=4)
+def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> tuple[Array, Array]:
     """Returns the attention, and the base 2 logarithm of each query's sum of exponentials."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     gpu, C, factor = plgpu(), _TILE, scale * math.log2(math.e)
@@ -300,7 +291,7 @@ def _jgraph_documents(
                     scores_QC = _mask(scores_QC, at.first, (first + number) * C, starts_Q, 0)
                 new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
                 exps_QC, shrink_Q = jnp.exp2(scores_QC * factor - _spread(new_Q, scores_QC)), jnp.exp2(largest_Q - new_Q)
-                y_QK = add_product(y_QK * _spread(shrink_Q, y_QK), exps_QC.astype(v.dtype), buffers[1], interpret)
+                y_QK = add_product(y_QK * _spread(shrink_Q, y_QK), exps_QC.astype(v.dtype), buffers[1])
                 return new_Q, total_Q * shrink_Q + jnp.sum(exps_QC, axis=1), y_QK
 
             nothing = _full((_HALF,), _LEAST), _full((_HALF,), 0.0), _full((_HALF, K), 0.0)
@@ -316,14 +307,14 @@ def _jgraph_documents(
     outs = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     own = shared((_TILE, K), q_BTHK.dtype), gpu.SMEM((_TILE,), jnp.float32)
     ring = [shared((2, C, K), q_BTHK.dtype)] * 2
-    y_BTHK, lse_BHT = _launch(work, (q_BTHK, k_BTGK, v_BTGK, starts_BT), outs, H, own, ring, 1, interpret)
+    y_BTHK, lse_BHT = _launch(work, (q_BTHK, k_BTGK, v_BTGK, starts_BT), outs, H, own, ring, 1)
     return y_BTHK, lse_BHT
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8))
+@functools.partial(jax.jit, static_argnums=7)
 def _jgraph_documents_backward(
     q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, dy_BTHK: Array, lse_BHT: Array, delta_BHT: Array,
-    scale: float, interpret: bool,
+    scale: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Returns the gradients of queries, keys and values. Keys and queries have a kernel each, so no sum is atomic."""
     (T, H, K), G = q_BTHK.shape[1:], k_BTGK.shape[2]
@@ -359,7 +350,7 @@ def _jgraph_documents_backward(
                     scores_QC = _mask(scores_QC, at.first, (first + number) * N, starts_Q, 0)
                 shares_QC = jnp.exp2(scores_QC * factor - _spread(lse_Q, scores_QC))
                 dscores_QC = shares_QC * (dshares_QC - _spread(delta_Q, scores_QC))
-                return add_product(dq_QK, dscores_QC.astype(dtype), k_CK, interpret)
+                return add_product(dq_QK, dscores_QC.astype(dtype), k_CK)
 
             store(loop(step, _full((N, K), 0.0), bounds) * scale, q_QK, dq.at[at.row, at.tokens, at.head])
 
@@ -388,9 +379,9 @@ def _jgraph_documents_backward(
                     if masked:
                         scores_CQ = _mask(scores_CQ, (first + number - r * count) * N, at.first, starts_Q, 1)
                     shares_CQ = jnp.exp2(scores_CQ * factor - _spread(lse_Q, scores_CQ, 1))
-                    dv_CK = add_product(dv_CK, shares_CQ.astype(dtype), dy_QK, interpret)
+                    dv_CK = add_product(dv_CK, shares_CQ.astype(dtype), dy_QK)
                     dscores_CQ = shares_CQ * (dshares_CQ - _spread(delta_Q, scores_CQ, 1))
-                    return add_product(dk_CK, dscores_CQ.astype(dtype), q_QK, interpret), dv_CK
+                    return add_product(dk_CK, dscores_CQ.astype(dtype), q_QK), dv_CK
 
                 return loop(step, carry, [r * count + bound for bound in (0, diagonal, plain, count)])
 
@@ -406,9 +397,9 @@ def _jgraph_documents_backward(
     own, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
     by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32)]
     args = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
-    (dq,) = _launch(of_queries, args, [like(q_BTHK)], H, own, ring, 2, interpret)
+    (dq,) = _launch(of_queries, args, [like(q_BTHK)], H, own, ring, 2)
     outs = like(k_BTGK), like(v_BTGK)
-    dk, dv = _launch(of_keys, (*args, ends_BJ2), outs, G, own, ring + by_query, 2, interpret)
+    dk, dv = _launch(of_keys, (*args, ends_BJ2), outs, G, own, ring + by_query, 2)
     return dq, dk, dv
 
 

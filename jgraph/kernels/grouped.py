@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jgraph.errors import ShapeError, check_choice
+from jgraph.errors import check_choice
+from jgraph.kernels._check import chosen, require, require_scalar
 from jgraph.kernels._grouped_blocks import ALIGNED, SWIZZLED
 from jgraph.kernels._grouped_mosaic import Order, product, wgrad
 from jgraph.kernels._mosaic import LINE, has_wgmma, target
@@ -28,9 +29,7 @@ TURNED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
-def grouped_dot(
-    x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementation: str = "auto", interpret: bool = False
-) -> Array:
+def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementation: str = "auto") -> Array:
     """Multiplies the rows of each group with the group's matrix; sums in float32.
 
     Differentiable in rows and weights.
@@ -42,7 +41,6 @@ def grouped_dot(
         implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16; M a multiple of 8, K and N of 64), `tiles` (plain jax,
             a loop over tiles of rows), `xla` (`lax.ragged_dot`, which multiplies all rows by every matrix on an NVIDIA GPU), or
             `auto`: on a GPU the first supported one, elsewhere `xla`.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         [M, N] in the dtype of `x_MK`.
@@ -51,19 +49,17 @@ def grouped_dot(
         ConfigError: If `implementation` is unknown.
         ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
     """
-    _check(implementation, sizes_G, x_MK=(x_MK, 2), weights_GKN=(weights_GKN, 3))
+    _check(sizes_G, x_MK=(x_MK, 2), weights_GKN=(weights_GKN, 3))
     (M, K), (G, rows, N) = x_MK.shape, weights_GKN.shape
-    if (G, rows) != (sizes_G.size, K):
-        raise ShapeError(f"`weights_GKN` is {weights_GKN.shape}: must be ({sizes_G.size}, {K}, N)", field="weights_GKN")
-    if weights_GKN.dtype != x_MK.dtype:
-        raise ShapeError(f"`weights_GKN` is {weights_GKN.dtype}: must be {x_MK.dtype} as `x_MK` is", field="weights_GKN")
-    return _dot(x_MK, weights_GKN, sizes_G, _chosen(implementation, (M, K, N), x_MK.dtype), interpret)
+    fits = (G, rows) == (sizes_G.size, K) and weights_GKN.dtype == x_MK.dtype
+    require(fits, "weights_GKN", weights_GKN, f"{x_MK.dtype}[{sizes_G.size}, {K}, N], as `x_MK` and `sizes_G` are")
+    return _dot(x_MK, weights_GKN, sizes_G, _chosen(implementation, (M, K, N), x_MK))
 
 
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
     """Computes the gradient of the rows of `grouped_dot`: rows of dy times their group's transposed matrix."""
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
-    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype), False)
+    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype))
 
 
 def grouped_dot_fp8(
@@ -74,7 +70,6 @@ def grouped_dot_fp8(
     *,
     order: Literal["GNK", "NGK"],
     implementation: str = "auto",
-    interpret: bool = False,
 ) -> Array:
     """Multiplies FP8 rows of each group with the group's FP8 matrix, and the sums with a scale.
 
@@ -89,7 +84,6 @@ def grouped_dot_fp8(
         order: Axes of `weights`: groups G, columns of the result N, summed axis K.
         implementation: As for `grouped_dot`; `mosaic` needs K to be a multiple of 128, and jax 0.12 or newer for two dtypes.
             `auto` converts unsupported operands to bfloat16, which is exact.
-        interpret: As for `grouped_dot`.
 
     Returns:
         [M, N], bfloat16.
@@ -99,37 +93,30 @@ def grouped_dot_fp8(
         ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
     """
     check_choice("order", order, ("GNK", "NGK"))
-    _check(implementation, sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
+    _check(sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
     (M, K), G, N = x_MK.shape, sizes_G.size, weights.shape[order.index("N")]
     shape = tuple({"G": G, "N": N, "K": K}[axis] for axis in order)
-    if weights.shape != shape:
-        raise ShapeError(f"`weights` is {weights.shape}: must be {shape}, as `order` is {order}", field="weights")
-    if x_MK.dtype == weights.dtype == jnp.float8_e5m2:
-        raise ShapeError("`weights` is float8_e5m2: must be float8_e4m3fn, as `x_MK` is not", field="weights")
-    if scale.shape or scale.dtype != jnp.float32:
-        raise ShapeError(f"`scale` is {scale.dtype}{list(scale.shape)}: must be a float32 scalar", field="scale")
+    require(weights.shape == shape, "weights", weights, f"{shape}, as `order` is {order}")
+    both_e5m2 = x_MK.dtype == weights.dtype == jnp.float8_e5m2
+    require(not both_e5m2, "weights", weights, "float8_e4m3fn, because `x_MK` is float8_e5m2")
+    require_scalar("scale", scale)
     of_one = x_MK.dtype == weights.dtype or jax.__version_info__ >= (0, 12)
-    read_as = "fp8" if implementation == "mosaic" or (of_one and _fits((M, K, N), x_MK.dtype)) else "bfloat16"
-    implementation = _chosen(implementation, (M, K, N), x_MK.dtype if read_as == "fp8" else jnp.dtype(jnp.bfloat16))
-    return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, implementation, read_as, interpret)
+    if implementation != "mosaic" and not (of_one and _fits((M, K, N), x_MK.dtype)):
+        read_as = jnp.dtype(jnp.bfloat16)
+    else:
+        read_as = x_MK.dtype
+    name = _chosen(implementation, (M, K, N), jax.ShapeDtypeStruct(x_MK.shape, read_as))
+    return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, name, read_as)
 
 
-@functools.partial(jax.jit, static_argnames=("order", "implementation", "read_as", "interpret"))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _jgraph_grouped_dot_fp8(
-    x_MK: Array,
-    weights: Array,
-    sizes_G: Array,
-    scale: Array,
-    order: Order,
-    implementation: str,
-    read_as: Literal["fp8", "bfloat16"],
-    interpret: bool,
+    x_MK: Array, weights: Array, sizes_G: Array, scale: Array, order: Order, implementation: str, read_as: jnp.dtype
 ) -> Array:
-    if implementation == "mosaic" and read_as == "fp8":
-        return product(x_MK, weights, sizes_G, order, interpret, scale)
+    if implementation == "mosaic" and read_as == x_MK.dtype:
+        return product(x_MK, weights, sizes_G, order, scale)
     weights_GNK = jnp.moveaxis(weights, order.index("G"), 0).astype(jnp.bfloat16)
-    y_MN = _product(x_MK.astype(jnp.bfloat16), weights_GNK, sizes_G, implementation, interpret, transposed=True)
-    return y_MN * scale.astype(jnp.bfloat16)
+    return _product(x_MK.astype(jnp.bfloat16), weights_GNK, sizes_G, "GNK", implementation) * scale.astype(jnp.bfloat16)
 
 
 def grouped_wgrad(
@@ -140,7 +127,6 @@ def grouped_wgrad(
     dtype: DTypeLike,
     add_GKN: Array | None = None,
     implementation: str = "auto",
-    interpret: bool = False,
 ) -> Array:
     """Computes the gradient of the weights of `grouped_dot`: each group's transposed rows times its rows of dy.
 
@@ -151,7 +137,6 @@ def grouped_wgrad(
         dtype: Dtype of the result, bfloat16 or float32; float32 with `add_GKN`.
         add_GKN: float32, added to the result. Nothing is copied if a jitted function donates it.
         implementation: As for `grouped_dot`.
-        interpret: As for `grouped_dot`.
 
     Returns:
         [G, K, N] in `dtype`.
@@ -160,20 +145,15 @@ def grouped_wgrad(
         ConfigError: If `implementation` or `dtype` is unknown.
         ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
     """
-    _check(implementation, sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
+    _check(sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
     (M, K), N = x_MK.shape, dy_MN.shape[1]
-    if dy_MN.shape[0] != M or dy_MN.dtype != x_MK.dtype:
-        message = f"`dy_MN` is {dy_MN.dtype}{list(dy_MN.shape)}: must be {x_MK.dtype} of shape ({M}, N), as `x_MK` has it"
-        raise ShapeError(message, field="dy_MN")
-    dtype = jnp.dtype(dtype)
+    require(dy_MN.shape[0] == M and dy_MN.dtype == x_MK.dtype, "dy_MN", dy_MN, f"{x_MK.dtype}[{M}, N], as `x_MK` is")
+    dtype, shape = jnp.dtype(dtype), (sizes_G.size, K, N)
     check_choice("dtype", dtype.name, ("bfloat16", "float32") if add_GKN is None else ("float32",))
-    shape = (sizes_G.size, K, N)
-    if add_GKN is not None and (add_GKN.shape != shape or add_GKN.dtype != jnp.float32):
-        message = f"`add_GKN` is {add_GKN.dtype}{list(add_GKN.shape)}: must be float32 of shape {shape}"
-        raise ShapeError(message, field="add_GKN")
-    return _jgraph_grouped_wgrad(
-        x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK.dtype), interpret
-    )
+    if add_GKN is not None:
+        fits = add_GKN.shape == shape and add_GKN.dtype == jnp.float32
+        require(fits, "add_GKN", add_GKN, f"float32{list(shape)}")
+    return _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK))
 
 
 def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:
@@ -196,84 +176,65 @@ def _fits(shape: tuple[int, int, int], dtype: DTypeLike) -> bool:
     return even and jnp.dtype(dtype).name in ("bfloat16", *_FP8)
 
 
-def _chosen(implementation: str, shape: tuple[int, int, int], dtype: jnp.dtype) -> str:
-    if implementation == "auto":
-        return choose(shape, dtype)
-    if implementation == "mosaic" and not _fits(shape, dtype):
-        M, K, N = _allowed(dtype)
-        message = f"`x_MK` is {dtype} with M, K, N of {shape}: must be bfloat16 or FP8 and multiples of {M}, {K} and {N}"
-        raise ShapeError(f"{message} for `implementation` mosaic; pad them, or use auto", field="x_MK")
-    return implementation
+def _chosen(implementation: str, shape: tuple[int, int, int], x_MK: Array | jax.ShapeDtypeStruct) -> str:
+    of = shape, x_MK.dtype
+    M, K, N = _allowed(x_MK.dtype)
+    must = f"bfloat16 or FP8, with M, K, N of {shape} multiples of {M}, {K} and {N},"
+    return chosen(implementation, choose(*of), _fits(*of), "x_MK", x_MK, must, ("mosaic", "tiles", "xla"))
 
 
-def _check(implementation: str, sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Array, int]) -> None:
-    check_choice("implementation", implementation, ("auto", "mosaic", "tiles", "xla"))
+def _check(sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Array, int]) -> None:
     for name, (array, rank) in arrays.items():
-        if array.ndim != rank or not array.size or array.dtype not in dtypes:
-            message = f"`{name}` is {array.dtype}{list(array.shape)}: must be {' or '.join(dtypes)}, not empty, of rank {rank}"
-            raise ShapeError(message, field=name)
-    if sizes_G.ndim != 1 or not sizes_G.size or sizes_G.dtype != jnp.int32:
-        raise ShapeError(f"`sizes_G` is {sizes_G.dtype}{list(sizes_G.shape)}: must be int32 of rank 1", field="sizes_G")
+        fits = array.ndim == rank and array.size > 0 and array.dtype in dtypes
+        require(fits, name, array, f"{' or '.join(dtypes)}, not empty, of rank {rank}")
+    fits = sizes_G.ndim == 1 and sizes_G.size > 0 and sizes_G.dtype == jnp.int32
+    require(fits, "sizes_G", sizes_G, "int32, not empty, of rank 1")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
-    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation, interpret)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str) -> Array:
+    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation)
 
 
-def _dot_forward(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Any:
-    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation, interpret), (x_MK, weights_GKN, sizes_G)
+def _dot_forward(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str) -> Any:
+    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation), (x_MK, weights_GKN, sizes_G)
 
 
-def _dot_backward(implementation: str, interpret: bool, kept: tuple[Array, ...], dy_MN: Array) -> tuple[Any, ...]:
-    x_MK, weights_GKN, sizes_G = kept
-    dx_MK = _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, implementation, interpret)
-    dw_GKN = _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation, interpret)
-    return dx_MK, dw_GKN, None
+def _dot_backward(implementation: str, residuals: tuple[Array, ...], dy_MN: Array) -> tuple[Any, ...]:
+    x_MK, weights_GKN, sizes_G = residuals
+    dx_MK = _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, implementation)
+    return dx_MK, _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation), None
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
 # Jitted functions, because jax 0.11 names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
-def _jgraph_grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
-    return _product(x_MK, weights_GKN, sizes_G, implementation, interpret, transposed=False)
+@functools.partial(jax.jit, static_argnums=3)
+def _jgraph_grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str) -> Array:
+    return _product(x_MK, weights_GKN, sizes_G, "GKN", implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
-def _jgraph_grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
-    return _product(dy_MN, weights_GKN, sizes_G, implementation, interpret, transposed=True)
+@functools.partial(jax.jit, static_argnums=3)
+def _jgraph_grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array, implementation: str) -> Array:
+    return _product(dy_MN, weights_GKN, sizes_G, "GNK", implementation)
 
 
-def _product(x_MK: Array, weights: Array, sizes_G: Array, implementation: str, interpret: bool, *, transposed: bool) -> Array:
-    if implementation == "mosaic":
-        return product(x_MK, weights, sizes_G, "GNK" if transposed else "GKN", interpret)
-    return {"tiles": _product_tiles, "xla": _product_xla}[implementation](x_MK, weights, sizes_G, transposed)
+def _product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, implementation: str) -> Array:
+    if implementation == "xla":
+        return _ragged_dot(ROWS if order == "GKN" else TURNED, x_MK, weights, sizes_G).astype(x_MK.dtype)
+    return (product if implementation == "mosaic" else _product_tiles)(x_MK, weights, sizes_G, order)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "implementation", "interpret"))
+@functools.partial(jax.jit, static_argnums=(4, 5))
 def _jgraph_grouped_wgrad(
-    x_MK: Array,
-    dy_MN: Array,
-    sizes_G: Array,
-    add_GKN: Array | None,
-    dtype: jnp.dtype,
-    implementation: str,
-    interpret: bool,
+    x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype, implementation: str
 ) -> Array:
     if implementation == "mosaic":
-        return wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, interpret)
-    dw_GKN = {"tiles": _wgrad_tiles, "xla": _wgrad_xla}[implementation](x_MK, dy_MN, sizes_G)
+        return wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype)
+    tiles = implementation == "tiles"
+    dw_GKN = _wgrad_tiles(x_MK, dy_MN, sizes_G) if tiles else _ragged_dot(SUMMED, x_MK, dy_MN, sizes_G)
     return dw_GKN.astype(dtype) if add_GKN is None else add_GKN + dw_GKN
-
-
-def _product_xla(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool) -> Array:
-    return _ragged_dot(TURNED if transposed else ROWS, x_MK, weights, sizes_G).astype(x_MK.dtype)
-
-
-def _wgrad_xla(x_MK: Array, dy_MN: Array, sizes_G: Array) -> Array:
-    return _ragged_dot(SUMMED, x_MK, dy_MN, sizes_G)
 
 
 def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, sizes_G: Array) -> Array:
@@ -311,47 +272,40 @@ class _Tiles(NamedTuple):
     end: Array
 
 
-def _bounds(sizes_G: Array, M: int) -> tuple[Array, Array]:
-    """Returns the first row of each group and the row after its last. The last group holds the rows beyond the sum."""
-    G = sizes_G.size
-    # XLA fuses sums over a mask into one kernel, unlike a cumulative sum.
-    ends = jnp.sum(jnp.where(jnp.tri(G, dtype=bool), sizes_G, 0), axis=1, dtype=jnp.int32)
-    ends = jnp.minimum(ends, M)
-    ends = jnp.concatenate([ends, jnp.full((1,), M, jnp.int32)])
-    return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]]), ends
-
-
-def _tiles(sizes_G: Array, M: int, rows: int) -> _Tiles:
-    G = sizes_G.size
-    begin, end = _bounds(sizes_G, M)
-    aligned = begin // ALIGNED * ALIGNED
-    counts = jnp.where(end > begin, (end - aligned + rows - 1) // rows, 0)
-    ends = jnp.sum(jnp.where(jnp.tri(G + 1, dtype=bool), counts, 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange((M + (ALIGNED - 1) * (G + 1)) // rows + G + 1, dtype=jnp.int32)
-    group = jnp.sum(tile[:, None] >= ends, axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, G)
-    first = aligned[group] + (tile - (ends - counts)[group]) * rows
-    begin, end = jnp.maximum(begin[group], first), jnp.minimum(end[group], first + rows)
-    return _Tiles(group, first, begin, end)
-
-
 _ROWS = 256
 """Rows of a tile of the loop."""
 
 
-def _product_tiles(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool) -> Array:
+def _cumulative(counts: Array) -> Array:
+    # XLA fuses sums over a mask into one kernel, unlike a cumulative sum.
+    return jnp.sum(jnp.where(jnp.tri(counts.size, dtype=bool), counts, 0), axis=1, dtype=jnp.int32)
+
+
+def _tiles(sizes_G: Array, M: int) -> _Tiles:
+    G = sizes_G.size
+    end = jnp.concatenate([jnp.minimum(_cumulative(sizes_G), M), jnp.full((1,), M, jnp.int32)])
+    begin = jnp.concatenate([jnp.zeros((1,), jnp.int32), end[:-1]])
+    aligned = begin // ALIGNED * ALIGNED
+    counts = jnp.where(end > begin, (end - aligned + _ROWS - 1) // _ROWS, 0)
+    ends = _cumulative(counts)
+    tile = jnp.arange((M + (ALIGNED - 1) * (G + 1)) // _ROWS + G + 1, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(tile[:, None] >= ends, axis=1, dtype=jnp.int32), G)
+    first = aligned[group] + (tile - (ends - counts)[group]) * _ROWS
+    return _Tiles(group, first, jnp.maximum(begin[group], first), jnp.minimum(end[group], first + _ROWS))
+
+
+def _product_tiles(x_MK: Array, weights: Array, sizes_G: Array, order: Order) -> Array:
     """Loops over tiles. At most twice the minimal work if groups have at least as many rows as a tile."""
     (M, _), G = x_MK.shape, sizes_G.size
-    tiles = _tiles(sizes_G, M, _ROWS)
+    tiles = _tiles(sizes_G, M)
     x = jnp.pad(x_MK, ((0, _ROWS), (0, 0)))
-    y = jnp.zeros((M + _ROWS, weights.shape[1 if transposed else 2]), x.dtype)
+    y = jnp.zeros((M + _ROWS, weights.shape[order.index("N")]), x.dtype)
 
     def step(tile: Array, y: Array) -> Array:
         group, first, begin, end = (part[tile] for part in tiles)
         weight = weights[jnp.minimum(group, G - 1)]
-        new = jnp.dot(
-            lax.dynamic_slice_in_dim(x, first, _ROWS), weight.T if transposed else weight, preferred_element_type=jnp.float32
-        ).astype(y.dtype)
+        rows, weight = lax.dynamic_slice_in_dim(x, first, _ROWS), weight if order == "GKN" else weight.T
+        new = jnp.dot(rows, weight, preferred_element_type=jnp.float32).astype(y.dtype)
         row = first + jnp.arange(_ROWS)[:, None]
         new = jnp.where((row >= begin) & (row < end) & (group < G), new, lax.dynamic_slice_in_dim(y, first, _ROWS))
         return lax.dynamic_update_slice_in_dim(y, new, first, 0)
@@ -361,7 +315,7 @@ def _product_tiles(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool
 
 def _wgrad_tiles(x_MK: Array, dy_MN: Array, sizes_G: Array) -> Array:
     M, G = x_MK.shape[0], sizes_G.size
-    tiles = _tiles(sizes_G, M, _ROWS)
+    tiles = _tiles(sizes_G, M)
     x, dy = (jnp.pad(array, ((0, _ROWS), (0, 0))) for array in (x_MK, dy_MN))
 
     def step(tile: Array, dw: Array) -> Array:

@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jgraph.errors import ShapeError
+from jgraph.kernels._check import require
+from jgraph.kernels._mosaic import on_cpu
 
 _ROWS, _COLUMNS, _WARPS = 4, 2048, 4
 """Maximum rows of a tile, maximum columns of a piece, and warps of a block."""
@@ -44,7 +45,6 @@ def matvec(
     parts: int = 1,
     add_F: Array | None = None,
     dtype: DTypeLike | None = None,
-    interpret: bool = False,
 ) -> Array:
     """Computes `activation(weights @ rms_norm(x)) + add` for one token; sums in float32.
 
@@ -57,7 +57,6 @@ def matvec(
         parts: Number of equal parts of the rows, which become the arguments of `activation`.
         add_F: Added to the rounded result; None adds nothing.
         dtype: Dtype of the result; None for the dtype of `x_D`.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         [F / parts].
@@ -65,12 +64,9 @@ def matvec(
     Raises:
         ShapeError: If `fits` is false.
     """
-    if not fits(x_D, weights_FD, parts):
-        found = f"{list(weights_FD.shape)} for `x_D` {list(x_D.shape)}"
-        must = f"[F, D] for [D], with F a multiple of {parts * _ROWS} and D of {_COLUMNS_MULTIPLE}"
-        raise ShapeError(f"`weights_FD` is {found}: must be {must}", field="weights_FD")
-    how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
-    return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
+    must = f"[F, D], with F a multiple of {parts * _ROWS} and D of {_COLUMNS_MULTIPLE}, as `x_D` is {list(x_D.shape)}"
+    require(fits(x_D, weights_FD, parts), "weights_FD", weights_FD, must)
+    return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype))
 
 
 def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
@@ -80,7 +76,7 @@ def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
 
 
 # A jitted function, because jax names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _jgraph_matvec(
     x_D: Array,
     weights_FD: Array,
@@ -90,7 +86,6 @@ def _jgraph_matvec(
     activation: Activation | None,
     parts: int,
     dtype: jnp.dtype,
-    interpret: bool,
 ) -> Array:
     F, D = weights_FD.shape[0] // parts, weights_FD.shape[1]
     W = min(_COLUMNS, pl.next_power_of_2(D))
@@ -152,7 +147,7 @@ def _jgraph_matvec(
         out_specs=pl.BlockSpec((F,), lambda i: (0,)),
         out_shape=jax.ShapeDtypeStruct((F,), dtype),
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
-        interpret=interpret,
+        interpret=on_cpu(),
     )(*inputs.values())
 
 

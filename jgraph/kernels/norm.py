@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels import _rows
+from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import has_mosaic, plgpu
 from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, load, load_columns
 
@@ -28,13 +28,7 @@ _BLOCKS = 512
 
 
 def rms_norm(
-    x: Array,
-    scale_D: Array,
-    *,
-    add: Array | None = None,
-    epsilon: float = 1e-6,
-    implementation: str = "auto",
-    interpret: bool = False,
+    x: Array, scale_D: Array, *, add: Array | None = None, epsilon: float = 1e-6, implementation: str = "auto"
 ) -> tuple[Array, Array]:
     """Adds to a residual stream and normalizes the sum: `x + add`, and its RMSNorm.
 
@@ -52,7 +46,6 @@ def rms_norm(
         epsilon: Added to the mean square.
         implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, D a multiple of 128 and at most 2048, rows a
             multiple of 4), `xla` (any device), or `auto`, which selects the first supported one.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         The sum and its norm, both in the dtype of `x`; statistics are float32.
@@ -61,16 +54,13 @@ def rms_norm(
         ConfigError: If `implementation` is unknown.
         ShapeError: If the shapes or dtypes disagree, or `mosaic` does not support them.
     """
-    check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
-    if x.ndim < 1 or scale_D.shape != x.shape[-1:]:
-        raise ShapeError(f"`scale_D` is {scale_D.shape}: must be the last size of `x`, {x.shape}", field="scale_D")
-    if add is not None and (add.shape != x.shape or add.dtype != x.dtype):
-        raise ShapeError(f"`add` is {add.dtype}{list(add.shape)}: must be as `x`, {x.dtype}{list(x.shape)}", field="add")
-    chosen = choose(x.shape, x.dtype) if implementation == "auto" else implementation
-    if chosen == "mosaic" and not _fits(x.shape, x.dtype):
-        allowed = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
-        raise ShapeError(f"`x` is {x.dtype}{list(x.shape)}: must be {allowed}; use xla", field="x")
-    return _IMPLEMENTATIONS[chosen](x, scale_D, add, epsilon, interpret)
+    require(x.ndim > 0 and scale_D.shape == x.shape[-1:], "scale_D", scale_D, f"of the last size of `x`, {x.shape}")
+    if add is not None:
+        require(add.shape == x.shape and add.dtype == x.dtype, "add", add, f"as `x`, {x.dtype}{list(x.shape)}")
+    of = x.shape, x.dtype
+    must = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
+    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "x", x, must)]
+    return run(x, scale_D, add, epsilon)
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
@@ -84,7 +74,7 @@ def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
 
 
-def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float, interpret: bool) -> tuple[Array, Array]:
+def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Array, Array]:
     """Reference implementation."""
     x = x if add is None else x + add
     x32 = x.astype(jnp.float32)
@@ -92,24 +82,22 @@ def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float, interpret:
     return x, (x32 * (root * scale_D)).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _mosaic(x: Array, scale_D: Array, add: Array | None, epsilon: float, interpret: bool) -> tuple[Array, Array]:
-    return _forward(x, scale_D, add, epsilon, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mosaic(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Array, Array]:
+    return _forward(x, scale_D, add, epsilon)[0]
 
 
-def _forward(x: Array, scale_D: Array, add: Array | None, epsilon: float, interpret: bool) -> tuple[Any, Any]:
+def _forward(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Any, Any]:
     x_MD, scale_1D = x.reshape(-1, x.shape[-1]), scale_D.astype(jnp.float32)
-    y_MD, *new = _jgraph_norm(x_MD, scale_1D, None if add is None else add.reshape(x_MD.shape), epsilon, interpret)
+    y_MD, *new = _jgraph_norm(x_MD, scale_1D, None if add is None else add.reshape(x_MD.shape), epsilon)
     x = new[0].reshape(x.shape) if new else x
     return (x, y_MD.reshape(x.shape)), (x, scale_D, add is None)
 
 
-def _backward(
-    epsilon: float, interpret: bool, residuals: Any, gradients: tuple[Array, Array]
-) -> tuple[Array, Array, Array | None]:
+def _backward(epsilon: float, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Array, Array, Array | None]:
     x, scale_D, alone = residuals
     x_MD, dx_MD, dy_MD = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
-    dx_MD, parts = _jgraph_norm_backward(x_MD, scale_D.astype(jnp.float32), dx_MD, dy_MD, epsilon, interpret)
+    dx_MD, parts = _jgraph_norm_backward(x_MD, scale_D.astype(jnp.float32), dx_MD, dy_MD, epsilon)
     dx = dx_MD.reshape(x.shape)
     return dx, jnp.sum(parts, axis=0).astype(scale_D.dtype), None if alone else dx
 
@@ -118,8 +106,8 @@ _mosaic.defvjp(_forward, _backward)
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: float, interpret: bool) -> tuple[Array, ...]:
+@functools.partial(jax.jit, static_argnums=3)
+def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: float) -> tuple[Array, ...]:
     """Returns the norm, and the sum if there is one."""
     M, D = x_MD.shape
     outs = 1 + (add_MD is not None)
@@ -136,13 +124,11 @@ def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: flo
 
     shapes = [jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype)] * outs
     arrays = (x_MD,) if add_MD is None else (x_MD, add_MD)
-    return _rows.call(kernel, shapes, M // ROWS, interpret)(scale_D, *arrays)
+    return _rows.call(kernel, shapes, M // ROWS)(scale_D, *arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _jgraph_norm_backward(
-    x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Array, epsilon: float, interpret: bool
-) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=4)
+def _jgraph_norm_backward(x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Array, epsilon: float) -> tuple[Array, Array]:
     """Returns the gradient of x, and partial gradients of the scale."""
     M, D = x_MD.shape
     blocks = min(M // ROWS, _BLOCKS)
@@ -169,7 +155,7 @@ def _jgraph_norm_backward(
 
     shapes = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype), jax.ShapeDtypeStruct((blocks, D), jnp.float32)
     shared = (plgpu().SMEM((ROWS, D), jnp.float32),)
-    return _rows.call(kernel, shapes, blocks, interpret, shared)(scale_D, x_MD, dx_MD, dy_MD)
+    return _rows.call(kernel, shapes, blocks, shared)(scale_D, x_MD, dx_MD, dy_MD)
 
 
 def _root(values: Array, epsilon: float) -> Array:

@@ -16,8 +16,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels._mosaic import has_mosaic, interpreted, plgpu
+from jgraph.errors import check_choice
+from jgraph.kernels._check import chosen, require, require_scalar
+from jgraph.kernels._mosaic import has_mosaic, interpreter, on_cpu, plgpu
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 
 Want = Literal["both", "rows", "columns", "amax"]
@@ -62,7 +63,6 @@ def cast_transpose(
     want: Want = "both",
     into: Slot | None = None,
     implementation: str = "auto",
-    interpret: bool = False,
 ) -> Quantized:
     """Scales an array, clips it to the range of `dtype`, rounds to nearest even, and transposes the result.
 
@@ -77,7 +77,6 @@ def cast_transpose(
         into: Slot to write to; the result then has the pools. Nothing is copied if a jitted function donates them.
         implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (any device), or
             `auto`, which selects the first supported one.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         The array in FP8, its transpose and its amax.
@@ -86,42 +85,32 @@ def cast_transpose(
         ConfigError: If `dtype`, `want` or `implementation` is unknown.
         ShapeError: If `x_MN`, `inverse_scale` or `into` has a shape or dtype that is not supported.
     """
-    fn, inputs = x_MN if isinstance(x_MN, Computed) else (IDENTITY, (x_MN,))
+    x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
     check_choice("want", want, get_args(Want))
-    check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
-    shape = _shape(inputs)
-    for x in inputs:
-        broadcast = len(inputs) > 1 and x.ndim == 2 and x.shape in ((shape[0], 1), (1, shape[1]))
-        if not broadcast and (x.shape != shape or len(shape) != 2 or any(size % _ALIGNED or not size for size in shape)):
-            raise ShapeError(f"`x_MN` is {x.shape}: must have two sizes, multiples of {_ALIGNED}; pad it", field="x_MN")
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            raise ShapeError(f"`x_MN` is {x.dtype}: must be bfloat16 or float32", field="x_MN")
-    if inverse_scale.shape != () or inverse_scale.dtype != jnp.float32:
-        message = f"`inverse_scale` is {inverse_scale.dtype}{list(inverse_scale.shape)}: must be a float32 scalar"
-        raise ShapeError(message, field="inverse_scale")
+    shape = _shape(x.inputs)
+    aligned = len(shape) == 2 and all(size and size % _ALIGNED == 0 for size in shape)
+    for part in x.inputs:
+        broadcast = len(x.inputs) > 1 and part.ndim == 2 and part.shape in ((shape[0], 1), (1, shape[1]))
+        fits = broadcast or (aligned and part.shape == shape)
+        require(fits, "x_MN", part, f"of two sizes, multiples of {_ALIGNED}; pad it")
+        require(part.dtype in (jnp.bfloat16, jnp.float32), "x_MN", part, "bfloat16 or float32")
+    require_scalar("inverse_scale", inverse_scale)
     if into is not None:
         _check_slot(into, shape, jnp.dtype(dtype), want)
-    chosen = choose(shape) if implementation == "auto" else implementation
-    if chosen == "mosaic" and not _fits_tiles(shape):
-        allowed = f"multiples of {2 * _PAIRS} x {_WIDTH}"
-        message = f"`x_MN` is {shape}: must be {allowed} for `implementation` mosaic; pad it, or take auto"
-        raise ShapeError(message, field="x_MN")
-    return _JITTED[want](inputs, inverse_scale, fn, jnp.dtype(dtype), chosen, interpret, into)
+    must = f"of multiples of {2 * _PAIRS} x {_WIDTH}"
+    name = chosen(implementation, choose(shape), _fits_tiles(shape), "x_MN", x.inputs[0], must)
+    return _JITTED[want](x.inputs, inverse_scale, into, x.fn, jnp.dtype(dtype), name)
 
 
 def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want) -> None:
-    shapes = {"rows": shape, "columns": shape[::-1]}
-    for name in shapes:
-        pool, wanted = getattr(into, name), name in _WRITTEN[want]
-        if not wanted if pool is None else wanted and pool.shape[1:] == shapes[name] and pool.dtype == dtype:
-            continue
-        found = "None" if pool is None else f"{pool.dtype}{list(pool.shape)}"
-        must = f"{dtype.name} of shape (S, {shapes[name][0]}, {shapes[name][1]})" if wanted else "None"
-        raise ShapeError(f"`into.{name}` is {found}: must be {must} for `want` {want}", field="into")
-    if into.number.shape != () or into.number.dtype != jnp.int32:
-        message = f"`into.number` is {into.number.dtype}{list(into.number.shape)}: must be an int32 scalar"
-        raise ShapeError(message, field="into")
+    for name, pool, sizes in (("rows", into.rows, shape), ("columns", into.columns, shape[::-1])):
+        if name in _WRITTEN[want]:
+            fits = pool is not None and pool.shape[1:] == sizes and pool.dtype == dtype
+            require(fits, f"into.{name}", pool, f"{dtype.name}[S, {sizes[0]}, {sizes[1]}] for `want` {want}")
+        else:
+            require(pool is None, f"into.{name}", pool, f"None for `want` {want}")
+    require_scalar("into.number", into.number, "int32")
 
 
 _NAMES: dict[Want, str] = {want: f"_jgraph_quantize_{want}" for want in get_args(Want)}
@@ -132,19 +121,11 @@ CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgr
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
     """Returns a jitted function, because jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
-    def run(
-        inputs: tuple[Array, ...],
-        inverse_scale: Array,
-        fn: Elementwise,
-        dtype: jnp.dtype,
-        implementation: str,
-        interpret: bool,
-        into: Slot | None,
-    ) -> Quantized:
-        return _IMPLEMENTATIONS[implementation](fn, inputs, inverse_scale, dtype, want, interpret, into)
+    def run(inputs: Any, inverse_scale: Array, into: Slot | None, fn: Elementwise, dtype: jnp.dtype, name: str) -> Quantized:
+        return _IMPLEMENTATIONS[name](Computed(fn, inputs), inverse_scale, into, dtype, want)
 
     run.__name__ = run.__qualname__ = name
-    return jax.jit(run, static_argnums=(2, 3, 4, 5))
+    return jax.jit(run, static_argnums=(3, 4, 5))
 
 
 _JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for want, name in _NAMES.items()}
@@ -176,26 +157,15 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
     return jnp.clip(x.astype(jnp.float32) * inverse_scale, -top, top).astype(dtype)
 
 
-def _xla(
-    fn: Elementwise,
-    inputs: tuple[Array, ...],
-    inverse_scale: Array,
-    dtype: jnp.dtype,
-    want: Want,
-    interpret: bool,
-    into: Slot | None,
-) -> Quantized:
+def _xla(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dtype, want: Want) -> Quantized:
     """Reference implementation. XLA makes two passes over the array, one for the amax and one for the transpose."""
-    x_MN = fn(*inputs)
-    quantized = cast(x_MN, inverse_scale, dtype)
-    rows = quantized if "rows" in _WRITTEN[want] else None
-    columns = quantized.T if "columns" in _WRITTEN[want] else None
+    x_MN = x.fn(*x.inputs)
+    rows = cast(x_MN, inverse_scale, dtype)
+    out = {name: rows if name == "rows" else rows.T for name in _WRITTEN[want]}
     if into is not None:
-        rows, columns = (
-            None if new is None else lax.dynamic_update_index_in_dim(pool, new, into.number, 0)
-            for pool, new in ((into.rows, rows), (into.columns, columns))
-        )
-    return Quantized(rows, columns, amax(x_MN))
+        pools = into._asdict()
+        out = {name: lax.dynamic_update_index_in_dim(pools[name], new, into.number, 0) for name, new in out.items()}
+    return Quantized(out.get("rows"), out.get("columns"), amax(x_MN))
 
 
 def amax(x: Array) -> Array:
@@ -226,15 +196,7 @@ They take 64 KiB of shared memory in bfloat16, so a multiprocessor holds three b
 """
 
 
-def _mosaic(
-    fn: Elementwise,
-    inputs: tuple[Array, ...],
-    inverse_scale: Array,
-    dtype: jnp.dtype,
-    want: Want,
-    interpret: bool,
-    into: Slot | None,
-) -> Quantized:
+def _mosaic(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dtype, want: Want) -> Quantized:
     """Transposes 16-bit pairs, because Hopper cannot transpose bytes.
 
     A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles. If
@@ -242,30 +204,25 @@ def _mosaic(
     not change the amax, but a function of zeros may, so a `Computed` is processed one tile at a time.
     """
     gpu = plgpu()
+    fn, inputs = x
     (M, N), tiles = _shape(inputs), _TILES if fn == IDENTITY else 1
     WGMMA = gpu.Layout.WGMMA
     H = M // 2
     grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * tiles))
     out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
-    scratch: dict[str, Any] = {
-        "xs": [gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)],
-    }
+    scratch: dict[str, Any] = {"xs": [gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)]}
     scratch["loaded"] = gpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
     pools: dict[str, Any] = {}  # references that are written in place
-    if "rows" in _WRITTEN[want]:
+    packed = {"rows": ((H, 2, N), dtype, (2, _PAIRS, _WIDTH)), "columns": ((N, H), jnp.uint16, (_WIDTH, _PAIRS))}
+    for name in _WRITTEN[want]:
+        shape, written, tile = packed[name]
+        scratch[name] = gpu.SMEM((tiles, *tile), written)
         if into is None:
-            out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
+            out_type[name] = jax.ShapeDtypeStruct(shape, written)
+        elif name == "rows":
+            pools[name] = jax.new_ref(into._asdict()[name].reshape(-1, H, 2, N))
         else:
-            assert into.rows is not None
-            pools["rows"] = jax.new_ref(into.rows.reshape(-1, H, 2, N))
-        scratch["rows"] = gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
-    if "columns" in _WRITTEN[want]:
-        if into is None:
-            out_type["columns"] = jax.ShapeDtypeStruct((N, H), jnp.uint16)
-        else:
-            assert into.columns is not None
-            pools["columns"] = jax.new_ref(lax.bitcast_convert_type(into.columns.reshape(-1, N, H, 2), jnp.uint16))
-        scratch["columns"] = gpu.SMEM((tiles, _WIDTH, _PAIRS), jnp.uint16)
+            pools[name] = jax.new_ref(lax.bitcast_convert_type(into._asdict()[name].reshape(-1, N, H, 2), jnp.uint16))
 
     def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
         whole, (scale, *others) = refs[: len(inputs)], refs[len(inputs) :]
@@ -304,7 +261,7 @@ def _mosaic(
                 yield gpu.layout_cast(found, WGMMA)
 
         factor = scale[0]
-        amax = None
+        amax: Any = None
         for tile in range(tiles):
             gpu.barrier_wait(loaded.at[tile])
             halves = []
@@ -313,7 +270,7 @@ def _mosaic(
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
                 # The compiled conversion saturates.
-                quantized = _quantize(values, factor, dtype) if interpret else (values * factor).astype(dtype)
+                quantized = _quantize(values, factor, dtype) if on_cpu() else (values * factor).astype(dtype)
                 if rows is not None:
                     rows[tile, parity] = quantized
                 halves.append(lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint16))
@@ -326,7 +283,6 @@ def _mosaic(
                     gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[*slot, pairs, parity, width(tile)])
             if columns is not None:
                 gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[*slot, width(tile), pairs])
-        assert amax is not None
         # One number per block, reduced after the kernel: needs no initialization and no atomics.
         out["amax"][i, j] = jnp.max(amax)
         gpu.wait_smem_to_gmem(0)
@@ -342,7 +298,7 @@ def _mosaic(
         grid_names=("i", "j"),
         # exp is accurate to 2 units in the last place of float32.
         compiler_params=gpu.CompilerParams(approx_math=True),
-        interpret=interpreted(interpret),
+        interpret=interpreter(),
     )(*map(laid_out, inputs), inverse_scale.reshape(1), *([] if into is None else [into.number.reshape(1)]), *pools.values())
     out = dict(zip(out_type, found, strict=True)) | {name: pool[...] for name, pool in pools.items()}
     lead = () if into is None else (-1,)

@@ -6,7 +6,6 @@ One kernel computes both: for [32768, 2 x 2048] in bfloat16 it moves 671 MB, XLA
 
 # R rows, F hidden
 
-import functools
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels import _rows
+from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import has_mosaic
 from jgraph.kernels._rows import ROWS, WIDTH, by_row, load, load_rows
 
@@ -38,7 +37,7 @@ def swiglu(both: Array, weight: Array | float = 1.0) -> Array:
     return (jax.nn.silu(gate) * up * weight).astype(both.dtype)
 
 
-def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = "auto", interpret: bool = False) -> Array:
+def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = "auto") -> Array:
     """Computes `swiglu` of rows with a weight each. Differentiable in both arguments.
 
     Args:
@@ -46,7 +45,6 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
         weights_R: float32.
         implementation: For the gradients: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, R a multiple of 4, F of
             128), `xla` (any device), or `auto`, which selects the first supported one.
-        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         [R, F].
@@ -55,16 +53,13 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
         ConfigError: If `implementation` is unknown.
         ShapeError: If the shapes disagree, or `mosaic` does not support them.
     """
-    check_choice("implementation", implementation, ("auto", "mosaic", "xla"))
-    if both_RF2.ndim != 2 or both_RF2.shape[1] % 2 or weights_R.shape != both_RF2.shape[:1]:
-        raise ShapeError(f"`weights_R` is {weights_R.shape}: must be (R,) for `both_RF2` {both_RF2.shape}", field="weights_R")
-    chosen = choose(both_RF2.shape, both_RF2.dtype) if implementation == "auto" else implementation
-    if chosen == "xla":
-        return swiglu(both_RF2, weights_R[:, None])
-    if not _fits(both_RF2.shape, both_RF2.dtype):
-        allowed = f"bfloat16, rows a multiple of {ROWS}, half its columns one of {WIDTH}"
-        raise ShapeError(f"`both_RF2` is {both_RF2.dtype}{list(both_RF2.shape)}: must be {allowed}; use xla", field="both_RF2")
-    return _mosaic(both_RF2, weights_R, interpret)
+    matches = both_RF2.ndim == 2 and both_RF2.shape[1] % 2 == 0 and weights_R.shape == both_RF2.shape[:1]
+    require(matches, "weights_R", weights_R, f"(R,) for (R, 2F); `both_RF2` is {both_RF2.shape}")
+    of = both_RF2.shape, both_RF2.dtype
+    must = f"bfloat16, rows a multiple of {ROWS}, half its columns one of {WIDTH}"
+    if chosen(implementation, choose(*of), _fits(*of), "both_RF2", both_RF2, must) == "mosaic":
+        return _mosaic(both_RF2, weights_R)
+    return swiglu(both_RF2, weights_R[:, None])
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
@@ -76,25 +71,25 @@ def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and shape[0] % ROWS == 0 and shape[1] % (2 * WIDTH) == 0 and 0 not in shape
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _mosaic(both_RF2: Array, weights_R: Array, interpret: bool) -> Array:
+@jax.custom_vjp
+def _mosaic(both_RF2: Array, weights_R: Array) -> Array:
     return swiglu(both_RF2, weights_R[:, None])
 
 
-def _forward(both_RF2: Array, weights_R: Array, interpret: bool) -> tuple[Array, tuple[Array, Array]]:
-    return _mosaic(both_RF2, weights_R, interpret), (both_RF2, weights_R)
+def _forward(both_RF2: Array, weights_R: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _mosaic(both_RF2, weights_R), (both_RF2, weights_R)
 
 
-def _backward(interpret: bool, residuals: tuple[Array, Array], dy_RF: Array) -> tuple[Array, Array]:
-    return _jgraph_swiglu_backward(*residuals, dy_RF, interpret)
+def _backward(residuals: tuple[Array, Array], dy_RF: Array) -> tuple[Array, Array]:
+    return _jgraph_swiglu_backward(*residuals, dy_RF)
 
 
 _mosaic.defvjp(_forward, _backward)
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnums=3)
-def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array, interpret: bool) -> tuple[Array, Array]:
+@jax.jit
+def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> tuple[Array, Array]:
     """Returns the gradients of rows and weights."""
     R, F = dy_RF.shape
     width = max(width for width in range(WIDTH, min(_COLUMNS, F) + 1, WIDTH) if F % width == 0)
@@ -116,5 +111,5 @@ def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array, int
 
     # jax 0.11 cannot store one number per row, so a warp stores as many as it writes at once.
     outs = jax.ShapeDtypeStruct(both_RF2.shape, both_RF2.dtype), jax.ShapeDtypeStruct((R, WIDTH), jnp.float32)
-    dboth_RF2, dweights = _rows.call(kernel, outs, R // ROWS, interpret)(both_RF2, weights_R, dy_RF)
+    dboth_RF2, dweights = _rows.call(kernel, outs, R // ROWS)(both_RF2, weights_R, dy_RF)
     return dboth_RF2, dweights[:, 0]

@@ -76,7 +76,7 @@ def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch
     jax.clear_caches()
     # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
-    assert_near(run(*args, implementation="mosaic", interpret=True), loop(*args))
+    assert_near(run(*args, implementation="mosaic"), loop(*args))
 
 
 FP8 = [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")]
@@ -119,7 +119,7 @@ def test_the_kernels_body_multiplies_fp8_by_both_layouts(monkeypatch):
     monkeypatch.setattr(_grouped_blocks, "_BLOCKS", 2)
     jax.clear_caches()
     args, wanted = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
-    assert_fp8(run_fp8(*args, implementation="mosaic", interpret=True), wanted)
+    assert_fp8(run_fp8(*args, implementation="mosaic"), wanted)
 
 
 def test_what_cannot_be_multiplied_in_fp8_is_refused_by_its_name():

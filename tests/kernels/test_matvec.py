@@ -36,7 +36,7 @@ def test_norm_product_and_sum_equal_those_of_numpy(D, given):
     every = arrays(D, 8)
     own = {name: every[name] for name in ("x_D", "weights_FD", *given)}
     choices = {"epsilon": 0.5} if "scale_D" in given else {}
-    found = matvec(**own, **choices, interpret=True)
+    found = matvec(**own, **choices)
     np.testing.assert_allclose(found, reference(**own, **choices), atol=2e-5 * D**0.5)
 
 
@@ -46,20 +46,20 @@ def test_blocks_with_several_tiles_sum_every_row_once(monkeypatch, D, turns):
     monkeypatch.setattr(module, "_TURNS", turns)
     jax.clear_caches()
     own = arrays(D, 40)
-    np.testing.assert_allclose(matvec(**own, interpret=True), reference(**own), atol=2e-5 * D**0.5)
+    np.testing.assert_allclose(matvec(**own), reference(**own), atol=2e-5 * D**0.5)
 
 
 def test_an_activation_joins_the_parts_of_the_rows():
     own = arrays(64, 16)
     del own["scale_D"], own["add_F"]
-    found = matvec(**own, activation=gated, parts=2, interpret=True)
+    found = matvec(**own, activation=gated, parts=2)
     np.testing.assert_allclose(found, gated(*np.split(reference(**own).astype(np.float32), 2)), rtol=1e-4, atol=1e-4)
 
 
 def test_sums_are_float32_and_the_result_has_the_requested_dtype():
     x_D, weights_FD = jnp.ones(2064, jnp.bfloat16), jnp.ones((4, 2064), jnp.bfloat16)
-    assert matvec(x_D, weights_FD, dtype=jnp.float32, interpret=True).tolist() == [2064.0] * 4
-    assert matvec(x_D, weights_FD, interpret=True).dtype == jnp.bfloat16
+    assert matvec(x_D, weights_FD, dtype=jnp.float32).tolist() == [2064.0] * 4
+    assert matvec(x_D, weights_FD).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(("D", "F", "parts"), [(60, 8, 1), (64, 6, 1), (64, 12, 2)])

@@ -65,7 +65,7 @@ def test_plain_jax_rounds_to_nearest_even_clips_and_keeps_nan(source, dtype):
 @pytest.mark.parametrize(("shape", "odd"), [((256, 192), True), ((128, 64), False)])
 def test_the_kernel_s_body_gives_the_bits_of_plain_jax(source, dtype, shape, odd):
     x, scale = values(shape, source, odd), jnp.float32(0.7)
-    found = cast_transpose(x, scale, dtype, implementation="mosaic", interpret=True)
+    found = cast_transpose(x, scale, dtype, implementation="mosaic")
     wanted = cast_transpose(x, scale, dtype, implementation="xla")
     # On a CPU the maximum in a kernel's body may lose a NaN; tests/gpu looks at it on a GPU.
     assert_same(found[:2] if odd else found, wanted[:2] if odd else wanted)
@@ -127,7 +127,7 @@ def test_a_function_is_quantized_as_its_result_would_be(name):
 @pytest.mark.parametrize("want", ["both", "amax"])
 def test_the_kernel_computes_what_it_quantizes(name, want):
     fn, scale = steps(name), jnp.float32(4)
-    found = cast_transpose(Computed(fn, inputs_of(name)), scale, want=want, implementation="mosaic", interpret=True)
+    found = cast_transpose(Computed(fn, inputs_of(name)), scale, want=want, implementation="mosaic")
     wanted = cast_transpose(Computed(fn, inputs_of(name)), scale, implementation="xla")
     if want == "both":
         assert_within_one_step(found, wanted)
@@ -141,7 +141,7 @@ def test_the_kernel_computes_what_it_quantizes(name, want):
 def test_only_what_is_wanted_is_written(kernel, want):
     x, scale = values((128, 64), "bfloat16", odd=False), jnp.float32(1)
     both = cast_transpose(x, scale, implementation="xla")
-    found = cast_transpose(x, scale, want=want, implementation=kernel, interpret=kernel != "xla")
+    found = cast_transpose(x, scale, want=want, implementation=kernel)
     absent = {"rows": found.columns, "columns": found.rows}[want]
     assert absent is None
     kept = {"rows": (found.rows, both.rows), "columns": (found.columns, both.columns)}[want]
@@ -162,7 +162,7 @@ def test_a_slot_known_at_run_time_is_written_and_no_other(kernel, want):
     new = cast_transpose(x, scale, want=want, implementation="xla")
     for slot in (0, 2):
         into = Slot(*pools((128, 64), want=want), jnp.int32(slot))
-        found = cast_transpose(x, scale, want=want, into=into, implementation=kernel, interpret=kernel != "xla")
+        found = cast_transpose(x, scale, want=want, into=into, implementation=kernel)
         for before, after, written in zip(into[:2], found[:2], new[:2], strict=True):
             assert (after is None) == (written is None)
             if written is not None:

@@ -1,0 +1,48 @@
+"""Argument checks and the choice of an implementation, for the entry points of all kernels."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.errors import ShapeError, check_choice
+
+
+def require(holds: bool, name: str, array: Array | None, must: str) -> None:
+    """Raises ShapeError unless a condition on an array holds.
+
+    Args:
+        holds: The condition.
+        name: Name of the argument, with a dot for a part of it.
+        array: Its value.
+        must: Description of the supported values, for the message.
+    """
+    if not holds:
+        found = None if array is None else f"{array.dtype}{list(array.shape)}"
+        raise ShapeError(f"`{name}` is {found}: must be {must}", field=name.partition(".")[0])
+
+
+def require_scalar(name: str, array: Array, dtype: str = "float32") -> None:
+    """Raises ShapeError unless an array is a scalar of a dtype."""
+    require(array.shape == () and array.dtype == jnp.dtype(dtype), name, array, f"a scalar of {dtype}")
+
+
+def chosen(
+    implementation: str, auto: str, fits: bool, name: str, array: Array, must: str, allowed: tuple[str, ...] = ("mosaic", "xla")
+) -> str:
+    """Returns the implementation to run.
+
+    Args:
+        implementation: Argument of the entry point.
+        auto: Implementation that `auto` selects.
+        fits: True if the Mosaic kernel supports the arguments.
+        name: Name of the argument that must fit.
+        array: Its value.
+        must: Description of the values that the kernel supports, for the message.
+        allowed: All implementations.
+
+    Raises:
+        ConfigError: If the implementation is unknown.
+        ShapeError: If it is `mosaic` and the arguments do not fit.
+    """
+    check_choice("implementation", implementation, ("auto", *allowed))
+    require(fits or implementation != "mosaic", name, array, f"{must} for `implementation` mosaic; pad it, or use auto")
+    return auto if implementation == "auto" else implementation
