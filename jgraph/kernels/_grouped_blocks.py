@@ -5,15 +5,14 @@ A block computes the tiles of each group from the sizes of the groups.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
-from jgraph.kernels._mosaic import SLAB, interpreter, plgpu, shared
+from jgraph.kernels._mosaic import SLAB, interpreter, plgpu
 
 ALIGNED, SWIZZLED = 8, 64
 """Rows are copied from multiples of 8, and columns of bfloat16 in lines of 64."""
@@ -99,6 +98,7 @@ class Work(NamedTuple):
         rows: True if the warpgroup's part of the tile has a valid row.
         columns: int32, number of valid columns.
         load: Starts the copies of a step into a stage of the ring.
+        operands: Returns references to a warpgroup's operands, given a stage of the ring and a width.
         finish: Stores a warpgroup's accumulator.
         mask: Sets a warpgroup's invalid rows of a step to zero in shared memory.
         prepare: Starts the copies of the values that a warpgroup's accumulator is added to, given its columns.
@@ -108,32 +108,24 @@ class Work(NamedTuple):
     rows: Any
     columns: Any
     load: Callable[[Any, Any], None]
+    operands: Callable[[Any, int], tuple[Any, Any]]
     finish: Callable[[Any], None]
     mask: Callable[[Any, Any], None] | None = None
     prepare: Callable[[int], None] | None = None
 
 
-def persistent(
-    tiles: Tiles,
-    work: Callable[[Cursor, Any], Work],
-    operands: Callable[[Any, int], tuple[Any, Any]],
-    places: int,
-    widths: tuple[int, ...],
-    full: Any,
-    empty: Any,
-) -> None:
+def persistent(tiles: Tiles, work: Callable[[Cursor, Any], Work], shape: Shape, columns: int, full: Any, empty: Any) -> None:
     """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
 
     Args:
         tiles: The tiles of all groups.
         work: Returns the work of a tile, given a cursor at its group.
-        operands: Returns references to a warpgroup's operands, given a stage of the ring and a width.
-        places: Number of stages of the ring.
-        widths: Possible widths of a product; the smallest sufficient one is used.
+        shape: Tile sizes.
+        columns: Number of columns of the result.
         full: Barriers of filled stages.
         empty: Barriers of consumed stages.
     """
-    gpu = plgpu()
+    gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = lax.div(tiles.total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
 
@@ -193,7 +185,7 @@ def persistent(
                         gpu.barrier_wait(full.at[place])
                         if mine.mask is not None:
                             mine.mask(k, place)
-                        gpu.wgmma(acc, *operands(place, columns))
+                        gpu.wgmma(acc, *mine.operands(place, columns))
                         gpu.wgmma_wait(1)
                         pl.when(k > 0)(lambda: gpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
 
@@ -219,8 +211,8 @@ def persistent(
         gpu.wait_smem_to_gmem(0)
 
 
-def widths_of(shape: Shape, columns: int) -> tuple[int, ...]:
-    """Returns the possible widths of a product for a matrix of `columns` columns."""
+def _widths(shape: Shape, columns: int) -> tuple[int, ...]:
+    """Returns the possible widths of a product for a matrix of `columns` columns. The smallest sufficient one is used."""
     last, half = columns % shape.columns, shape.columns // 2
     widths = {shape.columns} if columns >= shape.columns else set()
     return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
@@ -232,22 +224,15 @@ def aligned(row: Any) -> Any:
 
 
 def kernel_of(
-    body: Any,
-    name: str,
-    out_type: Any,
-    stages: int,
-    operands: tuple[tuple[tuple[int, int], DTypeLike], ...],
-    staged: Any,
-    barriers: int,
+    body: Callable[..., None], out_type: Any, stages: int, rings: Sequence[Any], staged: Any, barriers: int = 0
 ) -> Any:
     """Returns a kernel of one block per multiprocessor.
 
-    The scratch arguments of its body are a ring for each operand, `staged`, the barriers of the ring, and `barriers` further
+    The scratch arguments of its body are the `rings`, `staged`, the barriers of the ring, and `barriers` further
     barriers if that is not 0.
     """
-    body.__name__ = body.__qualname__ = name
+    body.__qualname__ = body.__name__
     gpu = plgpu()
-    rings = [shared((stages, *size), dtype) for size, dtype in operands]
     return gpu.kernel(
         body,
         out_type=out_type,

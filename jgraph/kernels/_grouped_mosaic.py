@@ -9,19 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.kernels._grouped_blocks import (
-    ALIGNED,
-    ROWS,
-    SWIZZLED,
-    Cursor,
-    Shape,
-    Tiles,
-    Work,
-    aligned,
-    kernel_of,
-    persistent,
-    widths_of,
-)
+from jgraph.kernels._grouped_blocks import ALIGNED, ROWS, SWIZZLED, Cursor, Shape, Tiles, Work, aligned, kernel_of, persistent
 from jgraph.kernels._mosaic import LINE, SLAB, plgpu, shared
 
 Order = Literal["GKN", "GNK", "NGK"]
@@ -102,7 +90,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                             size //= 2
                         gpu.commit_smem_to_gmem_group()
 
-            return Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, finish)
+            return Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, operands, finish)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             side = pl.ds(0, columns)
@@ -110,11 +98,11 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
             return xs.at[place, pl.ds(wg * SLAB, SLAB)], b
 
         tiles = Tiles(sizes, M, count).counted()
-        persistent(tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
+        persistent(tiles, work, shape, N, full, empty)
 
     operand = (columns, step) if K_last else (step, columns)
-    rings = ((ROWS, step), x_MK.dtype), (operand, weights.dtype)
-    kernel = kernel_of(grouped_dot, "grouped_dot", out_type, shape.stages, rings, staged, 0)
+    rings = shared((shape.stages, ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
+    kernel = kernel_of(grouped_dot, out_type, shape.stages, rings, staged)
     return kernel(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 
@@ -188,18 +176,18 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     store(acc)
 
             counted = jnp.clip(N - left, 0, columns)
-            return Work(steps, head < K, counted, load, finish, mask, prepare if adds else None)
+            return Work(steps, head < K, counted, load, operands, finish, mask, prepare if adds else None)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
 
         tiles = Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
-        persistent(tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
+        persistent(tiles, work, shape, N, full, empty)
 
-    rings = ((step, ROWS), x_MK.dtype), ((step, columns), dy_MN.dtype)
+    rings = shared((shape.stages, step, ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    kernel = kernel_of(grouped_wgrad, "grouped_wgrad", out_type, shape.stages, rings, staged, barriers)
+    kernel = kernel_of(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
     if add_GKN is None:
         return kernel(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)

@@ -64,12 +64,12 @@ def interpreter() -> Any:
     return plgpu().InterpretGPUParams() if on_cpu() else None
 
 
-def sum_products(shape: tuple[int, int], add: Callable[[Any, Any], None], count: int) -> Any:
-    """Returns the float32 sum of the products that `add(accumulator, i)` issues for each i below `count`."""
+def sum_products(shape: tuple[int, int], operands: Callable[[int], tuple[Any, Any]], count: int) -> Any:
+    """Returns the float32 sum of a @ b for the pair (a, b) of `operands(i)`, for each i below `count`."""
 
     def run(acc: Any) -> Any:
         for i in range(count):
-            add(acc, i)
+            plgpu().wgmma(acc, *operands(i))
         return acc[...]
 
     return pl.run_scoped(run, plgpu().ACC(shape, jnp.float32))

@@ -105,7 +105,7 @@ def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
         for j in range(tiles):
             p[wg, j] = exps[j].astype(p.dtype)
         plgpu().commit_smem()
-        acc = sum_products((SLAB, K), lambda acc, j: plgpu().wgmma(acc, p.at[wg, j], v.at[j]), tiles)
+        acc = sum_products((SLAB, K), lambda j: (p.at[wg, j], v.at[j]), tiles)
         out[wg] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, (0,))).astype(out.dtype)
         plgpu().commit_smem()
         plgpu().copy_smem_to_gmem(out.at[wg], y.at[head.b, head.rows(wg), head.h])
@@ -127,10 +127,7 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
         exps, total = head.exps()
         share = lax.broadcast_in_dim(1 / total, (SLAB, SLAB), (0,))
         ps = [e * share for e in exps]
-        dps = [
-            sum_products((SLAB, SLAB), lambda acc, _, j=j: gpu.wgmma(acc, g.at[wg], v.at[j].transpose((1, 0))), 1)
-            for j in range(tiles)
-        ]
+        dps = [sum_products((SLAB, SLAB), lambda _, j=j: (g.at[wg], v.at[j].transpose((1, 0))), 1) for j in range(tiles)]
         dot = sum(jnp.sum(a * b, axis=1) for a, b in zip(ps, dps, strict=True))
         dot = lax.broadcast_in_dim(dot, (SLAB, SLAB), (0,))
         for j in range(tiles):
@@ -139,14 +136,10 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
         gpu.commit_smem()
         head.all_ready()
         # A warpgroup's queries need all keys, and its keys and values all queries.
-        dq = [sum_products((SLAB, P), lambda acc, j, a=a: gpu.wgmma(acc, s.at[wg, j], k.at[a, j]), tiles) for a in range(2)]
-        dk = [
-            sum_products((SLAB, P), lambda acc, j, a=a: gpu.wgmma(acc, s.at[j, wg].transpose((1, 0)), q.at[a, j]), tiles)
-            for a in range(2)
-        ]
-        dv[wg] = sum_products((SLAB, K), lambda acc, j: gpu.wgmma(acc, p.at[j, wg].transpose((1, 0)), g.at[j]), tiles).astype(
-            dv.dtype
-        )
+        dq = [sum_products((SLAB, P), lambda j, a=a: (s.at[wg, j], k.at[a, j]), tiles) for a in range(2)]
+        dk = [sum_products((SLAB, P), lambda j, a=a: (s.at[j, wg].transpose((1, 0)), q.at[a, j]), tiles) for a in range(2)]
+        dv_SK = sum_products((SLAB, K), lambda j: (p.at[j, wg].transpose((1, 0)), g.at[j]), tiles)
+        dv[wg] = dv_SK.astype(dv.dtype)
         for which, (a, b) in enumerate((dq, dk)):
             dqk[wg, which, 0] = (a * head.cos + b * head.sin).astype(dqk.dtype)
             dqk[wg, which, 1] = (b * head.cos - a * head.sin).astype(dqk.dtype)
@@ -238,10 +231,10 @@ class _Head:
         scores = []
         for j in range(self.tiles):
 
-            def both(acc: Any, half: int, j: int = j) -> None:
-                plgpu().wgmma(acc, self.q.at[half, self.wg], self.k.at[half, j].transpose((1, 0)))
+            def halves(half: int, j: int = j) -> tuple[Any, Any]:
+                return self.q.at[half, self.wg], self.k.at[half, j].transpose((1, 0))
 
-            score = sum_products(tile, both, 2)
+            score = sum_products(tile, halves, 2)
             scores.append(jnp.where(ahead <= (self.wg - j) * SLAB, score, -jnp.inf))
         largest = functools.reduce(jnp.maximum, (jnp.max(score, axis=1) for score in scores))
         largest = lax.broadcast_in_dim(largest, tile, (0,))

@@ -256,12 +256,20 @@ def _mask(scores: Any, first_q: Any, first_c: Any, starts: Any, axis: int) -> An
     return jnp.where((c <= q) & (c >= _spread(starts, scores, axis)), scores, -jnp.inf)
 
 
-def _key_bounds(starts: Any, at: _Place, C: int) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the first block of C keys that a tile of queries reads, and the bounds of `loop`, relative to it."""
+def _keys(
+    k: Any, v: Any, starts: Any, at: _Place, C: int, R: int
+) -> tuple[Callable[[Any], Sequence[Any]], Any, tuple[Any, ...]]:
+    """Returns the source of a tile of queries, its first block of C keys, and the bounds of `loop`, relative to it."""
+    group = lax.div(at.head, jnp.int32(R))
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
     first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
     diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
-    return first, (jnp.int32(0), jnp.minimum(plain - first, diagonal), diagonal, last)
+
+    def source(number: Any) -> Sequence[Any]:
+        keys = pl.ds((first + number) * C, C)
+        return k.at[at.row, keys, group], v.at[at.row, keys, group]
+
+    return source, first, (jnp.int32(0), jnp.minimum(plain - first, diagonal), diagonal, last)
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
@@ -273,12 +281,7 @@ def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Ar
 
     def work(at: _Place, refs: Any, own: Any) -> _Work:
         q, k, v, starts, y, lse = refs
-        group = lax.div(at.head, jnp.int32(H // G))
-        first, bounds = _key_bounds(starts, at, C)
-
-        def source(number: Any) -> Sequence[Any]:
-            keys = pl.ds((first + number) * C, C)
-            return k.at[at.row, keys, group], v.at[at.row, keys, group]
+        source, first, bounds = _keys(k, v, starts, at, C, H // G)
 
         def compute(loop: Any) -> None:
             mine, sums = own[0].at[at.half], own[1].at[at.half]
@@ -331,12 +334,8 @@ def _jgraph_documents_backward(
 
     def of_queries(at: _Place, refs: Any, own: Any) -> _Work:
         q, k, v, starts, dy, lse, delta, dq = refs
-        group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
-        first, bounds = _key_bounds(starts, at, N)
-
-        def source(number: Any) -> Sequence[Any]:
-            keys = pl.ds((first + number) * N, N)
-            return k.at[at.row, keys, group], v.at[at.row, keys, group]
+        source, first, bounds = _keys(k, v, starts, at, N, R)
+        tile = pl.ds(at.tile * _TILE, _TILE)
 
         def compute(loop: Any) -> None:
             q_QK, dy_QK = (buffer.at[at.half] for buffer in own)
@@ -391,15 +390,12 @@ def _jgraph_documents_backward(
 
         return _Work([x.at[at.row, tile, at.head] for x in (k, v)], R * count, source, compute)
 
-    def like(x: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, dtype)
-
     own, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
     by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32)]
     args = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
-    (dq,) = _launch(of_queries, args, [like(q_BTHK)], H, own, ring, 2)
-    outs = like(k_BTGK), like(v_BTGK)
-    dk, dv = _launch(of_keys, (*args, ends_BJ2), outs, G, own, ring + by_query, 2)
+    of_q, of_k = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (q_BTHK, k_BTGK))
+    (dq,) = _launch(of_queries, args, [of_q], H, own, ring, 2)
+    dk, dv = _launch(of_keys, (*args, ends_BJ2), [of_k, of_k], G, own, ring + by_query, 2)
     return dq, dk, dv
 
 

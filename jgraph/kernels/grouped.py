@@ -101,10 +101,8 @@ def grouped_dot_fp8(
     require(not both_e5m2, "weights", weights, "float8_e4m3fn, because `x_MK` is float8_e5m2")
     require_scalar("scale", scale)
     of_one = x_MK.dtype == weights.dtype or jax.__version_info__ >= (0, 12)
-    if implementation != "mosaic" and not (of_one and _fits((M, K, N), x_MK.dtype)):
-        read_as = jnp.dtype(jnp.bfloat16)
-    else:
-        read_as = x_MK.dtype
+    fp8 = implementation == "mosaic" or (of_one and _fits((M, K, N), x_MK.dtype))
+    read_as = x_MK.dtype if fp8 else jnp.dtype(jnp.bfloat16)
     name = _chosen(implementation, (M, K, N), jax.ShapeDtypeStruct(x_MK.shape, read_as))
     return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, name, read_as)
 
