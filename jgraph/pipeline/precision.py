@@ -1,7 +1,7 @@
-"""The precision of a pipeline's stages: as the model computes, or with matmuls in FP8, behind one interface.
+"""The precision of the stages of a pipeline: as the model is written, or with matmuls in FP8, behind one interface.
 
-All ranks run one program, so a matmul is in FP8 in every layer or in none. Each rank holds the amax histories of all layers,
-in the order of the matmuls in the whole model. A rank selects the entries of its layers, and takes the maximum over its
+All ranks run one program, so a matmul is in FP8 in every layer or in no layer. Each rank holds the amax histories of all
+layers, in the order of the matmuls in the whole model. A rank selects the entries of its layers, and takes the maximum over its
 dgrads. At the end of the step, the ranks combine their entries.
 """
 
@@ -11,7 +11,7 @@ import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,15 @@ from jax import Array, lax
 
 from jgraph.errors import ConfigError
 from jgraph.kernels import amax
-from jgraph.mesh import Axis
-from jgraph.pipeline.partition import StageAssignment
+from jgraph.pipeline.partition import AXIS, StageAssignment, Tree
 from jgraph.precision.config import FP8Config
 from jgraph.precision.product import Weight
 from jgraph.precision.scaling import History
 from jgraph.precision.transform import FP8Function, Plan
 from jgraph.strategies import sharding as fsdp
 
-Tree = Any
+Trees: TypeAlias = Sequence[Tree]  # one tree for each argument, or for each chunk
+Axes: TypeAlias = Sequence[str]
 
 
 class StagePrecision(Protocol):
@@ -53,19 +53,11 @@ class StagePrecision(Protocol):
         """Returns the observed state of each chunk of a rank, from the state of all layers and a table of its layers."""
         ...
 
-    def finish(self, states: Sequence[Tree], axes: Sequence[str], layout: StageAssignment) -> Tree:
+    def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
         """Returns the observed state of all layers, from the states of a rank's chunks; reduced over mesh axes too."""
         ...
 
-    def prepare(
-        self,
-        function: Any,
-        args: Sequence[Tree],
-        stages: Sequence[Tree],
-        states: Sequence[Tree],
-        shards: Sequence[Tree],
-        axes: Sequence[str],
-    ) -> list[Any]:
+    def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
         """Returns the weights of every chunk, gathered.
 
         Args:
@@ -78,7 +70,7 @@ class StagePrecision(Protocol):
         """
         ...
 
-    def weight_shapes(self, function: Any, args: Sequence[Tree], observed: Tree) -> Any:
+    def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> Any:
         """Returns the shapes of the weights of one chunk. Takes the arguments of `prepare` for one chunk, as shapes."""
         ...
 
@@ -89,7 +81,7 @@ class StagePrecision(Protocol):
         """
         ...
 
-    def first_weights(self, function: Any, args: Sequence[Tree], weights: Any, share: Fraction) -> Any:
+    def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> Any:
         """Returns the weights of the first layers of a chunk, in the order of the matmuls of a shorter stage.
 
         Args:
@@ -116,27 +108,19 @@ class ModelPrecision:
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
         return [{}] * len(layers_CN)
 
-    def finish(self, states: Sequence[Tree], axes: Sequence[str], layout: StageAssignment) -> Tree:
+    def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
         return {}
 
-    def prepare(
-        self,
-        function: Any,
-        args: Sequence[Tree],
-        stages: Sequence[Tree],
-        states: Sequence[Tree],
-        shards: Sequence[Tree],
-        axes: Sequence[str],
-    ) -> list[Any]:
+    def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
         return [None] * len(stages)
 
-    def weight_shapes(self, function: Any, args: Sequence[Tree], observed: Tree) -> None:
+    def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> None:
         return None
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Callable[..., Tree]:
         return self.function(stage, layers)
 
-    def first_weights(self, function: Any, args: Sequence[Tree], weights: Any, share: Fraction) -> None:
+    def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> None:
         return None
 
 
@@ -161,7 +145,7 @@ class FP8Precision:
     num_losses: int
 
     @classmethod
-    def of(cls, layer: Callable[..., Any], own: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+    def of(cls, layer: Callable[..., Any], own: Tree, whole: Plan, args: Trees) -> Self:
         """Finds the matmuls of a layer.
 
         Args:
@@ -195,7 +179,7 @@ class FP8Precision:
         layers = len(of_layer) // num
         is_stacked = len({whole.weight_of(firsts[0] + num * i) for i in range(layers)}) < layers
         own, each = np.arange(sum(repeats)), np.arange(layers)[:, None]
-        if is_stacked:  # as a scan has them: a product's entries of all layers are side by side
+        if is_stacked:  # As in a scan: the entries of a matmul are consecutive for all layers.
             start, count = np.repeat(np.cumsum([0, *repeats[:-1]]), repeats), np.repeat(repeats, repeats)
             entries = layers * start + own - start + count * each
         else:
@@ -209,11 +193,11 @@ class FP8Precision:
     def state(self, layers: int) -> Tree:
         return {} if self.config.recipe == "current" else History.zeros(layers * self.entries.shape[1], self.config.history)
 
-    def pick(self, history: Tree, layers_CN: Array) -> list[Tree]:
+    def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
         entries = jnp.asarray(self.entries)[layers_CN]
-        return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), history) for of in entries]
+        return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), observed) for of in entries]
 
-    def finish(self, states: Sequence[Tree], axes: Sequence[str], layout: StageAssignment) -> Tree:
+    def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
         width = self.entries.shape[1]
         where = np.zeros(self.entries.size, np.int32)
         for own, (rank, chunk, place) in zip(self.entries, layout.places(), strict=True):
@@ -222,39 +206,15 @@ class FP8Precision:
 
         def whole(*leaves: Array) -> Array:
             of_rank = jnp.stack([jnp.moveaxis(leaf, -2, 0) for leaf in leaves])
-            every = lax.all_gather(lax.pmax(of_rank, tuple(axes)) if axes else of_rank, Axis.PIPE)
+            every = lax.all_gather(lax.pmax(of_rank, tuple(axes)) if axes else of_rank, AXIS)
             return jnp.moveaxis(every.reshape(-1, *every.shape[3:])[where], 0, -2)
 
         return jax.tree.map(whole, *states)
 
     def prepare(
-        self,
-        function: FP8Function,
-        args: Sequence[Tree],
-        stages: Sequence[Tree],
-        states: Sequence[Tree],
-        shards: Sequence[Tree],
-        axes: Sequence[str],
+        self, function: FP8Function, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes
     ) -> list[list[Weight | None]]:
-        return self.quantize(function.plan(*args), stages, states, shards, axes)
-
-    def weight_shapes(self, function: FP8Function, args: Sequence[Tree], observed: Tree) -> list[Weight | None]:
-        return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
-
-    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
-        weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in self.weights}
-        config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
-        return FP8Function(stage, config, self.num_losses)
-
-    def first_weights(self, function: FP8Function, args: Sequence[Tree], weights: list[Any], share: Fraction) -> list[Any]:
-        own = weights[: int(len(weights) * share)]
-        # The matmuls of an embedding come first. They are not in FP8.
-        return [None] * (len(function.plan(*args).sites) - len(own)) + own
-
-    def quantize(
-        self, plan: Plan, stages: Sequence[Tree], states: Sequence[Tree], shards: Sequence[Tree], axes: Sequence[str]
-    ) -> list[list[Weight | None]]:
-        """Returns the weights of every chunk in FP8, gathered. Takes the plan of a stage, and arguments of `prepare`."""
+        plan = function.plan(*args)
         named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
         of_all: dict[int, Array] = {}
@@ -263,7 +223,7 @@ class FP8Precision:
             i = plan.names.index(name) % leaves
             if i not in of_all:
                 found = [amax(parts[other]) for parts in named for other in list(parts)[i::leaves]]
-                of_all[i] = lax.pmax(jnp.max(jnp.stack(found)), (Axis.PIPE, *axes))
+                of_all[i] = lax.pmax(jnp.max(jnp.stack(found)), (AXIS, *axes))
             return of_all[i]
 
         over = over_layers if self.is_stacked else (lambda _, found: lax.pmax(found, tuple(axes))) if axes else None
@@ -275,3 +235,16 @@ class FP8Precision:
                 arrays = {name: of[name].gather(part) for name, part in plan.cast(parts, scales).items()}
             made.append(plan.views(arrays, scales))
         return made
+
+    def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> list[Weight | None]:
+        return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
+
+    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
+        weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in self.weights}
+        config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
+        return FP8Function(stage, config, self.num_losses)
+
+    def first_weights(self, function: FP8Function, args: Trees, weights: list[Any], share: Fraction) -> list[Any]:
+        own = weights[: int(len(weights) * share)]
+        # The matmuls of an embedding come first. They are not in FP8.
+        return [None] * (len(function.plan(*args).sites) - len(own)) + own

@@ -1,4 +1,4 @@
-"""The strategy of a pipeline: each rank has the layers of its stages, and a part of the embedding and the head."""
+"""The strategy `Pipelined`: each rank has the layers of its stages, and shares embedding and head with the other ranks."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,13 @@ from jax.sharding import Mesh
 from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
-from jgraph.pipeline.carried import Carried
 from jgraph.pipeline.dispatched import Dispatched, dispatched
-from jgraph.pipeline.partition import PipelineModel
-from jgraph.pipeline.program import Pipeline, Remat
+from jgraph.pipeline.layer_state import LayerState
+from jgraph.pipeline.memory import bytes_per_rank
+from jgraph.pipeline.partition import PipelineModel, Tree
+from jgraph.pipeline.placement import without_ranks
+from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline.stage_function import Remat
 from jgraph.precision import product
 from jgraph.precision.loss import plan_of
 from jgraph.precision.report import count, describe
@@ -32,7 +35,6 @@ from jgraph.strategies.sharding import Sharded, chosen_axes
 from jgraph.tree import is_matrix, leaf_names, path_name
 from jgraph.xla.explain import Memory
 
-Tree = Any
 Engine = Literal["program", "dispatch"]
 
 
@@ -102,7 +104,7 @@ class Pipelined:
         _check_model(objective.loss)
         shapes, model = self.shapes, self._reducing(objective.loss)
         num_layers = len(jax.eval_shape(model.split, shapes)[1])
-        carried = Carried.of(model, objective.carried, objective.reductions, num_layers)
+        carried = LayerState.of(model, objective.carried, objective.reductions, num_layers)
         choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
         pipeline, products = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices), ()
         if objective.fp8 is not None:
@@ -116,20 +118,20 @@ class Pipelined:
             whole = plan_of(FP8Function(pipeline.layers, objective.fp8, num_losses), shapes, args)
             pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
         if Axis.FSDP not in self.mesh.axis_names:
-            return pipeline.shard_as(shapes, {}), products
+            return pipeline, products
         axes, experts = chosen_axes(shapes, self.mesh.shape[Axis.FSDP], self)
         sharded = pipeline.shard_as(shapes, axes | experts)
         return replace(sharded, experts=self.experts, shards=self.shards), products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:
-        """Lets the pieces of a model reduce over the batch axes, or refuse to where each rank's program is its own."""
+        """Allows the functions of a model to reduce over batch axes. Executables of a single device raise ConfigError."""
         is_split = self.engine == "dispatch" and num_data_ranks(self.mesh) > 1
         wrap = _on_one_replica if is_split else with_batch_axes
         return replace(model, embed=wrap(model.embed), layer=wrap(model.layer), head=wrap(model.head))
 
 
 def _on_one_replica(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Makes a piece of a model raise a ConfigError if it reduces over a mesh axis."""
+    """Makes a function of a model raise a ConfigError if it reduces over a mesh axis."""
 
     def refused(axis: str) -> ConfigError:
         message = f"must be program for a model that reduces over the mesh axis {axis!r}"
@@ -173,8 +175,8 @@ class BoundPipeline:
         """Binds a `PipelineModel`. Raises as `Pipelined.bind`."""
         pipeline, products = strategy.pipeline(objective)
         params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), strategy.shapes)
-        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
-        # Sharded parameters are not packed: a pack would be gathered whole to be split.
+        own = without_ranks(params["layers"])
+        # Sharded parameters are not packed. A pack would have to be gathered before it is unpacked.
         alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
         return cls(objective, pipeline, products, Packing.of(own, alone=alone), params, strategy.engine)
 
@@ -254,7 +256,7 @@ class BoundPipeline:
 
     def predict_memory(self, batch: Tree) -> Pools:
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=self.objective.num_microbatches), batch)
-        return Pools(self.pipeline.bytes_per_rank(self.shapes, batch_M), "whole")
+        return Pools(bytes_per_rank(self.pipeline, self.shapes, batch_M), "whole")
 
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None

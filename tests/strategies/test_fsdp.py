@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
@@ -160,7 +161,7 @@ def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
         form = TrainSetup.of(config(pp=2, **fields)).step.bound
         tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
-        predicted.append(form.pipeline.bytes_per_rank(form.shapes, tokens_MBS))
+        predicted.append(bytes_per_rank(form.pipeline, form.shapes, tokens_MBS))
     assert predicted[0].pop("gathered") == 0
     assert predicted[1].pop("gathered") > 0
     assert predicted[0] == predicted[1]
