@@ -41,9 +41,7 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
     if is_cast:
-        cast = _nbytes([leaf for leaf in rest if leaf.ndim > 1], pipeline.compute_dtype) + _nbytes(
-            outer, pipeline.compute_dtype
-        )
+        cast = _nbytes([outer, *(leaf for leaf in rest if leaf.ndim > 1)], pipeline.compute_dtype)
     else:
         last = [] if pipeline.layout.is_even else [chunk[-1] for chunk in layers]
         cast = _nbytes(_by_precision(last, weights)[1])

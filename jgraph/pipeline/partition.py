@@ -29,11 +29,11 @@ class PipelineModel:
     ...     head=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
     ... )  # for parameters (outer, [layer, layer, ...]); pass `split` and `join` for another tree
 
-    Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. Only the result of `embed` on the rank of the
-    first stage and the loss of `head` on the rank of the last stage are used. Results and gradients of other ranks are dropped,
-    so functions without collectives are correct. To share the work among ranks, use collectives over `pipe`, as
-    `split_embedding` and `jgraph.cross_entropy(axis="pipe")` do. Such a `head` gets x on the rank of the last stage and zeros on
-    other ranks. Begin it with a psum of x, before any function without a derivative at zero.
+    Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. Only the result of `embed` on the rank of
+    the first stage and the loss of `head` on the rank of the last stage are used. Results and gradients of other ranks are
+    dropped, so functions without collectives are correct. To share the work among ranks, use collectives over `pipe`, as
+    `split_embedding` and `jgraph.cross_entropy(axis="pipe")` do. Such a `head` gets x on the rank of the last stage and zeros
+    on other ranks. Begin it with a psum of x, before any function without a derivative at zero.
 
     If the number of stages does not divide the number of layers, shorter stages compute their first layer a second time and
     discard the result.

@@ -11,7 +11,7 @@ import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,55 +31,63 @@ Trees: TypeAlias = Sequence[Tree]  # one tree for each argument, or for each chu
 Axes: TypeAlias = Sequence[str]
 
 
-class StagePrecision(Protocol):
-    """Makes stage functions of `(given, observed, weights)`, the work of a step before the schedule, and the observed state.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StagePrecision:
+    """The precision of a model that computes as it is written. A subclass overrides every method.
+
+    A precision makes stage functions, observed state, and the weights that a step prepares before the schedule.
 
     Attributes:
         weights: Paths of the parameters of a layer that are quantized once per step.
     """
 
-    @property
-    def weights(self) -> frozenset[str]: ...
+    weights: frozenset[str] = frozenset()
 
     def function(self, stage: Callable[..., Tree], layers: int) -> Any:
         """Returns a stage of so many layers for `split_backward`; its first argument is `(given, observed, weights)`."""
-        ...
+        return lambda params, *args: stage(params[0], *args)
+
+    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
+        """Returns a stage like `function`, for parameters with these names.
+
+        The leaf of parameter `path` of layer j is `layers/j/path`.
+        """
+        return self.function(stage, layers)
 
     def state(self, layers: int) -> Tree:
         """Returns the observed state of so many layers before the first step."""
-        ...
+        return {}
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
         """Returns the observed state of each chunk of a rank, from the state of all layers and a table of its layers."""
-        ...
+        return [{}] * len(layers_CN)
 
     def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
-        """Returns the observed state of all layers, from the states of a rank's chunks; reduced over mesh axes too."""
-        ...
+        """Returns the observed state of all layers.
+
+        Args:
+            states: The observed state of each chunk of this rank.
+            axes: Mesh axes to reduce over.
+            layout: The assignment of layers to ranks.
+        """
+        return {}
 
     def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
-        """Returns the weights of every chunk, gathered.
+        """Returns the gathered weights of every chunk.
 
         Args:
             function: The stage function.
             args: Its arguments for one microbatch; the first is the pair of parameters and other inputs of a stage.
-            stages: For each chunk, this device's parts of the parameters of its layers.
+            stages: For each chunk, the shards of its parameters on this device.
             states: For each chunk, the observed state.
             shards: For each chunk, the shard specs of the parameters.
-            axes: Mesh axes that the parts are spread over.
+            axes: Mesh axes that the parameters are sharded over.
         """
-        ...
+        return [None] * len(stages)
 
     def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> Any:
         """Returns the shapes of the weights of one chunk. Takes the arguments of `prepare` for one chunk, as shapes."""
-        ...
-
-    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
-        """Returns a stage of so many layers as `function` does, for parameters with these names.
-
-        The leaf of parameter `path` of layer j is `layers/j/path`.
-        """
-        ...
+        return None
 
     def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> Any:
         """Returns the weights of the first layers of a chunk, in the order of the matmuls of a shorter stage.
@@ -90,48 +98,16 @@ class StagePrecision(Protocol):
             weights: Weights of the chunk, as `prepare` returns them for a chunk without an embedding.
             share: Number of layers of the shorter stage over that of the chunk.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class ModelPrecision:
-    """The `StagePrecision` of a model that computes as it is written."""
-
-    weights: frozenset[str] = frozenset()
-
-    def function(self, stage: Callable[..., Tree], layers: int) -> Callable[..., Tree]:
-        return lambda params, *args: stage(params[0], *args)
-
-    def state(self, layers: int) -> Tree:
-        return {}
-
-    def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
-        return [{}] * len(layers_CN)
-
-    def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
-        return {}
-
-    def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
-        return [None] * len(stages)
-
-    def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> None:
-        return None
-
-    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Callable[..., Tree]:
-        return self.function(stage, layers)
-
-    def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> None:
         return None
 
 
-@dataclass(frozen=True, eq=False)
-class FP8Precision:
-    """The `StagePrecision` of layers with matmuls in FP8.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FP8Precision(StagePrecision):
+    """The precision of layers with matmuls in FP8.
 
     Attributes:
         config: The recipe.
-        kept: Paths of the parameters of a layer that are multiplied with as they are.
-        weights: Paths of the parameters of a layer that are multiplied with in FP8.
+        kept: Paths of the parameters of a layer with matmuls that stay in their own dtype.
         entries: For each layer, the indices of its entries in the histories, int32 [L, S].
         is_stacked: True if one array holds a weight of all layers. It has one scale.
         num_losses: Number of losses that are averaged into the loss of a batch.
@@ -139,7 +115,6 @@ class FP8Precision:
 
     config: FP8Config
     kept: tuple[str, ...]
-    weights: frozenset[str]
     entries: np.ndarray
     is_stacked: bool
     num_losses: int
@@ -151,7 +126,7 @@ class FP8Precision:
         Args:
             layer: `layer(own, *args)`.
             own: Shapes of the parameters of a layer.
-            whole: The plan of all layers, one after another.
+            whole: The plan of all layers in order.
             args: Shapes of the other arguments.
 
         Raises:
@@ -160,16 +135,15 @@ class FP8Precision:
         config = replace(whole.config, keep=(), blocks="all")
         one = FP8Function(layer, config).plan(own, *args)
         of_layer, num = whole.products, len(one.products)
-        assert len(of_layer) % num == 0, "layers have the same products"
+        assert len(of_layer) % num == 0, "layers have the same matmuls"
         kept, repeats, firsts = [], [], []
         for i, product in enumerate(one.products):
             alike = of_layer[i::num]
             if len({bool(p.kept) for p in alike}) > 1:
                 some, other = next(p for p in alike if p.kept), next(p for p in alike if not p.kept)
                 name = "fp8.blocks" if "fp8.blocks" in some.kept else "fp8.keep"
-                raise ConfigError(
-                    f"`{name}` keeps {some.name} and not {other.name}: must mean all layers alike in a pipeline", field=name
-                )
+                must = "must select the same matmuls in all layers of a pipeline"
+                raise ConfigError(f"`{name}` keeps {some.name} and not {other.name}: {must}", field=name)
             if not alike[0].kept:
                 repeats.append(product.repeats)
                 firsts.append(i)
@@ -184,7 +158,14 @@ class FP8Precision:
             entries = layers * start + own - start + count * each
         else:
             entries = own + len(own) * each
-        return cls(config, tuple(kept), weights, entries.astype(np.int32), is_stacked, whole.num_losses)
+        return cls(
+            weights=weights,
+            config=config,
+            kept=tuple(kept),
+            entries=entries.astype(np.int32),
+            is_stacked=is_stacked,
+            num_losses=whole.num_losses,
+        )
 
     def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]

@@ -79,17 +79,17 @@ class RankRuntime:
             "forward_dgrad": shapes.residuals.dgrad,
             "forward_wgrad": shapes.residuals.wgrad,
             "stash": shapes.stash.arrays,
-            "activation": (shapes.x,),
-            "gradient": (shapes.x,),
-            "loss": (shapes.x,),
+            "activation": (shapes.y,),
+            "gradient": (shapes.y,),
+            "loss": (shapes.y,),
         }
         pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
-        carried = self.rank.carried.start(self.rank.num_chunks, shapes.carried)
+        carried = self.rank.carried.start(self.rank.num_chunks, shapes.aux)
         return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 
     def nothing(self) -> Array:
         """Returns an uninitialized array like the result of an action, for ticks without an action."""
-        return lax.empty(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+        return lax.empty(self.rank.shapes.y.shape, self.rank.shapes.y.dtype)
 
     # --- Inputs of a tick ---
 
@@ -97,7 +97,7 @@ class RankRuntime:
     def x(self, state: State, row: Row, ticks: np.ndarray) -> Array:
         """Returns the input of a forward: the embedding on the first stage, the received activation on other stages."""
         received = state.pools["activation"].read(row["read activation"])
-        zeros = jnp.zeros(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+        zeros = jnp.zeros(self.rank.shapes.y.shape, self.rank.shapes.y.dtype)
         if not (self.tables.enter[ticks] >= 0).any():
             return received[0]
         x = _where_any(self.tables.enter[ticks], row["enter"], self.rank.embed, zeros)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Split, Stash
+from jgraph.autodiff.split import Spec
 from jgraph.errors import ShapeError
 from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.partition import AXIS, PipelineModel, Tree
@@ -17,22 +18,6 @@ from jgraph.scopes import scope
 from jgraph.strategies.objective import Reduction, merged
 
 Index: TypeAlias = Array | int
-
-
-class Shapes(NamedTuple):
-    """Shapes of the arrays that pass between the actions of a rank.
-
-    Attributes:
-        x: Input and output of a stage.
-        residuals: Residuals, as `split_backward` returns them.
-        stash: The stash, as `split_backward` returns it.
-        carried: Carried state after a forward, [N, ...].
-    """
-
-    x: jax.ShapeDtypeStruct
-    residuals: Residuals
-    stash: Stash
-    carried: Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +47,22 @@ class StageExecutor:
     impl: Any
 
     @cached_property
-    def shapes(self) -> Shapes:
-        """Shapes of the arrays that pass between actions. Raises ShapeError if a layer changes the shape or dtype of x."""
+    def shapes(self) -> Spec:
+        """Shapes of the arrays that pass between actions: of x as `y`, of the carried state as `aux`.
+
+        Raises:
+            ShapeError: If a layer changes the shape or dtype of x.
+        """
         x = jax.eval_shape(self.model.embed, self.outer, self._microbatch(0))
         spec = self.split.spec(self.stages[0], x, *self._stage_args(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
             raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
-        return Shapes(x, spec.residuals, spec.stash, spec.aux)
+        return spec
 
     @cached_property
     def _shares_head(self) -> bool:
         """True if the head has collectives over the ranks, False if each rank computes a head of its own."""
-        effects = jax.make_jaxpr(self.model.head)(self.head_outer, self.shapes.x, self._microbatch(0)).effects
+        effects = jax.make_jaxpr(self.model.head)(self.head_outer, self.shapes.y, self._microbatch(0)).effects
         return any(getattr(effect, "name", None) == AXIS for effect in effects)
 
     @property
@@ -132,22 +121,19 @@ class StageExecutor:
         added = len(jax.tree.leaves(self.stages[0][0]))
         kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
 
-        def of(c: int, leaves: list[Any]) -> list[Any]:
-            where = counts
-            if self.num_chunks > 1:
-                is_it = jnp.equal(chunk, c)
-                where = is_it if where is None else where & is_it
-            return [
-                total
-                if new is None
-                else merged(kind, total, (new if where is None else jnp.where(where, new, 0)).astype(jnp.float32))
-                for kind, total, new in zip(kinds, leaves, early, strict=True)
-            ]
+        def add(kind: Reduction, total: Array, new: Array | None, where: Array | None) -> Array:
+            if new is None:
+                return total
+            return merged(kind, total, (new if where is None else jnp.where(where, new, 0)).astype(jnp.float32))
 
         out = []
         for c, tree in enumerate(grads):
+            where = counts
+            if self.num_chunks > 1:
+                is_it = jnp.equal(chunk, c)
+                where = is_it if counts is None else counts & is_it
             leaves, structure = jax.tree.flatten(tree)
-            out.append(structure.unflatten(of(c, leaves)))
+            out.append(structure.unflatten(add(*one, where) for one in zip(kinds, leaves, early, strict=True)))
         return tuple(out)
 
     # --- Embedding and head, by all ranks together ---
@@ -200,8 +186,8 @@ class StageExecutor:
 def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:
     """Returns `act(before)` if `does` is True on this rank, else `before`. Updates buffers in place.
 
-    A loop with at most one iteration, because XLA copies the results of a conditional, and updates the carry of a loop in place.
-    The barrier orders the loop after the previous one, which reads the buffers that this one writes.
+    A loop with at most one iteration, because XLA copies the results of a conditional and updates the carry of a loop in
+    place. The barrier orders the loop after the previous one, which reads the buffers that this one writes.
     """
     return lax.fori_loop(0, does.astype(jnp.int32), lambda _, carry: act(carry), lax.optimization_barrier(before))
 

@@ -13,7 +13,7 @@ from jgraph.autodiff import Split, split_backward
 from jgraph.autodiff.residuals import Recompute
 from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.partition import PipelineModel, Tree
-from jgraph.pipeline.precision import FP8Precision, ModelPrecision, StagePrecision
+from jgraph.pipeline.precision import FP8Precision, StagePrecision
 from jgraph.precision.transform import Plan
 from jgraph.tree import is_router, path_name
 
@@ -37,7 +37,7 @@ class StageFunctions:
     compute_dtype: DTypeLike | None = None
     remat: Remat = "nothing"
     carried: LayerState = field(default_factory=LayerState)
-    precision: StagePrecision = field(default_factory=ModelPrecision)
+    precision: StagePrecision = field(default_factory=StagePrecision)
 
     def with_precision(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
         """Returns the same pipeline with the matmuls of its layers in FP8.

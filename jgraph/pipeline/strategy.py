@@ -21,7 +21,6 @@ from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.placement import without_ranks
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.stage_function import Remat
-from jgraph.precision import product
 from jgraph.precision.loss import plan_of
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
@@ -201,8 +200,7 @@ class BoundPipeline:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        in_fp8 = product.XLA_OPTIONS if self.objective.fp8 else ()
-        return (*sharding.xla_options(self.mesh), *in_fp8)
+        return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))

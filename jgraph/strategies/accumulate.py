@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.scopes import scope
-from jgraph.strategies.objective import Sums, before_any, merge
+from jgraph.strategies.objective import Sums, Tree, before_any, merge
 
-Tree = Any
-
-# At most so many microbatches are unrolled. Beyond, they are a loop, which XLA does not capture unless asked (graph="full").
+# Largest number of microbatches that is unrolled. XLA captures a loop into a command buffer only with graph="full".
 _UNROLLED_MICROBATCHES = 8
 
 
@@ -32,7 +30,7 @@ def accumulate(
         sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as `params`.
         num_microbatches: M.
         dtype: Dtype of the summed gradients. The gradients of a single microbatch are returned as they are.
-        reductions: How carried state is reduced, a tree of names.
+        reductions: Reductions of the carried state, a tree of names.
     """
 
     def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Sums, Tree]:

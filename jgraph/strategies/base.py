@@ -1,4 +1,4 @@
-"""What a training step asks of a strategy: where parameters and batches lie, and how gradients are computed and compiled.
+"""The interface of strategies: placement of parameters and batches, computation and compilation of gradients.
 
 A strategy is the user's choice of mesh, parameters and rules. `Strategy.bind` combines it with an `Objective`. The result, a
 `BoundStrategy`, owns everything that depends on the strategy. `train_step` uses these protocols only, so a new strategy is a
@@ -7,25 +7,24 @@ new file.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.objective import Carry, Objective, Sums
+from jgraph.strategies.objective import Carry, Objective, Sums, Tree
 from jgraph.xla.explain import Memory
 from jgraph.xla.options import OptionValue
 
-Tree = Any
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
 class GradientProgram(Protocol):
     """Computes the gradients of a batch in two phases: executables that the host calls, and a part of the update's program.
 
-    A strategy that is one program has no executables. Its `run` returns the batch, and `gradients` computes everything.
+    A strategy with one program has no executables. Its `run` returns the batch, and `gradients` computes everything.
 
     Attributes:
         inputs: Shapes and shardings of the arrays that `run` returns.
@@ -161,7 +160,7 @@ class BoundStrategy(Protocol):
 
 
 class Strategy(Protocol):
-    """Decides where parameters lie, and which device computes what.
+    """Places parameters on devices, and assigns computation to devices.
 
     Attributes:
         shapes: Shapes of the parameters, in the model's own tree.

@@ -12,27 +12,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.mesh import Axis, batch_axes, num_data_ranks, with_batch_axes
 from jgraph.packing import Packing
-from jgraph.precision import product
 from jgraph.precision.loss import FP8Loss, PlainLoss, StepLoss
 from jgraph.strategies import sharding
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function
-from jgraph.strategies.objective import Carry, Objective, Sums, finished, is_mean, summed
+from jgraph.strategies.objective import Carry, Objective, Sums, Tree, finished, is_mean, summed
 from jgraph.strategies.sharding import ShardSpec
 from jgraph.tree import is_router, leaf_names
 from jgraph.xla.explain import Memory
-
-Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
 class DataParallel:
     """A `BoundStrategy` over devices with different parts of the batch. Each device computes the whole model.
 
-    With sharded parameters, a microbatch gathers parameters and sums gradients over the axis `fsdp`, so that no device holds a
-    whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
+    With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so that no
+    device holds a whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
 
     Attributes:
         mesh: The devices; None for one.
@@ -101,8 +98,7 @@ class DataParallel:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        in_fp8 = product.XLA_OPTIONS if self.objective.fp8 else ()
-        return (*sharding.xla_options(self.mesh), *in_fp8)
+        return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
         return replace(self, mesh=mesh)
@@ -149,7 +145,7 @@ class DataParallel:
         return self._local(params, batch, jax.random.fold_in(key, jax.lax.axis_index(axes)), carry, axes)
 
     def _local(self, params: Tree, batch: Tree, key: Array, carry: Carry, axes: tuple[str, ...] = ()) -> tuple[Sums, Tree]:
-        """Computes one device's part, and sums it over the devices of `axes`."""
+        """Computes the sums and gradients of one device, and reduces them over `axes`."""
         objective = self.objective
         reductions = objective.reductions_with(self.observed)
         sums_and_grads = self._sums_and_grads(params, batch, key, carry)
@@ -166,7 +162,7 @@ class DataParallel:
     def _sums_and_grads(
         self, params: Tree, batch: Tree, key: Array, carry: Carry
     ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        """Returns the function of a microbatch, after the work that all microbatches share."""
+        """Returns the function of a microbatch. Prepares weights in FP8 once for all microbatches."""
         objective, shards = self.objective, self.shards
         state = (carry.model,) if jax.tree.leaves(carry.model) else ()
         first = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -220,9 +216,9 @@ class DataParallel:
                     observed,
                     grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
-                    # FP8 matmuls are too short to hide sums beside wgrads alone. bfloat16 matmuls hide them, and lose 2 to 4%
-                    # by barriers (notes/develop/measurements.md).
-                    sums="in turn" if replaced else "scheduled",
+                    # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
+                    # (notes/develop/measurements.md).
+                    reduce="in buckets" if replaced else "scheduled",
                 )
             (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, observed)
             return sums, grads, after

@@ -12,10 +12,8 @@ from jgraph.mesh import Axis, checked
 from jgraph.strategies.base import summary
 from jgraph.strategies.checks import check_count, float_dtype
 from jgraph.strategies.data_parallel import DataParallel
-from jgraph.strategies.objective import Objective
+from jgraph.strategies.objective import Objective, Tree
 from jgraph.strategies.sharding import Sharded, ShardSpec, chosen_axes, shard_specs
-
-Tree = Any
 
 
 @dataclass(frozen=True, eq=False)

@@ -352,11 +352,11 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize(("reshard_after_forward", "sums"), [(False, "scheduled"), (True, "in turn")])
-def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, sums):
+@pytest.mark.parametrize(("reshard_after_forward", "reduce"), [(False, "scheduled"), (True, "in buckets")])
+def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, reduce):
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
-        choices |= {"sums": sums}
+        choices |= {"reduce": reduce}
         return fsdp.value_and_grads(
             lambda whole, _: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, {}, **choices
         )[1]
@@ -439,7 +439,7 @@ def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
 @pytest.mark.once
 @pytest.mark.target
 def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
-    monkeypatch.setattr(overlap, "_ENOUGH", 2**20)
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 2**20)
     layers, tokens = 3, 2 * 96
     options = ("xla_gpu_enable_triton_gemm=false",)  # whose products are fusions
     compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)
