@@ -1,8 +1,8 @@
 """The aligned runtime: all ranks do the same action in a tick, so the program has no branches on the kind of action.
 
-Equal rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: ticks in which some ranks do a pending wgrad
-while others do a forward or a dgrad, and wgrads of only some ranks. In other ticks, idle ranks compute too, and their results
-go to free slots.
+Equal rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: a pending wgrad on some ranks beside a forward
+or a dgrad on other ranks, and a wgrad on only some ranks. In other ticks, idle ranks compute too, and their results go to free
+slots.
 """
 
 from collections.abc import Callable

@@ -142,7 +142,7 @@ def _axes_after_split(model: PipelineModel, tree: Tree, name: str, axis: int) ->
     try:
         after = jax.tree.leaves(jax.eval_shape(model.split, structure.unflatten(leaves)))
     except (TypeError, ValueError):
-        raise _cannot(name, axis, "must be an axis that PipelineModel.split keeps as it is") from None
+        raise _cannot(name, axis, "must be an axis that PipelineModel.split leaves unchanged") from None
     found = []
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]

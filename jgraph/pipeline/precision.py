@@ -33,7 +33,7 @@ Axes: TypeAlias = Sequence[str]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StagePrecision:
-    """The precision of a model that computes as it is written. A subclass overrides every method.
+    """The precision of a model without FP8. A subclass overrides every method.
 
     A precision makes stage functions, observed state, and the weights that a step prepares before the schedule.
 
@@ -44,7 +44,7 @@ class StagePrecision:
     weights: frozenset[str] = frozenset()
 
     def function(self, stage: Callable[..., Tree], layers: int) -> Any:
-        """Returns a stage of so many layers for `split_backward`; its first argument is `(given, observed, weights)`."""
+        """Returns a stage for `split_backward`. Its first argument is `(given, observed, weights)`."""
         return lambda params, *args: stage(params[0], *args)
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
@@ -55,7 +55,7 @@ class StagePrecision:
         return self.function(stage, layers)
 
     def state(self, layers: int) -> Tree:
-        """Returns the observed state of so many layers before the first step."""
+        """Returns the initial observed state of a number of layers."""
         return {}
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:

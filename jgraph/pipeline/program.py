@@ -35,11 +35,11 @@ class Pipeline(Placement, StageFunctions):
     The axis `fsdp` shards the batch like `data`. Parameters and gradients are sharded over `fsdp` between steps. Within a step,
     a rank gathers the parameters of its stages once, and reduce-scatters their gradients once.
 
-    The attributes of `Placement` say where parameters are, and those of `StageFunctions` what a stage computes.
+    `Placement` has the attributes for the placement of parameters, `StageFunctions` those for the computation of a stage.
 
     Attributes:
         schedule: The order of the actions, for as many ranks as the mesh axis `pipe` has.
-        runtime: `aligned` plays schedules in which all ranks do the same action in a tick, and takes wgrads newest first.
+        runtime: `aligned` plays schedules with the same action on all ranks in a tick, and takes wgrads newest first.
             `general` plays any schedule. `auto` chooses `aligned` if it can play the schedule.
     """
 

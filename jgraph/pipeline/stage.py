@@ -71,7 +71,7 @@ class StageExecutor:
 
     @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
-        """Returns float32 zeros like the parameters and the observed state of each chunk. Integers stay as they are."""
+        """Returns float32 zeros like the parameters and the observed state of each chunk. Integers are returned unchanged."""
         stages = tuple(stage[:2] for stage in self.stages)
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, stages)
 
@@ -82,11 +82,11 @@ class StageExecutor:
 
     # --- Stages. `chunk` is an integer, or a traced int32 scalar. ---
 
-    def forward(self, chunk: Index, x: Array, m: Index) -> tuple[Array, Residuals, Tree]:
+    def forward(self, chunk: Array, x: Array, m: Index) -> tuple[Array, Residuals, Tree]:
         """Returns y, the residuals, and the carried state after the microbatch."""
         return self._by_chunk(chunk, lambda c: self.split.forward(self.stages[c], x, *self._stage_args(m)))
 
-    def dgrad(self, chunk: Index, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
+    def dgrad(self, chunk: Array, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
         """Returns dx, the early gradients and the stash.
 
         The early gradients are a list like the leaves of a chunk, with None for delayed gradients and integers.
@@ -100,7 +100,7 @@ class StageExecutor:
 
         return self._by_chunk(chunk, of)
 
-    def wgrad(self, chunk: Index, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
+    def wgrad(self, chunk: Array, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
         """Returns `grads` after adding the delayed gradients of a chunk."""
 
         def of(c: int, total: Tree) -> Tree:
@@ -112,7 +112,7 @@ class StageExecutor:
 
     @scope("wgrad")
     def add_early(
-        self, chunk: Index, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Array | None
+        self, chunk: Array, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Array | None
     ) -> tuple[Tree, ...]:
         """Returns `grads` after adding the early gradients of a chunk, if `counts` is True or None.
 
@@ -166,9 +166,9 @@ class StageExecutor:
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
         return jnp.where(here, loss, 0), d_outer, dy
 
-    def _by_chunk(self, chunk: Index, of: Callable[[int], Any]) -> Any:
-        if self.num_chunks == 1 or isinstance(chunk, int):
-            return of(0 if self.num_chunks == 1 else chunk)
+    def _by_chunk(self, chunk: Array, of: Callable[[int], Any]) -> Any:
+        if self.num_chunks == 1:
+            return of(0)
         return lax.switch(chunk, [lambda c=c: of(c) for c in range(self.num_chunks)])
 
     def _microbatch(self, m: Index) -> Tree:

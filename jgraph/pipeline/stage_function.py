@@ -26,7 +26,7 @@ class StageFunctions:
 
     Attributes:
         model: The model.
-        compute_dtype: Dtype to which matrices of the layers and of the head are cast once per step. None does not cast.
+        compute_dtype: Matrices of the layers and of the head are cast to this dtype once per step. None does not cast.
         remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
             `wide` matmuls, or the whole `layer` except its input.
         carried: The carried state of a layer.
@@ -94,7 +94,7 @@ class StageFunctions:
         x: Array,
         context: Sequence[Tree],
         key: Sequence[Array],
-        first: Array | None,
+        first: Any,
         bits: Tree,
         active: Array | None = None,
     ) -> tuple[Array, Tree]:
@@ -105,7 +105,7 @@ class StageFunctions:
             x: Input of the first layer.
             context: Context of the microbatch, as `PipelineModel.context_of` returns it.
             key: The key of the microbatch in a sequence; empty if the layers take none.
-            first: Index of the first layer in the model; used with a key only.
+            first: Index of the first layer in the model, an integer scalar; only for keys.
             bits: Carried state as the step begins, as `LayerState.pick` returns it.
             active: Bool scalar, False if the last layer is padding. None if there is no padding.
 

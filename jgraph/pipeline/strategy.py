@@ -1,8 +1,8 @@
 """The strategy `Pipelined`: each rank has the layers of its stages, and shares embedding and head with the other ranks."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
@@ -28,9 +28,8 @@ from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.strategies import sharding
 from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
-from jgraph.strategies.checks import check_count, float_dtype
 from jgraph.strategies.objective import Carry, Objective, Sums
-from jgraph.strategies.sharding import Sharded, chosen_axes
+from jgraph.strategies.sharding import FSDPChoices, chosen_axes
 from jgraph.tree import is_matrix, leaf_names, path_name
 from jgraph.xla.explain import Memory
 
@@ -38,18 +37,18 @@ Engine = Literal["program", "dispatch"]
 
 
 @dataclass(frozen=True, eq=False)
-class Pipelined:
+class Pipelined(FSDPChoices):
     """Gives every rank of a pipeline the layers of its stages. The loss of the step is a `PipelineModel`.
 
     Attributes:
         mesh: A mesh with the axis `pipe`; may also have the axes `data` and `fsdp`.
         shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
         schedule: A schedule for the ranks of `pipe` and the microbatches of the step, e.g. from `jgraph.schedule.generate`.
-        compute_dtype: Dtype to which matrices are cast once per step. None uses them as they are stored.
         engine: `program` compiles the schedule into one program over all ranks. `dispatch` compiles executables for each rank,
             which the host calls.
         remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
             `wide` matmuls such as the first of an MLP, or the whole `layer` except its input.
+        compute_dtype: Matrices are cast to this dtype once per step. None does not cast.
         shard_rules: As in `FullySharded`, for the axis `fsdp`.
         annotations: As in `FullySharded`.
         experts: As in `FullySharded`.
@@ -59,22 +58,15 @@ class Pipelined:
     mesh: Mesh
     shapes: Tree
     schedule: Schedule
-    compute_dtype: Any = None
     remat: Remat = "nothing"
     engine: Engine = "program"
-    shard_rules: tuple[str, ...] = ()
-    annotations: Mapping[str, Any] = field(default_factory=dict)
-    experts: int = 1
-    shards: Sharded = "everything"
 
     def __repr__(self) -> str:
         return f"Pipelined({summary(self.mesh, self.shapes)}, {self.schedule!r})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
-        check_count("experts", self.experts)
-        if self.compute_dtype is not None:
-            float_dtype("compute_dtype", self.compute_dtype)
+        super().__post_init__()
         if not isinstance(self.schedule, Schedule):
             message = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
             raise ConfigError(f"`schedule` is {self.schedule!r}: {message}", field="schedule")
@@ -95,7 +87,6 @@ class Pipelined:
         if objective.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
-        check_choice("shards", self.shards, get_args(Sharded))
         return BoundPipeline.of(self, objective)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:

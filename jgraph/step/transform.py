@@ -141,7 +141,7 @@ def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardin
     def of(leaf: Any, param: Any, sharding: Any) -> Any:
         if leaf.shape != param.shape:
             kept = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
-            raise ConfigError(f"the optimizer state has {kept}: must have its shape; see `fsdp`", field="fsdp")
+            raise ConfigError(f"the optimizer keeps {kept}: must have the shape of the parameter; see `fsdp`", field="fsdp")
         return sharding
 
     return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)

@@ -132,7 +132,7 @@ def _check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str,
     """Checks a tree of arrays against a tree of shapes.
 
     Args:
-        what: Name of the tree in messages.
+        what: The tree, in messages.
         tree: Arrays, shapes or Python numbers.
         expected: Shapes.
         like: Name of `expected` in messages.
@@ -206,7 +206,7 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
             raise ConfigError(f"`loss` takes {signature}: must take ({', '.join(names)}){hint}", field="loss") from None
 
     @functools.wraps(loss)
-    def checked(*args: Any) -> Array | Loss:
+    def checked(*args: Any) -> Any:
         found = loss(*args)
         check_loss(found)
         after = found.carried if isinstance(found, Loss) else {}

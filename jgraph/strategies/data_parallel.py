@@ -14,7 +14,7 @@ from jgraph.mesh import Axis, batch_axes, num_data_ranks, with_batch_axes
 from jgraph.packing import Packing
 from jgraph.precision.loss import FP8Loss, PlainLoss, StepLoss
 from jgraph.strategies import sharding
-from jgraph.strategies.accumulate import accumulate
+from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
 from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function
@@ -129,7 +129,7 @@ class DataParallel:
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
         if self.mesh is None:
-            return self._local(params, batch, key, carry)
+            return self._on_device(params, batch, key, carry)
         run = jax.shard_map(
             self._on_device,
             mesh=self.mesh,
@@ -140,28 +140,23 @@ class DataParallel:
         return run(params, batch, key, carry)
 
     def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
-        assert self.mesh is not None
-        axes = batch_axes(self.mesh)
-        return self._local(params, batch, jax.random.fold_in(key, jax.lax.axis_index(axes)), carry, axes)
-
-    def _local(self, params: Tree, batch: Tree, key: Array, carry: Carry, axes: tuple[str, ...] = ()) -> tuple[Sums, Tree]:
-        """Computes the sums and gradients of one device, and reduces them over `axes`."""
-        objective = self.objective
+        """Computes the sums and gradients of one device, and reduces them over the data ranks."""
+        objective, num_microbatches = self.objective, self.objective.num_microbatches
+        axes, devices = ((), 1) if self.mesh is None else (batch_axes(self.mesh), self.mesh.size)
+        if axes:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axes))
         reductions = objective.reductions_with(self.observed)
-        sums_and_grads = self._sums_and_grads(params, batch, key, carry)
-        sums, grads = accumulate(
-            sums_and_grads, objective.num_microbatches, dtype=objective.grads_dtype, reductions=reductions
-        )(params, batch, key)
-        sums = finished(reductions, sums, objective.num_microbatches, axes, self.mesh.size if self.mesh else 1)
+        run = self._microbatch_function(params, batch, key, carry)
+        over_batch = accumulate(run, num_microbatches, dtype=objective.grads_dtype, reductions=reductions)
+        sums, grads = over_batch(params, batch, key)
+        sums = finished(reductions, sums, num_microbatches, axes, devices)
         if axes:
             # Sharded gradients are already summed over `fsdp`, microbatch by microbatch.
             grads = jax.tree.map(lambda g: g.astype(objective.grads_dtype), grads)
             grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
         return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
 
-    def _sums_and_grads(
-        self, params: Tree, batch: Tree, key: Array, carry: Carry
-    ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+    def _microbatch_function(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> MicrobatchFunction:
         """Returns the function of a microbatch. Prepares weights in FP8 once for all microbatches."""
         objective, shards = self.objective, self.shards
         state = (carry.model,) if jax.tree.leaves(carry.model) else ()
@@ -226,7 +221,7 @@ class DataParallel:
         return differentiate
 
     def _gathered_dtypes(self, params: Tree) -> dict[str, Any]:
-        """Returns the dtypes in which arrays are gathered."""
+        """Returns the dtypes of arrays during an all-gather."""
         cast, matrices = self.compute_dtype, self.is_matrix
         return {name: cast if cast and matrices[name] and not is_router(name) else part.dtype for name, part in params.items()}
 

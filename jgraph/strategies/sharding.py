@@ -6,20 +6,21 @@ one collective per parameter, which XLA's scheduler moves next to its use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis
 from jgraph.precision import product
 from jgraph.precision.config import FP8Config
-from jgraph.strategies.checks import strings
+from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
 from jgraph.strategies.overlap import reduce_in_buckets
 from jgraph.tree import expert_axis, leaf_names, matching
@@ -150,20 +151,24 @@ def shard_specs(
     return specs
 
 
-class Sharding(Protocol):
-    """The choices of a strategy with the axis `fsdp`, as `FullySharded` documents them."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FSDPChoices:
+    """The choices of a strategy with the axis `fsdp`. `FullySharded` documents them."""
 
-    @property
-    def shard_rules(self) -> tuple[str, ...]: ...
-    @property
-    def annotations(self) -> Mapping[str, Any]: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def shards(self) -> Sharded: ...
+    shard_rules: tuple[str, ...] = ()
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+    compute_dtype: DTypeLike | None = None
+    experts: int = 1
+    shards: Sharded = "everything"
+
+    def __post_init__(self):
+        check_count("experts", self.experts)
+        if self.compute_dtype is not None:
+            float_dtype("compute_dtype", self.compute_dtype)
+        check_choice("shards", self.shards, get_args(Sharded))
 
 
-def chosen_axes(tree: Tree, ranks: int, choices: Sharding) -> tuple[dict[str, int], dict[str, int]]:
+def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the axes to shard that the user, the model or the experts determine, by the names of parameters.
 
     Args:
@@ -267,7 +272,7 @@ def value_and_grads(
         shards: The sharding of each parameter.
         dtypes: Dtypes that parameters are cast to before they are gathered.
         observed: Observed state. The loss is differentiated with respect to it too.
-        grads_dtype: Dtype in which gradients are reduced.
+        grads_dtype: Dtype of gradients during the reduction.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
         reduce: Reduce gradients `in buckets` during the backward pass, or as XLA has `scheduled` the collectives.
 
