@@ -170,10 +170,9 @@ def measure(
     with ThreadPoolExecutor(len(wanted)) as threads:
         # In parallel, because compiling takes longer than timing.
         programs = list(threads.map(lambda one: compile_and_report(one, options if chosen else {}), lowered))
-    compiled = dict(zip(wanted, programs, strict=True))
-    seconds: dict[str, float] = {}
-    for part, (_, shapes) in wanted.items():
-        run, given = compiled[part][0], list(filled(shapes))
+    seconds, kernels = {}, 0
+    for (part, (_, shapes)), (run, report) in zip(wanted.items(), programs, strict=True):
+        given = list(filled(shapes))
 
         def call(run: Any = run, given: list[Any] = given, keeps: bool = part != "wgrad") -> Any:
             out = run(*given)
@@ -181,8 +180,8 @@ def measure(
             return out
 
         seconds[part] = share(seconds_of(call) / (1 if part == "head" else _CALLS))
-    reports = [report for part, (_, report) in compiled.items() if part != "head" and report is not None]
-    return Parts(**seconds, kernels=sum(report.total for report in reports))
+        kernels += report.total if part != "head" and report is not None else 0
+    return Parts(**seconds, kernels=kernels)
 
 
 def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -69,6 +68,10 @@ class Placement:
         """Returns the tree that a step takes, from the parts that `PipelineModel.split` returns."""
         return {"outer": outer, "layers": self.layout.stack(layers)}
 
+    def stacked_shapes(self, tree: Tree) -> Tree:
+        """Returns the shapes of the tree of `stack`, from shapes in the model's own tree."""
+        return jax.eval_shape(lambda tree: self.stack(*self.model.split(tree)), tree)
+
     def unstack(self, params: Tree) -> tuple[Tree, list[Tree]]:
         """Inverts `stack`."""
         return params["outer"], self.layout.unstack(params["layers"])
@@ -103,8 +106,7 @@ class Placement:
 
     def shardings(self, params: Tree) -> Tree:
         """Returns the NamedSharding of every parameter in the tree of `stack`."""
-        is_leaf = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs(params), is_leaf=is_leaf)
+        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), params, self.specs(params))
 
     def fsdp_shards(self, params: Tree) -> Tree:
         """Returns the ShardSpec over `fsdp` of every parameter, without the axis of ranks."""

@@ -68,8 +68,8 @@ class Pipelined(FSDPChoices):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
-            message = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
-            raise ConfigError(f"`schedule` is {self.schedule!r}: {message}", field="schedule")
+            must = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
+            raise ConfigError(f"`schedule` is {self.schedule!r}: {must}", field="schedule")
 
     def bind(self, objective: Objective) -> "BoundPipeline":
         """Binds a `PipelineModel`.
@@ -80,17 +80,15 @@ class Pipelined(FSDPChoices):
         """
         _check_model(objective.loss)
         if objective.num_microbatches != self.schedule.num_microbatches:
-            raise ConfigError(
-                f"`num_microbatches` is {objective.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
-                field="num_microbatches",
-            )
+            found, must = objective.num_microbatches, self.schedule.num_microbatches
+            raise ConfigError(f"`num_microbatches` is {found}: must be the schedule's {must}", field="num_microbatches")
         if objective.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
         return BoundPipeline.of(self, objective)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
-        """Returns the program of the schedule for a model, and the model's matmuls with parameters if the step is in FP8."""
+        """Returns the program of the schedule, and the matmuls of the model with parameters if the step is in FP8."""
         _check_model(objective.loss)
         shapes, model = self.shapes, self._reducing(objective.loss)
         num_layers = len(jax.eval_shape(model.split, shapes)[1])
@@ -99,9 +97,8 @@ class Pipelined(FSDPChoices):
         pipeline, products = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices), ()
         if objective.fp8 is not None:
             BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError
-            params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
             batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=objective.num_microbatches), objective.batch)
-            x, *context = pipeline.inputs(params, batch_M)
+            x, *context = pipeline.inputs(pipeline.stacked_shapes(shapes), batch_M)
             args = (x, tuple(context), *objective.loss_args)
             # The head returns the mean of a microbatch on a data rank.
             num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
@@ -164,7 +161,7 @@ class BoundPipeline:
     def of(cls, strategy: Pipelined, objective: Objective) -> Self:
         """Binds a `PipelineModel`. Raises as `Pipelined.bind`."""
         pipeline, products = strategy.pipeline(objective)
-        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), strategy.shapes)
+        params = pipeline.stacked_shapes(strategy.shapes)
         own = without_ranks(params["layers"])
         # Sharded parameters are not packed. A pack would have to be gathered before it is unpacked.
         alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()

@@ -81,11 +81,11 @@ class ShardSpec:
         if self.axis is None or self._is_own:
             return part
         how: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
-        if part.dtype.itemsize == 1:
-            # FP8 is sent as bytes, because not every collective library supports it.
-            sent = lax.bitcast_convert_type(part, jnp.uint8)
-            return lax.bitcast_convert_type(self.unpad(lax.all_gather(sent, AXIS, **how)), part.dtype)
-        return self.unpad(lax.all_gather(part, AXIS, **how))
+        # FP8 is sent as bytes, because not every collective library supports it.
+        is_fp8 = part.dtype.itemsize == 1
+        sent = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
+        whole = self.unpad(lax.all_gather(sent, AXIS, **how))
+        return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
         """Reduce-scatters the gradient of a gathered array over the device group and returns the local shard."""
