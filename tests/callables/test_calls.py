@@ -154,7 +154,7 @@ def test_main_grad_keeps_its_address_over_runs_and_starts_from_zero(join):
 
 def test_the_compiled_programs_say_that_main_grad_is_updated_in_place():
     call, _ = build(delay_wgrad=True)
-    assert len(call.entry.places("wgrad", "add")) == 2
+    assert len(call.entry.parts["wgrad"].places("add")) == 2
     assert alias_map(call.entry.parts["wgrad"].compiled) == {0: 0, 1: 1}
     assert alias_map(call.entry.parts["forward"].compiled) == {}
 
@@ -321,7 +321,7 @@ def test_the_residuals_of_a_run_are_donated_to_their_last_consumer():
     donated = [r for instruction in plan.instructions for r in instruction.executable.io.donated]
     assert donated
     flow = plan.flow
-    assert not set(donated) & {*flow.named.values(), *flow.losses.values(), *flow.sums.values()}
+    assert not set(donated) & {*flow.named.values(), *flow.results.values()}
     for instruction in plan.instructions:
         count = len(instruction.executable.io.sums) + len(instruction.executable.io.donated)
         assert set(alias_map(instruction.executable.compiled).values()) == set(range(count))

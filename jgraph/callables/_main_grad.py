@@ -1,41 +1,42 @@
-"""main_grad: the float32 sums of a callable's aliased gradients, each at one address for ever."""
+"""main_grad: the float32 sums of a callable's aliased gradients, each in one buffer for its whole life."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jgraph.callables.borrowed import Borrowed, Lease
-from jgraph.callables.entry import Entry
-from jgraph.callables.match import check_concrete
+from jgraph.callables._borrowed import Borrowed, Lease
+from jgraph.callables._compile import Executable
+from jgraph.callables._match import check_concrete
+from jgraph.callables.shaped import Shaped
 from jgraph.errors import OwnershipError
 
 
 class MainGrad:
-    """The float32 accumulator of a callable's aliased gradients, and the lease on what it holds now.
+    """The float32 accumulator of a callable's aliased gradients, and the lease on its present values.
 
     Attributes:
-        places: of the parameters whose gradients are aliased.
-        arrays: by place of the parameter; empty until the first gradient.
-        updates: how often it was updated.
+        places: The parameters with aliased gradients.
+        arrays: The sums by parameter; empty until the first gradient.
+        updates: Number of updates.
     """
 
-    def __init__(self, entry: Entry):
-        self._callable = f"callable {entry.shaped.index}"
+    def __init__(self, shaped: Shaped, parts: Mapping[str, Executable]):
+        self._callable = f"callable {shaped.index}"
         self._name = f"main_grad of {self._callable}"
-        self._params, self._device = entry.shaped.params, entry.shaped.device
-        self.places = sorted({place for kind in entry.parts for place in entry.places(kind, "add")})
+        self._params, self._device = shaped.params, shaped.device
+        self.places = sorted({place for part in parts.values() for place in part.places("add")})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)
 
     def open(self) -> dict[int, jax.Array]:
-        """Returns the arrays, made if there are none yet.
+        """Returns the sums, allocated if there are none yet.
 
         Raises:
-            OwnershipError: the caller donated or deleted one. A sum that starts anew beside others that go on would be no sum.
+            OwnershipError: The caller donated or deleted one. Starting it at zero beside sums that go on would be wrong.
         """
         if not self.arrays:
             return self.renew()
@@ -43,14 +44,14 @@ class MainGrad:
             if array.is_deleted():
                 raise OwnershipError(
                     f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a call that "
-                    f"failed: call zero_grads(), which makes it anew and starts all sums from zero; donate a .copy() of a sum "
-                    f"that is to go on",
+                    f"failed: call zero_grads(), which allocates it again and starts all sums from zero; donate a .copy() of a "
+                    f"sum that is to go on",
                     owner=self._name,
                 )
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
-        """Returns the arrays for a step that starts every sum anew: all made again if one is gone."""
+        """Returns the sums for a step that starts from zero. Allocates all of them if one was deleted."""
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
             shapes = tuple(self._params.avals[place].shape for place in self.places)
             arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))()
@@ -59,7 +60,7 @@ class MainGrad:
         return self.arrays
 
     def zero(self) -> None:
-        """Sets the arrays to zero, in place."""
+        """Sets the sums to zero, in place."""
         if self.arrays:
             sums = self.renew()
             zeros = _zeros(list(sums.values()))
@@ -67,8 +68,8 @@ class MainGrad:
             self.end("set to zero by zero_grads")
             self.arrays = dict(zip(sums, zeros, strict=True))
 
-    def update(self, arrays: dict[int, jax.Array], by: str) -> None:
-        """Takes over the arrays that a program gave back; ends every handle on their numbers of before."""
+    def update(self, arrays: Iterable[tuple[int, jax.Array]], by: str) -> None:
+        """Stores sums that a program returned, by parameter, and ends every handle on their former values."""
         self.updates += 1
         self.end(f"updated in place by {by} (update {self.updates})")
         self.arrays.update(arrays)
@@ -79,22 +80,30 @@ class MainGrad:
         self._lease = Lease(self._name)
 
     def free(self) -> None:
-        """Frees the arrays for good."""
+        """Frees the sums for good."""
         self.end("freed by reset")
         for array in self.arrays.values():
             array.delete()
         self.arrays = {}
 
+    def handles(self) -> list[Borrowed]:
+        """Returns handles on the sums, in the order of `places`. Raises OwnershipError as `open` does."""
+        if not self.places:
+            return []
+        sums, lease, paths = self.open(), self._lease, self._params.paths
+        return [Borrowed(sums[place], lease, paths[place]) for place in self.places]
+
     def tree(self, owned: Mapping[int, Any]) -> Any:
-        """Returns gradients as params: those owned by the caller, handles on the others, None for those that there are not.
+        """Returns gradients as a tree like params.
+
+        Args:
+            owned: Gradients by parameter that the caller owns. The others are handles, or None without a sum.
 
         Raises:
-            OwnershipError: as `open`.
+            OwnershipError: As `open`.
         """
-        sums = self.open() if self.places else {}
-        handles = {place: Borrowed(array, self._lease, self._params.paths[place]) for place, array in sums.items()}
-        every = {**handles, **owned} if handles else owned
-        return self._params.unflatten([every.get(place) for place in range(len(self._params.avals))])
+        every = {**dict(zip(self.places, self.handles(), strict=True)), **owned}
+        return self._params.unflatten([every.get(place) for place in range(len(self._params))])
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Microbatches of a callable between their forward and their last backward part, and the thread whose they are."""
+"""Tracks microbatches from forward to their last backward call, and the thread that owns them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
@@ -13,26 +13,26 @@ _ADVICE = "build callables for each thread, or call evaluate, which keeps nothin
 
 @dataclass(eq=False, slots=True)
 class Microbatch:
-    """A microbatch whose backward is to come, and the arrays that it needs.
+    """A microbatch that waits for a backward call, and the arrays that it needs.
 
     Attributes:
-        number: of its forward, from 0.
-        params, residuals, stash: leaves; residuals are those of both pools until dgrad, of wgrad's alone after it.
-        early: by place of the parameter, the gradients that dgrad gave.
+        number: The number of its forward, from 0.
+        params, residuals, stash: Leaves. The residuals are those of both pools until dgrad, and those of forward_wgrad after.
+        early: New gradients that dgrad returned.
     """
 
     number: int
-    params: list[Any]
-    residuals: list[Any]
-    stash: list[Any] = field(default_factory=list)
-    early: dict[int, Any] = field(default_factory=dict)
+    params: Sequence[Any]
+    residuals: Sequence[Any]
+    stash: Sequence[Any] = ()
+    early: Sequence[Any] = ()
 
 
 class Turn:
-    """Lets one thread at a time in, and no other while microbatches of the last one wait. Enter it with `with`.
+    """A lock for one thread at a time, which keeps out other threads while microbatches of its last owner wait.
 
     Attributes:
-        waiting: microbatches between their forward and their last backward part.
+        waiting: Number of microbatches between forward and their last backward call.
     """
 
     def __init__(self, name: str):
@@ -54,7 +54,7 @@ class Turn:
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Lets in any thread, to end the microbatches that wait."""
+        """Lets any thread in, to end the waiting microbatches."""
         self._acquire()
         try:
             yield
@@ -62,62 +62,70 @@ class Turn:
             self._lock.release()
 
     def _acquire(self) -> None:
-        # Waiting for the other thread would only make the order of microbatches a matter of luck.
+        # Waiting for the other thread would make the order of microbatches depend on timing.
         if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
 
+@dataclass(eq=False)
 class Waiting:
-    """The microbatches of a callable that wait for a backward part, by number, the oldest first.
+    """The microbatches of a callable that wait for a backward call, by number, oldest first.
 
     Attributes:
-        after: those whose `forward`, and those whose `dgrad`, was the last part that ran.
+        name: The callable, for messages.
+        most: The most microbatches that wait for their dgrad at once, by the order.
+        turn: The lock of the callable.
+        after: Waiting microbatches by the part that ran last.
+        count: Number of forwards so far.
     """
 
-    def __init__(self, index: int, most: int, turn: Turn):
-        self._name, self._most, self._turn, self._count = f"callable {index}", most, turn, 0
-        self.after: dict[str, dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
+    name: str
+    most: int
+    turn: Turn
+    after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = field(
+        default_factory=lambda: {"dgrad": {}, "forward": {}}
+    )
+    count: int = 0
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the microbatches, those after a dgrad first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
-    def add(self, params: list[Any], residuals: list[Any]) -> Microbatch:
-        """Numbers the microbatch whose forward just ran."""
-        microbatch = self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
-        self._count += 1
-        self._turn.waiting += 1
-        return microbatch
+    def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
+        """Numbers a microbatch after its forward."""
+        self.after["forward"][self.count] = Microbatch(self.count, params, residuals)
+        self.count += 1
+        self.turn.waiting += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
-        """Returns the microbatch that a backward part belongs to: the one of this number, or the oldest after `before`."""
+        """Returns the microbatch of a backward call: the one of this number, or the oldest one after the part `before`."""
         waiting = self.after[before]
         if number is not None:
             self._check_waits(part, tuple(waiting), number)
             return waiting[number]
         if not waiting:
-            raise CallableError(f"{self._name}: {part} has no {before} to belong to; call {before} first")
-        if before == "forward" and len(waiting) > self._most:
+            raise CallableError(f"{self.name}: {part} has no {before} to belong to; call {before} first")
+        if before == "forward" and len(waiting) > self.most:
             raise CallableError(
-                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
-                f"{self._most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
+                f"{self.name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
+                f"{self.most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
                 f"or build with the order that is called; a forward without backward is evaluate",
                 field="microbatch",
             )
         return next(iter(waiting.values()))
 
     def after_dgrad(self, microbatch: Microbatch) -> None:
-        """Moves a microbatch to those that wait for their wgrad."""
+        """Records that the dgrad of a microbatch ran."""
         self.after["dgrad"][microbatch.number] = self.after["forward"].pop(microbatch.number)
 
     def end(self, microbatch: Microbatch) -> None:
-        """Forgets a microbatch."""
+        """Removes a microbatch."""
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
-        self._turn.waiting -= 1
+        self.turn.waiting -= 1
 
     def drop(self, number: int | None) -> None:
-        """Forgets a microbatch, or all of them if `number` is None."""
+        """Removes a microbatch, or all of them if `number` is None."""
         if number is not None:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
@@ -127,16 +135,16 @@ class Waiting:
         """Raises CallableError while microbatches wait for their backward."""
         if waiting := self.numbers:
             raise CallableError(
-                f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
+                f"{self.name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
                 f"drop() them before the next step; a forward without backward is evaluate"
             )
 
     def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:
         if number not in waiting:
             wrong = f"microbatch {number!r} does not wait for {part}; waiting: {', '.join(map(str, waiting)) or 'none'}"
-            raise CallableError(f"{self._name}: {wrong}", field="microbatch")
+            raise CallableError(f"{self.name}: {wrong}", field="microbatch")
 
 
-def _shown(numbers: Any) -> str:
+def _shown(numbers: Iterable[int]) -> str:
     numbers = list(numbers)
     return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
