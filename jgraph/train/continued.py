@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.step.state import TrainState
-from jgraph.strategies.objective import WithHistory
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import begun_again
 from jgraph.train.origin import check_like_run, goes_on, run_of
@@ -36,15 +35,14 @@ def load(setup: TrainSetup, saved: SavedRun) -> TrainState:
     """
     config, like = setup.config, setup.step.canonical.shapes()
     same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8 and saved.has_histories_of_batch
-    carried = like.carried if same else like.model_state
+    parts = {"params": like.params, "carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.continue_with == "weights":
-        return setup.step.init(**saved.place(params=like.params, carried=carried))
-    found = saved.place(params=like.params, carried=carried, opt_state=like.opt_state)
+        return setup.step.init(**saved.place(**parts))
+    found = saved.place(**parts, opt_state=like.opt_state)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
-    if isinstance(like.carried, WithHistory) and not same:
-        found["carried"] = WithHistory(found["carried"], jax.tree.map(zeros, like.carried.fp8))
+    found.setdefault("observed", jax.tree.map(zeros, like.observed))
     found["opt_state"] = begun_again(found["opt_state"])
     return setup.step.canonical.back(TrainState(zeros(like.step), zeros(like.skipped), **found))

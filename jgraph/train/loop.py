@@ -168,7 +168,7 @@ class Loop:
             "skipped": self.skipped,
             "seconds": self.clock.seconds,
             "zero_gradients": len(_zeros(last, self.group_names) & self.trained_groups),
-            **statistics.summary(state.model_state),
+            **statistics.summary(state.carried),
         }
         self._tell_starved(number, state)
         if evaluates:
@@ -252,7 +252,7 @@ class Loop:
 
     def _tell_starved(self, number: int, state: TrainState) -> None:
         """Warns once of each layer with experts that get no tokens any more."""
-        for layer, experts in statistics.starved(state.model_state).items():
+        for layer, experts in statistics.starved(state.carried).items():
             if layer not in self.told_starved:
                 self.told_starved.add(layer)
                 some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"

@@ -12,7 +12,6 @@ from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.modules import FunctionalModel
-from jgraph.strategies.objective import WithHistory
 from jgraph.train.config import TrainConfig
 from jgraph.train.functional import functional_model
 from jgraph.train.rundir import RunDir
@@ -76,22 +75,19 @@ class SavedRun:
 
     def read_carried(self, path: Any) -> np.ndarray:
         """Returns a leaf of the model's other state, by its path of keys, as it was saved."""
-        return self._reader.read(f"{self._carried}{jax.tree_util.keystr(path)}")
+        return self._reader.read(f".carried{jax.tree_util.keystr(path)}")
 
     def place(self, **like: Tree) -> dict[str, Tree]:
-        """Returns `params`, `carried` or `opt_state`, each leaf where that of `like` lies, in its dtype. All processes call it.
+        """Reads parts of the saved state onto devices. All processes call it.
 
-        To carried state with histories of FP8 belong those of the run, which must have the same recipe.
+        Args:
+            like: `params`, `carried`, `observed` or `opt_state` as shapes with shardings.
+
+        Returns:
+            The same trees of arrays, in the dtypes and with the shardings of `like`.
         """
-        prefixes = {name: f".{name}" for name in like}
-        if not isinstance(like.get("carried"), WithHistory):
-            prefixes["carried"] = self._carried
-
-        def leaf_name(path: Any) -> str:
-            return f"{prefixes[path[0].key]}{jax.tree_util.keystr(path[1:])}"
-
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
-        names = [leaf_name(path) for path, _ in paths]
+        names = [f".{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
         found = self._reader.place({name: leaf for name, (_, leaf) in zip(names, paths, strict=True)})
         leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
         return structure.unflatten(leaves)
@@ -104,11 +100,6 @@ class SavedRun:
         """
         config = self.config
         return not self._reader.has_old_units or config.dp * config.fsdp * config.num_microbatches == 1
-
-    @property
-    def _carried(self) -> str:
-        """The checkpoint's name of the model's other state; beside it are the histories of FP8."""
-        return ".carried.model" if self.config.is_delayed else ".carried"
 
     def close(self) -> None:
         """Ends the reader's threads."""

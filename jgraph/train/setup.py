@@ -22,23 +22,17 @@ from jgraph.interop.load import load
 from jgraph.mesh import batch_axes
 from jgraph.modules import Decoder, FunctionalModel
 from jgraph.pipeline import Pipeline
-from jgraph.pipeline.strategy import BoundPipeline
-from jgraph.precision.report import about
-from jgraph.schedule import Costs, simulate
 from jgraph.step import TrainStep, elementwise, train_step
-from jgraph.step.compiled import CompiledStep, DispatchedStep
+from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.strategies import sharding as fsdp
 from jgraph.train.config import TrainConfig
-from jgraph.train.functional import batch_shapes, functional_model, microbatch_shapes
+from jgraph.train.functional import batch_shapes, functional_model
 from jgraph.train.model import model_errors
 from jgraph.train.optimizer import adamw
 from jgraph.train.origin import names_of
 from jgraph.train.strategy import loss_and_strategy, named_by_fields, recipe_of
 from jgraph.tree import leaf_names
-from jgraph.xla import compiler_options
-from jgraph.xla.explain import FP8Products
-from jgraph.xla.options import OptionValue, known
+from jgraph.xla.options import OptionValue
 
 Tree = Any
 
@@ -112,11 +106,11 @@ class TrainSetup:
 
     def loss(self, state: TrainState, batch: Tree) -> Array:
         """Returns the mean next-token loss of a state in evaluation, in nats."""
-        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.model_state, batch)
+        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.carried, batch)
 
     def logits(self, state: TrainState, tokens_BT: Array) -> Array:
         """Returns the logits (B, T, V) of a state in evaluation."""
-        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.model_state, tokens_BT)
+        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.carried, tokens_BT)
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -126,7 +120,7 @@ class TrainSetup:
             return windowed(lambda weights, tokens_BT: self.logits(weights[0], tokens_BT))
 
         def prepare(state: TrainState) -> Tree:
-            return own.prepare(self.step.bound.unpack(state.params), state.model_state)
+            return own.prepare(self.step.bound.unpack(state.params), state.carried)
 
         if self.num_devices == 1:
             return replace(own, prepare=lambda state, _: prepare(state))
@@ -200,7 +194,7 @@ class TrainSetup:
 
     def new_state(self) -> Tree:
         """Returns the model's carried state as the model makes it, where checkpoints have it."""
-        return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().model_state))
+        return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().carried))
 
     def weights(self, params: Tree, carried: Tree) -> TrainState:
         """Returns a state to evaluate, without the optimizer's, from parameters in the model's own tree."""
@@ -224,27 +218,17 @@ class TrainSetup:
 
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
-        options = self.xla_options(jax.default_backend())
         with named_by_fields(self.config):
-            return self.step.compile(self.batch(), graph=self.config.graph, xla_options=options)
+            return self.step.compile(self.batch(), graph=self.config.graph, xla_options=self.config.xla_options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns all options with which the step is compiled on a platform."""
-        options = self.xla_options(platform)
-        return compiler_options(self.config.graph, options, platform=platform, num_devices=self.num_devices)
-
-    def xla_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the step's XLA options on a platform: those that are chosen, then those asked for, which win."""
-        return (*self.chosen_options(platform), *self.config.xla_options)
-
-    def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns what was chosen on GPUs for sharded parameters and for FP8, as far as the installed XLA has it."""
-        return (*known(fsdp.XLA_OPTIONS * (self.config.shards > 1), platform), *self.step.chosen_options(platform))
+        return self.step.options(platform, graph=self.config.graph, xla_options=self.config.xla_options)
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
         """The program that plays the schedule, if one is played."""
-        return self.step.bound.pipeline if isinstance(self.step.bound, BoundPipeline) else None
+        return getattr(self.step.bound, "pipeline", None)
 
     def memory(self, compiled: CompiledStep) -> dict[str, Any]:
         """Returns bytes of a device: `pools` by what they hold; `predicted_peak`, of a pipeline, and `compiled_peak`, or None.
@@ -259,49 +243,16 @@ class TrainSetup:
 
             return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
-        held, predicted = {"parameters": own(state.params), "optimizer": own(state.opt_state)}, None
-        if self.pipeline is not None:
-            pools = {name.replace("forward_", "residuals to "): size for name, size in self._pipeline_bytes().items()}
-            predicted = sum((*held.values(), *pools.values()))
-        else:
-            itemsize, of_sum = (jnp.dtype(t).itemsize for t in (self.config.main_params_dtype, self.config.main_grads_dtype))
-            pools = {"main_grad": held["parameters"] // itemsize * of_sum}
+        held = {"parameters": own(state.params), "optimizer": own(state.opt_state)}
+        found = self.step.bound.predict_memory(batch_shapes(self.config, self.config.batch_size))
+        pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
+        predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
         if (memory := compiled.memory) is not None:
             pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
         pools = {name: size for name, size in (held | pools).items() if size}
         return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
-    def about_fp8(self, compiled: CompiledStep) -> str:
-        """Returns a line on the products in FP8, in the trace and in the compiled step; empty where there are none."""
-        binding = self.step.binding
-        if binding.fp8 is None:
-            return ""
-        products = binding.fp8.plan(self.model.shapes, *binding.microbatch).products
-        on_gpu = jax.default_backend() == "gpu"
-        distinct = {id(one): one for one in compiled.executables} if on_gpu else {}
-        each = {name: FP8Products.of(one) for name, one in distinct.items()}
-        found = [each[id(one)] for one in compiled.executables] if on_gpu else []
-        compiled_products = FP8Products(sum(p.products for p in found), sum(p.transposes for p in found)) if found else None
-        line = about(products, binding.fp8.config, compiled_products, in_loops=self.pipeline is not None)
-        return f"{line}; weights in FP8 stay gathered for the backward" if self.config.reshard_after_forward else line
-
-    def about_pipeline(self, compiled: CompiledStep) -> str:
-        """Returns a line on the schedule and on the memory of a step, predicted and taken; empty without a pipeline."""
-        if self.pipeline is None:
-            return ""
-        schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
-        player = str(compiled.gradients) if isinstance(compiled, DispatchedStep) else f"{self.pipeline.runtime} runtime"
-        idle = simulate(schedule, Costs(), execution="lockstep").bubble
-        text = (
-            f"pipeline: {schedule.name} ({player}), {schedule.num_ranks} ranks x "
-            f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
-        )
-        if compiled.memory is None:
-            return text
-        predicted = sum(self._pipeline_bytes().values())
-        return f"{text}; a step takes {predicted / 2**30:.2f} GiB predicted, {compiled.memory.temporaries / 2**30:.2f} compiled"
-
-    def _pipeline_bytes(self) -> dict[str, int]:
-        bound = self.step.bound
-        assert isinstance(bound, BoundPipeline)
-        return bound.pipeline.bytes_per_rank(bound.shapes, microbatch_shapes(self.config))
+    def describe(self, compiled: CompiledStep) -> list[str]:
+        """Returns lines for the log about a compiled step."""
+        batch = batch_shapes(self.config, self.config.batch_size)
+        return self.step.bound.describe(batch, compiled.gradients, compiled.executables, compiled.memory)

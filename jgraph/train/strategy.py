@@ -20,9 +20,8 @@ from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, mea
 from jgraph.precision.config import FP8Config
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Choice, generate
-from jgraph.step.train_step import in_fp8
 from jgraph.strategies import FullySharded, Loss, Replicated, Strategy
-from jgraph.strategies.base import Binding
+from jgraph.strategies.objective import Objective
 from jgraph.train.config import TrainConfig
 from jgraph.train.functional import batch_shapes, functional_model, microbatch_shapes
 from jgraph.train.model import find_model
@@ -193,11 +192,16 @@ def _predictor(
 
     `pipelined` is with any schedule. None are all layers; fewer fit in any case.
     """
-    binding = Binding(num_microbatches=config.num_microbatches, carried=found.carried, reductions=found.reductions)
-    if (fp8 := recipe_of(config)) is not None:
-        with named_by_fields(config):
-            binding = in_fp8(binding, fp8, model, pipelined, batch_shapes(config, config.batch_size))
-    pipeline = pipelined.pipeline(model, binding)
+    objective = Objective(
+        loss=model,
+        num_microbatches=config.num_microbatches,
+        carried=found.carried,
+        reductions=found.reductions,
+        fp8=recipe_of(config),
+        batch=batch_shapes(config, config.batch_size),
+    )
+    with named_by_fields(config):
+        pipeline, _ = pipelined.pipeline(objective)
     params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
     given = (pipeline, params, microbatch_shapes(config))
     parts = measure(

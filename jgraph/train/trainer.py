@@ -302,12 +302,12 @@ def _compile(setup: TrainSetup, reporter: Reporter) -> CompiledStep:
         # A CPU device takes memory that is not there, and Linux kills the process later.
         devices = setup.num_devices // jax.process_count()
         _check_memory(setup.config, devices * step.memory.total, "a step")
-    if chosen := setup.chosen_options(jax.default_backend()):
+    if chosen := setup.step.chosen_options(jax.default_backend()):
         reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
     if step.capture is not None:
         reporter.line(str(step.capture))
-    for about in filter(None, (setup.about_pipeline(step), setup.about_fp8(step))):
-        reporter.line(about)
+    for line in setup.describe(step):
+        reporter.line(line)
     return step
 
 

@@ -24,7 +24,7 @@ def test_two_microbatches_hide_each_others_exchanges_behind_products(h200):
     config = dataclasses.replace(config, model=model, seq_len=512, batch_size=16, fsdp=2, ep=2, num_microbatches=2)
     setup = TrainSetup.of(config)
     step = setup.step.on(aot.devices(2))
-    options = compiler_options("auto", (*setup.chosen_options("gpu"), *config.xla_options), platform="gpu", num_devices=2)
+    options = compiler_options("auto", (*setup.step.chosen_options("gpu"), *config.xla_options), platform="gpu", num_devices=2)
     with aot.lowering_for("h200"):
         lowered = step.lower(setup.batch())
     found = [one for one in Overlap.of(aot.compile_lowered(lowered, options)[0]) if "bf16" in one.shape]

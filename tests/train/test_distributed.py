@@ -20,8 +20,8 @@ from jgraph.train.__main__ import main
 from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
-from tests.train import test_capacity as capacity
 from tests import tiny
+from tests.train import test_capacity as capacity
 
 pytestmark = pytest.mark.long
 
@@ -248,7 +248,7 @@ def amax_history(run_dir):
     checkpoints = Checkpoints(run_dir / "checkpoints", 1)
     _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
     checkpoints.close()
-    return jax.device_get(state.carried.fp8)
+    return jax.device_get(state.observed)
 
 
 @pytest.fixture(scope="module")
