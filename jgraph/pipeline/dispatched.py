@@ -1,17 +1,16 @@
-"""The second engine of a pipeline: a stage's forward, dgrad and wgrad as executables, which the host hands to the ranks.
+"""The MPMD engine of a pipeline: the host starts executables of every rank.
 
-A step begins with a program that all ranks run together: it casts the parameters, in FP8 it quantizes the weights, and it deals
-out the batch. The schedule follows: each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or
-padded there, no rank waits for another one's tick, and embedding and head are whole on the ranks of the first and the last
-stage. What was summed then becomes arrays over all ranks again, for the update, which is the other engine's. All of it lies in
-the same buffers at every step.
+A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then every
+rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for another
+one's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over all ranks
+again, for the update program that both engines share. All arrays stay in the same buffers at every step.
 """
 
-# P ranks, D replicas of the pipeline, M microbatches
+# P ranks, D replicas of the pipeline, M microbatches, C chunks of a rank, N layers of a chunk
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,33 +36,34 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """An array of what a step leaves.
+    """An array that a step returns.
 
     Attributes:
-        aval: its shape over all devices, with its sharding.
-        part: (replica, rank) -> what of it is on the device.
+        aval: Its shape and sharding over all devices.
+        shards: By rank, the result of the plan that is the rank's shard; None for zeros.
     """
 
     aval: jax.ShapeDtypeStruct
-    part: Callable[[Replica, int], Array]
+    shards: tuple[tuple[Any, ...] | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """Gradients of a step by executables that the host hands over, for one set of shapes. Made by `dispatched`.
+    """Computes the gradients of a step by executables that the host starts, for one set of shapes. Made by `dispatched`.
 
-    One thread at a time calls it, since its buffers are used again.
+    One thread at a time may call it, because its buffers are reused.
 
     Attributes:
-        pipeline: the model, its schedule, where its layers are.
-        shapes: of the parameters, as `Pipeline.stack` gives them.
-        chunks: a rank's layers as executables take them.
-        ends: embedding and head.
-        begin: the program before the schedule: (its last results, donated; params; carried; step; batch) -> results, a list
-            with None for those that nobody reads.
-        report: what of it is captured.
-        replicas: of the pipeline, each with a part of the batch.
+        pipeline: The model with its schedule.
+        shapes: Shapes of the parameters, as `Pipeline.stack` returns them.
+        chunks: The packed layers of a rank.
+        ends: Embedding and head.
+        begin: The program before the schedule: (its last results, donated; params; carry; step; batch) -> results, a list
+            with None for results that nothing reads.
+        report: Its capture report.
+        replicas: The replicas of the pipeline, each with a part of the batch.
         buffers: `begun`, the last results of `begin`.
+        zeros: Zeros by shape and device, for layers that a shorter stage does not have.
     """
 
     pipeline: Pipeline
@@ -74,11 +74,11 @@ class Dispatched:
     report: CaptureReport | None
     replicas: tuple[Replica, ...]
     buffers: dict[str, Any]
+    zeros: dict[Any, Array] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        reports = [self.report, *(report for replica in self.replicas for _, report in replica.reports)]
-        count = sum(len(replica.plan.instructions) for replica in self.replicas)
-        text = f"dispatched: the host hands over {count} executables a step; {len(reports)} are compiled"
+        reports = [self.report, *(report for replica in self.replicas for _, report in replica.plan.reports)]
+        text = f"dispatched: the host hands over {len(self.executables) - 1} executables a step; {len(reports)} are compiled"
         if not (known := [report for report in reports if report is not None]):
             return text
         whole = sum(report.command_buffers == 1 and report.captured == report.total for report in known)
@@ -86,33 +86,47 @@ class Dispatched:
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """Returns what a call runs, in this order, but for what is done to embedding and head."""
+        """The executables of a call, in order."""
         plans = [replica.plan for replica in self.replicas]
         return [self.begin, *(one.executable.compiled for plan in plans for one in plan.instructions)]
 
     def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        """Plays the schedule. Returns what `collect` takes; sums of gradients stay in the buffers that they are in.
+        """Plays the schedule.
 
         Args:
-            params, carry, step: of the state; not donated.
+            params, carry, step: Of the state; not donated.
             batch: A batch from `TrainStep.place`.
+
+        Returns:
+            The argument of `collect`. The next call overwrites it.
         """
-        # Not popped: an argument that `begin` refuses must not cost the buffers.
+        # Not popped: the buffers must survive an argument that `begin` refuses.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
         outer = jax.tree.leaves(params["outer"])
-        for replica in self.replicas:
-            replica.play(begun, outer)
+        played = [replica.play(begun, outer) for replica in self.replicas]
+        # Devices in the order of the mesh.
+        homes = sorted((place, d, rank) for d, replica in enumerate(self.replicas) for rank, place in enumerate(replica.shards))
+
+        def local(result: _Result, d: int, rank: int) -> Array:
+            replica, name = self.replicas[d], result.shards[rank]
+            device, shape = replica.devices[rank], shard(result.aval).shape
+            if name is None:
+                if (shape, device) not in self.zeros:
+                    self.zeros[shape, device] = jnp.zeros(shape, device=device)
+                return self.zeros[shape, device]
+            array = played[d][replica.plan.flow.results[name]]
+            return array if array.devices() == {device} else jax.device_put(array, device)
 
         def whole(result: _Result) -> Array:
-            parts = [result.part(replica, rank) for replica, rank in self._homes]
-            return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, parts)
+            shards = [local(result, d, rank) for _, d, rank in homes]
+            return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, shards)
 
         return jax.tree.map(whole, self._results)
 
     @property
     def results(self) -> Tree:
-        """Shapes of what a call returns."""
+        """Shapes of the results of a call."""
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
@@ -144,45 +158,51 @@ class Dispatched:
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
-    def _homes(self) -> list[tuple[Replica, int]]:
-        """The replica and rank of each device, in their order."""
-        places = {replica.shards[rank]: (replica, rank) for replica in self.replicas for rank in range(len(replica.devices))}
-        return [places[place] for place in sorted(places)]
-
-    @cached_property
     def _results(self) -> Tree:
-        mesh = self.pipeline.mesh
+        """The results of a call, by kind, chunk or end, and array."""
+        pipeline, mesh, stages = self.pipeline, self.pipeline.mesh, self.replicas[0].stages
+        ranks = range(mesh.shape[Axis.PIPE])
+        at = {(stage.rank, stage.chunk): i for i, stage in enumerate(stages)}
 
-        def result(shape: tuple[int, ...], axis: int | None, part: Callable[[Replica, int], Array], dtype: Any) -> _Result:
-            return _Result(_over_all(mesh, shape, axis, dtype), part)
+        def result(shape: Sequence[int], axis: int | None, dtype: Any, shards: Callable[[int], Any]) -> _Result:
+            return _Result(_over_all(mesh, shape, axis, dtype), tuple(map(shards, ranks)))
 
-        def of_end(number: int, n: int) -> _Result:
-            end = self.ends[number]
-            shape = part_shape(end.shapes[n].shape, end.axes[n], mesh.shape[Axis.PIPE]) or (1,)
-            return result(shape, end.axes[n], lambda replica, rank: replica.end(rank, number, n), jnp.float32)
+        def of_layers(i: int, name: str) -> tuple[Any, ...] | None:
+            return ("sum", i, stages[i].names.index(name)) if name in stages[i].names else None
 
-        def of_layers(chunk: int, name: str, shape: tuple[int, ...]) -> _Result:
-            return result(shape, 0, lambda replica, rank: replica.layers(rank, chunk, name, shape), jnp.float32)
+        def of_chunk(c: int) -> tuple[Tree, Tree, Tree]:
+            chunk, (states, state), (histories, history) = self.chunks[c], *map(jax.tree.flatten, (layer, fp8))
+            return (
+                {n: result(s, 0, jnp.float32, lambda r, n=n: of_layers(at[r, c], n)) for n, s in chunk.shapes().items()},
+                state.unflatten(
+                    result((chunk.places, *s.shape), 0, s.dtype, lambda r, n=n: ("state", at[r, c], n))
+                    for n, s in enumerate(states)
+                ),
+                history.unflatten(
+                    result(s.shape, 0, jnp.float32, lambda r, n=n: ("sum", at[r, c], stages[at[r, c]].shaped.maxima[n]))
+                    for n, s in enumerate(histories)
+                ),
+            )
 
-        def of_state(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
-            shape = (self.chunks[chunk].places, *aval.shape)
-            return result(shape, 0, lambda replica, rank: replica.state(rank, chunk, n), aval.dtype)
+        def of_end(number: int) -> list[_Result]:
+            end, found = self.ends[number], []
+            for n, (s, axis) in enumerate(zip(end.shapes, end.axes, strict=True)):
+                shape = part_shape(s.shape, axis, len(ranks)) or (1,)
+                name = ("dealt", number, n)
+                found.append(
+                    result(shape, axis, jnp.float32, lambda r, name=name, axis=axis: (*name, 0 if axis is None else r))
+                )
+            return found
 
-        def of_history(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
-            return result(aval.shape, 0, lambda replica, rank: replica.history(rank, chunk, n), jnp.float32)
-
-        def of_chunks(of: Callable[..., _Result], shapes: Tree) -> list[Tree]:
-            leaves, structure = jax.tree.flatten(shapes)
-            return [structure.unflatten([of(c, n, s) for n, s in enumerate(leaves)]) for c in range(len(self.chunks))]
-
-        state, fp8 = self.pipeline.carried.layer, self.pipeline.fp8
-        history = jax.eval_shape(partial(fp8.state, self.pipeline.layout.layers_per_stage)) if fp8 else {}
+        layer, precision = pipeline.carried.layer, pipeline.fp8
+        fp8 = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage)) if precision else {}
+        layers, carried, histories = (list(trees) for trees in zip(*map(of_chunk, range(len(self.chunks))), strict=True))
         return {
-            "carried": of_chunks(of_state, state) if jax.tree.leaves(state) else [],
-            "histories": of_chunks(of_history, history),
-            "ends": [[of_end(number, n) for n in range(len(end.reads))] for number, end in enumerate(self.ends)],
-            "layers": [{n: of_layers(c, n, s) for n, s in chunk.shapes().items()} for c, chunk in enumerate(self.chunks)],
-            "loss": result((1,), None, lambda replica, rank: replica.loss(rank), jnp.float32),
+            "carried": carried if jax.tree.leaves(layer) else [],
+            "histories": histories,
+            "ends": [of_end(number) for number in range(2)],
+            "layers": layers,
+            "loss": result((1,), None, jnp.float32, lambda _: ("total",)),
         }
 
 
@@ -195,26 +215,26 @@ def dispatched(
     key: Array,
     options: Mapping[str, Any],
 ) -> Dispatched:
-    """Traces and compiles everything.
+    """Traces and compiles all executables of the MPMD engine.
 
     Args:
-        pipeline: the model with its schedule.
-        params, carry: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
-        unpack: makes of them what `Pipeline.stack` gives.
+        pipeline: The model with its schedule.
+        params, carry: Of the state, as shapes with their shardings. "outer" are the parameters of embedding and head.
+        unpack: Converts the parameters to the layout of `Pipeline.stack`.
         batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
-        key: of the training. It is folded as the other engine does it: by step, replica, microbatch, layer.
+        key: The key of the training. It is folded as in the SPMD engine: by step, replica, microbatch, layer.
         options: XLA's.
 
     Raises:
-        ConfigError: the pipeline has an axis `fsdp`, or devices of other processes.
+        ConfigError: The mesh has an axis `fsdp`, or devices of other processes.
     """
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    alone = pipeline.fp8.weights if pipeline.fp8 else ()  # a product in FP8 has a parameter for its weight, not a part of one
+    alone = pipeline.fp8.weights if pipeline.fp8 else ()  # an FP8 matmul takes a whole parameter as its weight
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
-    plan = _plan(pipeline, shapes, batch, key) if pipeline.fp8 else None
-    program, step = _begin(pipeline, chunks, unpack, key, plan), jax.ShapeDtypeStruct((), jnp.int32)
+    products = _products(pipeline, shapes, batch, key) if pipeline.fp8 else None
+    program, step = _begin(pipeline, chunks, unpack, key, products), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun["batch"][0])
     embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
@@ -238,7 +258,7 @@ def dispatched(
 
 
 def _check(pipeline: Pipeline) -> None:
-    """Raises ConfigError for what this engine does not do."""
+    """Raises ConfigError for meshes that this engine does not support."""
     wrong = ""
     if Axis.FSDP in pipeline.mesh.axis_names:
         wrong = "over a mesh with the axis fsdp"
@@ -248,8 +268,8 @@ def _check(pipeline: Pipeline) -> None:
         raise ConfigError(f"`engine` is dispatch: must be program {wrong}", field="engine")
 
 
-def _plan(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
-    """Returns the products of a stage, of as many layers as the longest one has and without embedding."""
+def _products(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
+    """Returns the FP8 matmuls of the longest stage, without the embedding."""
     layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
     extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
     function = pipeline.stage(jax.random.key_impl(key), len(layers))
@@ -259,7 +279,7 @@ def _plan(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
 
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
-    """Returns the numbers of what is read of a step's beginning: of the parameters, not those that are there in FP8."""
+    """Returns the leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read."""
     leaves, structure = jax.tree.flatten(begun)
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
     extra = {source for stage in stages for own in stage.extra for source in own}
@@ -267,26 +287,27 @@ def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
 
 
 def _begin(
-    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, plan: Plan | None
+    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, products: Plan | None
 ) -> Callable[..., Tree]:
-    """Returns the program before the schedule; each rank gets its chunks' parameters, the microbatches, the step's key.
+    """Returns the program before the schedule, which gives each rank its chunks' parameters, microbatches and keys.
 
-    In FP8, where `plan` has the products of a stage, a rank gets its chunks' histories and weights too.
+    In FP8, `products` are the matmuls of a stage, and a rank also gets its chunks' histories and quantized weights.
     """
-    mesh, impl = pipeline.mesh, jax.random.key_impl(key)
+    mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
     batch_spec = batch_axes(mesh) or None
 
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
             table_CN = pipeline.own(pipeline.layout.layers())
             own = {
-                "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(pipeline.schedule.num_microbatches)],
+                "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
-            if pipeline.fp8 is not None and plan is not None:
+            if pipeline.fp8 is not None and products is not None:
                 parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
                 own["state"] = pipeline.fp8.pick(history, table_CN)
-                own["weights"] = jax.tree.map(jnp.atleast_1d, pipeline.fp8.quantize(plan, parts, own["state"], shards, ()))
+                weights = pipeline.fp8.quantize(products, parts, own["state"], shards, ())
+                own["weights"] = jax.tree.map(jnp.atleast_1d, weights)
             if states:
                 bits = pipeline.carried.pick(states, table_CN)
                 own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
@@ -295,16 +316,18 @@ def _begin(
             key = jax.random.wrap_key_data(data, impl=impl)
             if any(mesh.shape[axis] > 1 for axis in batch_axes(mesh)):
                 key = jax.random.fold_in(key, lax.axis_index(batch_axes(mesh)))
-            return own | {"key": jax.random.key_data(key)}
+            keys = [jax.random.key_data(jax.random.fold_in(key, m)) for m in range(count)]
+            return own | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
         out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
-        out_specs |= {"key": PartitionSpec(batch_spec)} if pipeline.model.takes_key else {}
+        if pipeline.model.takes_key:
+            out_specs |= {"key": PartitionSpec(batch_spec), "first": PartitionSpec(Axis.PIPE)}
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
-        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if plan else {}
+        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if products else {}
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return run(whole["layers"], states, carry.observed, batch, data)
 
@@ -312,7 +335,7 @@ def _begin(
 
 
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
-    """Returns the shapes of what the first program makes, with their shardings."""
+    """Returns the shapes of the first program's results, with their shardings."""
     of_ranks, of_data = PartitionSpec(Axis.PIPE), PartitionSpec(batch_axes(pipeline.mesh) or None)
 
     def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
@@ -323,9 +346,9 @@ def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
 
 
 def _over_all(mesh: Mesh, shape: Sequence[int], axis: int | None, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the array over all devices whose parts have this shape.
+    """Returns the array over all devices that has shards of this shape.
 
-    Replicas are along its first axis, ranks along `axis`; None: all ranks have the same.
+    The replicas' shards are along its first axis, and the ranks' along `axis`; None if all ranks have the same.
     """
     along: list[tuple[str, ...]] = [() for _ in shape]
     along[0] += batch_axes(mesh)

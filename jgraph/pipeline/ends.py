@@ -1,4 +1,4 @@
-"""Embedding and head where a rank has one of them to itself: their parameters made whole there, their gradients dealt out."""
+"""Embedding and head on one rank: their parameters are gathered there and their gradients are split again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

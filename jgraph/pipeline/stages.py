@@ -1,4 +1,4 @@
-"""The stages of a pipeline as functions of what one rank holds, for executables that a rank runs by itself."""
+"""The stages of a pipeline as callables on the arrays of one rank."""
 
 import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,11 +22,11 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The layers of a rank's chunk as its executables take them, small parameters side by side; alike on all ranks.
+    """The layers of a rank's chunk, packed. All ranks have the same layout.
 
     Attributes:
-        packing: of a list with a tree for each place.
-        places: of the longest stage.
+        packing: The packing of a list with one tree per layer.
+        places: Number of layers of the longest stage.
     """
 
     packing: Packing
@@ -34,16 +34,21 @@ class Chunk:
 
     @classmethod
     def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
-        """Packs layers that are given as shapes, all but a layer's parameters of these paths."""
+        """Packs layers.
+
+        Args:
+            layers: Shapes of the parameters of each layer.
+            alone: Paths of parameters of a layer that are not packed.
+        """
         names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
         return cls(Packing.of(list(layers), alone=names), len(layers))
 
     def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
-        """Returns the arrays by name. None is a scalar, so that those of all ranks make one array."""
+        """Returns the arrays by name. Scalars get one axis, so that the ranks' scalars form one array."""
         return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items()}
 
     def unpack(self, arrays: Mapping[str, Array]) -> list[Tree]:
-        """Inverts `pack`. What is missing is zero."""
+        """Inverts `pack`. Missing arrays are zero."""
         whole = {}
         for name, numbers in self.packing.groups:
             leaves = [self.packing.leaves[i] for i in numbers]
@@ -52,7 +57,7 @@ class Chunk:
         return self.packing.unpack(whole)
 
     def names(self, layers: int) -> tuple[str, ...]:
-        """Returns the names of the arrays that a stage of so many layers reads, sorted."""
+        """Returns the sorted names of the arrays that a stage with this number of layers reads."""
         count = layers * len(self.packing.leaves) // self.places
         return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
 
@@ -62,109 +67,90 @@ class Chunk:
         return {name: leaf.shape for name, leaf in arrays.items()}
 
 
-@dataclass(frozen=True)
-class Made:
-    """Means the parameter of this number that embedding (0) or head (1) makes on its rank."""
-
-    end: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Number:
-    """Means an int32 scalar."""
-
-    value: int
-
-
-# Where an argument of an executable comes from: one of these, or an array over all ranks by its number, of which a rank has a
-# part. Those that a step begins with come first, then the parameters of embedding and head.
-Source = int | Made | Number
-
-
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Says where a stage is, what its executables compute, and what they are given.
+    """The rank of a stage, its executables' computation and their arguments.
+
+    Arguments are shards of arrays over all ranks, given by number: the leaves that a step begins with, then the parameters of
+    embedding and head.
 
     Attributes:
-        rank, chunk: its place.
-        names: of its chunk's arrays, which are its first parameters.
-        shaped: forward, dgrad and wgrad; without a device.
-        params: sources of its parameters.
-        extra: by microbatch, sources of its arguments after x.
+        rank, chunk: The place of the stage.
+        names: Names of its chunk's arrays, its first parameters.
+        shaped: Forward, dgrad and wgrad, without a device.
+        params: Its parameters.
+        extra: By microbatch, its arguments after x.
     """
 
     rank: int
     chunk: int
     names: tuple[str, ...]
     shaped: Shaped
-    params: list[Source]
-    extra: list[list[Source]]
+    params: list[int]
+    extra: list[list[int]]
 
 
 def stages_of(
     pipeline: Pipeline, chunks: Sequence[Chunk], embed: End, x: jax.ShapeDtypeStruct, begun: Tree, impl: Any
 ) -> list[Stage]:
-    """Returns the stages in the order of the data, traced; those that compute the same are traced once.
+    """Traces the stages. Stages with the same computation are traced once.
 
     Args:
-        pipeline: the model and where its layers are.
-        chunks: a rank's layers.
-        embed: what the first stage begins with.
-        x: what passes between stages.
-        begun: what a step begins with: `batch` by microbatch, `layers` by chunk, perhaps `key` and `carried`; in FP8 by chunk
-            the `state` of delayed scaling, and `weights` in the order of the products.
-        impl: the kind of the keys.
+        pipeline: The model with its schedule.
+        chunks: A rank's layers.
+        embed: The embedding, which begins the first stage.
+        x: The shape that passes between stages.
+        begun: Shapes of the arrays that a step begins with: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
+            number of the first layer) and `carried`; in FP8, by chunk, the `state` of delayed scaling and `weights` in the
+            order of the matmuls.
+        impl: The implementation of the random keys.
+
+    Returns:
+        The stages in the order of the data.
     """
     layout, (leaves, structure) = pipeline.layout, jax.tree.flatten(begun)
     numbers = structure.unflatten(range(len(leaves)))
     traced: dict[Any, Shaped] = {}
     stages = []
 
-    def shape(source: Source) -> jax.ShapeDtypeStruct:
-        return shard(leaves[source]) if isinstance(source, int) else jax.ShapeDtypeStruct((), jnp.int32)
+    def shapes_of(sources: Tree) -> Tree:
+        return jax.tree.map(lambda source: shard(leaves[source]), sources)
 
     for s in range(layout.num_stages):
         rank, c = next((rank, row.index(s)) for rank, row in enumerate(layout.placement) if s in row)
-        count, first = int(layout.active()[rank, c].sum()), int(layout.layers()[rank, c, 0])
-        params: Tree = {"layers": {name: numbers["layers"][c][name] for name in chunks[c].names(count)}}
-        shapes = jax.tree.map(shape, params)
+        count = int(layout.active()[rank, c].sum())
+        names = chunks[c].names(count)
+        params: Tree = {"layers": {name: numbers["layers"][c][name] for name in names}}
+        shapes = shapes_of(params)
         if s == 0:
-            params["outer"], shapes["outer"] = sources_of(embed, 0, len(leaves)), embed.shapes
-        keys = (numbers["key"], Number(first)) if pipeline.model.takes_key else ()
+            params["outer"], shapes["outer"] = [len(leaves) + i for i in embed.reads], embed.shapes
         extra = [
             {
                 "batch": numbers["batch"][m] if s == 0 or pipeline.model.context else (),
                 "carried": numbers["carried"][c] if "carried" in numbers else {},
-                "keys": (*keys, Number(m)) if keys else (),
+                "keys": (numbers["key"][m], numbers["first"][c]) if pipeline.model.takes_key else (),
             }
             for m in range(pipeline.schedule.num_microbatches)
         ]
         fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
-        args = (() if s == 0 else x, jax.tree.map(shape, extra[0]))
+        args = (() if s == 0 else x, shapes_of(extra[0]))
         if pipeline.fp8 is not None:
             fn = _in_fp8(fn, pipeline.fp8, count, leaf_names(shapes))
             weights = numbers["weights"][c][: len(numbers["weights"][c]) * count // chunks[c].places]
-            if s == 0:  # the products of embedding come first
+            if s == 0:  # the matmuls of the embedding come first
                 weights = [None] * (len(fn.plan(shapes, *args).sites) - len(weights)) + weights
             more = (numbers["state"][c], weights)
-            params, shapes = (params, *more), (shapes, *jax.tree.map(shape, more))
+            params, shapes = (params, *more), (shapes, *shapes_of(more))
         name = (s == 0, count, c)
         if name not in traced:
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
         given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
-        stages.append(Stage(rank, c, chunks[c].names(count), replace(traced[name], index=s), *given))
+        stages.append(Stage(rank, c, names, replace(traced[name], index=s), *given))
     return stages
 
 
-def sources_of(end: End, number: int, first: int) -> list[Source]:
-    """Returns where embedding (0) or head (1) gets what it reads; arrays over all ranks of `outer` are counted from `first`."""
-    made = {n: Made(number, k) for k, n in enumerate(end.made)}
-    return [made.get(n, first + i) for n, i in enumerate(end.reads)]
-
-
 def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a device's part."""
+    """Returns the shape of one device's shard."""
     assert aval.sharding is not None
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 
@@ -172,15 +158,15 @@ def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _function(
     pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Any
 ) -> Callable[[Tree, Array, Tree], tuple[Array, Tree]]:
-    """Returns a stage of so many layers as `fn(params, x, extra) -> (y, carried)`; the first one embeds a batch."""
+    """Returns a stage of `count` layers as `fn(params, x, extra) -> (y, carried)`. The first stage embeds a batch."""
 
     def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
         if embed is not None:
             x = embed(params["outer"], extra["batch"])
         key, first = (), None
         if extra["keys"]:
-            data, first, m = extra["keys"]
-            key = (jax.random.fold_in(jax.random.wrap_key_data(data, impl=impl), m),)
+            data, (first,) = extra["keys"]
+            key = (jax.random.wrap_key_data(data, impl=impl),)
         context = pipeline.model.context_of(extra["batch"])
         return pipeline.through(chunk.unpack(params["layers"])[:count], x, context, key, first, extra["carried"])
 
@@ -188,7 +174,7 @@ def _function(
 
 
 def _in_fp8(fn: Callable[..., Tree], precision: StagePrecision, layers: int, names: Sequence[str]) -> FP8Function:
-    """Returns a stage of so many layers with products in FP8, from the names of its parameters: of those of layers alone."""
+    """Returns a stage with FP8 matmuls for the weights of its layers. `names` are the names of all its parameters."""
     weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in precision.weights}
     config = replace(precision.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
     return FP8Function(fn, config, precision.num_losses)
