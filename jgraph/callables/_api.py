@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from flax import linen, nnx
 
 from jgraph.callables._arguments import check_wgrads, each, homes, most_waiting, sample_of, schedule_of
-from jgraph.callables._callable import Graphed, compile_entries
+from jgraph.callables._callable import Graphed, compile_parts
 from jgraph.callables._group import GraphedCallables
 from jgraph.callables._match import check_concrete, differences, signature
 from jgraph.callables.shaped import Shaped, shape_callable
@@ -130,11 +130,8 @@ def make_graphed_callables(
         kinds.append(("forward", *backward) if training else ("forward",))
     late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
     aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
-    entries = compile_entries(shaped, kinds, aliased, options)
-    most = most_waiting(schedule, len(fns))
-    graphed = tuple(
-        Graphed(entry, most_waiting=most[i], delayed=delayed[i], check_mode=checks[i]) for i, entry in enumerate(entries)
-    )
+    parts = compile_parts(shaped, kinds, aliased, options)
+    graphed = tuple(map(Graphed, shaped, parts, most_waiting(schedule, len(fns)), delayed, checks))
     return GraphedCallables(
         graphed,
         every,

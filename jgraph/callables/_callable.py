@@ -1,7 +1,6 @@
 """A graphed callable: forward, dgrad and wgrad as executables compiled beforehand, called one by one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,54 +18,48 @@ from jgraph.schedule.action import Kind
 Tree = Any
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A callable's own executables, by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
+def compile_parts(
+    callables: Sequence[Shaped], kinds: Sequence[Sequence[Kind]], aliased: Sequence[Collection[int]], options: Mapping[str, Any]
+) -> list[dict[Kind, Executable]]:
+    """Compiles the executables of single calls, several at a time.
 
     The registers of an executable count its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
     `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. Its outputs are y or dx, then the residuals or the stash
     without passed-through arrays, then new gradients.
-    """
-
-    shaped: Shaped
-    parts: Mapping[str, Executable]
-
-
-def compile_entries(
-    callables: Sequence[Shaped], kinds: Sequence[Sequence[Kind]], aliased: Sequence[Collection[int]], options: Mapping[str, Any]
-) -> list[Entry]:
-    """Compiles the executables of single calls, several at a time.
 
     Args:
         callables: The callables.
         kinds: The parts to compile of each.
         aliased: The parameters of each with gradients that are added to main_grad.
         options: XLA's.
+
+    Returns:
+        The executables of each callable by kind.
     """
     names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
-    interfaces = [_interface(callables[n], kind, aliased[n], keeps=len(kinds[n]) > 1) for n, kind in names]
-    parts: list[dict[str, Executable]] = [{} for _ in callables]
+    interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
+    parts: list[dict[Kind, Executable]] = [{} for _ in callables]
     for (n, kind), executable in zip(names, compile_tasks(interfaces, callables, options), strict=True):
         parts[n][kind] = executable
-    return [Entry(shaped, made) for shaped, made in zip(callables, parts, strict=True)]
+    return parts
 
 
-def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, keeps: bool) -> Interface:
-    """Returns a part as an executable of one task. Its first registers are its arguments; every result is returned."""
+def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
+    """Returns a part as an executable of one task. A forward that `is_alone` returns y only."""
     registers = Registers(shaped.params.avals)
     if kind == "forward":
-        ins = registers.new(shaped.x, shaped.extra)
+        ins = registers.new((*shaped.x.avals, *shaped.extra.avals))
     elif kind == "wgrad":
-        ins = [*map(registers.register, shaped.residuals.avals[shaped.num_dgrad :]), *registers.new(shaped.stash)]
+        ins = registers.new((*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals))
     else:
-        ins = registers.new(shaped.residuals, shaped.y)
+        ins = registers.new((*shaped.residuals.avals, *shaped.y.avals))
     grads: list[Grad] = []
     for place in shaped.grads[kind]:
         aval, is_sum = shaped.params.avals[place], place in aliased
         gradient = registers.register(jax.ShapeDtypeStruct(aval.shape, "float32" if is_sum else aval.dtype))
         grads.append((place, gradient, "add" if is_sum else "new"))
-    task, _, _ = registers.task(kind, shaped, ins, lambda place: place, tuple(grads), keeps=keeps)
-    return interface([task], registers.avals, range(len(registers.avals)))
+    task, results, _ = registers.task(kind, shaped, ins, lambda place: place, grads)
+    return interface([task], registers.avals, results if is_alone else range(len(registers.avals)))
 
 
 class _Part(NamedTuple):
@@ -96,15 +89,23 @@ class Graphed:
     One thread at a time may call it, from a forward to its last backward call.
 
     Attributes:
-        entry: The executables.
+        shaped: The callable.
+        parts: Its executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
         gradients: The sums in main_grad.
         turn: The lock.
     """
 
-    def __init__(self, entry: Entry, most_waiting: int, delayed: bool, check_mode: Callable[[], None] | None):
-        self.entry, self.index = entry, entry.shaped.index
+    def __init__(
+        self,
+        shaped: Shaped,
+        parts: Mapping[Kind, Executable],
+        most_waiting: int,
+        delayed: bool,
+        check_mode: Callable[[], None] | None,
+    ):
+        self.shaped, self.parts, self.index = shaped, parts, shaped.index
         self.turn = Turn(f"callable {self.index}")
-        self.gradients = MainGrad(entry.shaped, entry.parts)
+        self.gradients = MainGrad(shaped, parts.values())
         self._delayed, self._check_mode = delayed, check_mode
         self._waiting, self._is_reset = Waiting(f"callable {self.index}", most_waiting, self.turn), False
         # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
@@ -113,7 +114,7 @@ class Graphed:
 
     def _prepare(self) -> None:
         """Prepares the selection of arrays for each call."""
-        shaped, parts = self.entry.shaped, self.entry.parts
+        shaped, parts = self.shaped, self.parts
         self._trains = len(parts) > 1
         self._parts = {
             kind: _Part(e.compiled, gather(e.io.read), e.places("add"), len(e.places("new"))) for kind, e in parts.items()
@@ -133,10 +134,10 @@ class Graphed:
     def __repr__(self) -> str:
         if self._is_reset:
             return f"Graphed({self.index}: reset)"
-        shaped = self.entry.shaped
+        shaped = self.shaped
         x, y = (", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in side.avals) for side in (shaped.x, shaped.y))
         waiting = f"; microbatches that wait: {', '.join(map(str, self.pending))}" if self.pending else ""
-        return f"Graphed({self.index}: {', '.join(self.entry.parts)}; {x} -> {y}{waiting})"
+        return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
 
     def __call__(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
         """Runs forward and keeps the arrays that the backward needs.
@@ -156,7 +157,7 @@ class Graphed:
         if not self._trains:
             return self.evaluate(params, x, *extra, **kwargs)
         with self.turn:
-            shaped = self.entry.shaped
+            shaped = self.shaped
             arrays, outs = self._forward(params, x, extra, kwargs)
             self._waiting.add(arrays[: len(shaped.params.avals)], self._residuals((*arrays, *outs)))
             return shaped.y.tree.unflatten(outs[: len(shaped.y.avals)])
@@ -167,7 +168,7 @@ class Graphed:
         Runs the executable of the call, dropout included. Arguments and errors are those of the call.
         """
         self._check_alive()
-        y = self.entry.shaped.y
+        y = self.shaped.y
         return y.unflatten(self._forward(params, x, extra, kwargs)[1][: len(y)])
 
     def backward(self, dy: Tree, *, microbatch: int | None = None) -> tuple[Tree, Tree]:
@@ -251,7 +252,7 @@ class Graphed:
         with self.turn.taken_over():
             self._waiting.drop(None)
             self.gradients.free()
-            self.entry, self._parts, self._is_reset = Entry(self.entry.shaped, {}), {}, True
+            self.parts, self._parts, self._is_reset = {}, {}, True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
@@ -274,7 +275,7 @@ class Graphed:
         if self._check_mode is not None:
             self._check_mode()
         leaves, tree = jax.tree_util.tree_flatten((params, (x, (extra, kwargs))))
-        shaped, cause = self.entry.shaped, None
+        shaped, cause = self.shaped, None
         if tree == shaped.call_tree:
             try:
                 arrays = self._arrays(leaves)
@@ -294,7 +295,7 @@ class Graphed:
         outs = self._run_backward(pending, "dgrad", leaves, dy)
         pending.early = outs[len(outs) - self._parts["dgrad"].num_new :]
         pending.stash = self._stash((*pending.residuals, *leaves, *outs))
-        pending.residuals = pending.residuals[self.entry.shaped.num_dgrad :]
+        pending.residuals = pending.residuals[self.shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
         return self._dx(outs)
 
@@ -308,10 +309,10 @@ class Graphed:
         self._waiting.end(pending)
         new = outs[len(outs) - self._parts[kind].num_new :] if outs else ()
         gradients = self._grads[kind]((*pending.early, *new, *self.gradients.handles(), None))
-        return self.entry.shaped.params.tree.unflatten(gradients)
+        return self.shaped.params.tree.unflatten(gradients)
 
     def _dx(self, outs: Sequence[Any]) -> Tree:
-        shaped = self.entry.shaped
+        shaped = self.shaped
         return shaped.x.tree.unflatten(outs[: shaped.num_dx]) if shaped.takes_gradient else None
 
     def _run(self, kind: str, arrays: Sequence[Any], number: int = -1) -> list[jax.Array]:
@@ -331,7 +332,7 @@ class Graphed:
         except OwnershipError:
             raise
         except (TypeError, ValueError, RuntimeError) as e:
-            shaped = self.entry.shaped
+            shaped = self.shaped
             check_concrete(f"callable {self.index}", read)
             if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
                 raise OwnershipError(
@@ -353,7 +354,7 @@ class Graphed:
 
     def _dy(self, dy: Tree) -> list[Any]:
         """Returns the leaves of dy. Raises CallableError if its structure is not that of y."""
-        shaped = self.entry.shaped
+        shaped = self.shaped
         leaves, tree = jax.tree_util.tree_flatten(dy)
         if tree != shaped.y.tree:
             check_no_handles(dy)  # a handle is a pytree node, so the structure differs

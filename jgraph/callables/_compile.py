@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.callables.shaped import Shaped, Side
+from jgraph.callables.shaped import Shaped
 from jgraph.schedule.action import Kind
 from jgraph.xla import CaptureReport, check_identity, compile_and_report, option_errors
 from jgraph.xla.cache import for_elsewhere
@@ -67,19 +67,11 @@ class Registers:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def new(self, *sides: Side) -> list[int]:
-        return [self.register(aval) for side in sides for aval in side.avals]
+    def new(self, avals: Iterable[Any]) -> list[int]:
+        return [self.register(aval) for aval in avals]
 
     def task(
-        self,
-        kind: Kind,
-        shaped: Shaped,
-        ins: Sequence[int],
-        params: Callable[[int], int],
-        grads: tuple[Grad, ...],
-        *,
-        results: bool = True,
-        keeps: bool = True,
+        self, kind: Kind, shaped: Shaped, ins: Sequence[int], param: Callable[[int], int], grads: Sequence[Grad]
     ) -> tuple[Task, list[int], list[int]]:
         """Makes the task of one part of a callable.
 
@@ -88,35 +80,24 @@ class Registers:
             shaped: The callable.
             ins: Registers of (x, extra) for forward, of (residuals, dy) for dgrad and backward, of (residuals of the pool
                 forward_wgrad, stash) for wgrad.
-            params: Returns the register of a parameter.
+            param: Returns the register of a parameter.
             grads: The gradients of the part.
-            results: False drops y or dx.
-            keeps: False drops the residuals, and the results of forward besides y.
 
         Returns:
-            The task, registers of y or dx, and registers of the residuals or the stash.
+            The task, registers of y or dx, and registers of the residuals or the stash. The last outputs of a forward are aux.
         """
-        outs: list[int | None] = []
-        made: list[int] = []
-        left: list[int] = []
-        if kind != "wgrad":
-            side = shaped.y if kind == "forward" else shaped.x
-            count = len(side) if kind == "forward" else shaped.num_dx
-            made = self.new(side) if results and count else []
-            outs += made or [None] * count
-        if kind in ("forward", "dgrad"):
-            side, sources = {
-                "forward": (shaped.residuals, shaped.residuals_from),
-                "dgrad": (shaped.stash, shaped.stash_from),
-            }[kind]
-            if keeps:
-                pairs = list(zip(side.avals, sources, strict=True))
-                left = [self.register(aval) if source is None else ins[source] for aval, source in pairs]
-            outs += [r if source is None else None for r, source in zip(left or [None] * len(side), sources, strict=True)]
-        if kind == "forward":
-            outs += self.new(shaped.aux) if keeps else [None] * len(shaped.aux)
-        reads = tuple(map(params, shaped.reads[kind]))
-        return Task(kind, shaped.index, tuple(ins), tuple(outs), reads, grads), made, left
+        results = {"forward": shaped.y.avals, "wgrad": ()}.get(kind, shaped.x.avals[: shaped.num_dx])
+        left, sources = {
+            "forward": (shaped.residuals.avals, shaped.residuals_from),
+            "dgrad": (shaped.stash.avals, shaped.stash_from),
+        }.get(kind, ((), ()))
+        made = self.new(results)
+        pairs = list(zip(left, sources, strict=True))
+        kept = [self.register(aval) if source is None else ins[source] for aval, source in pairs]
+        written = [r if source is None else None for r, source in zip(kept, sources, strict=True)]
+        aux = self.new(shaped.aux.avals if kind == "forward" else ())
+        reads = tuple(map(param, shaped.reads[kind]))
+        return Task(kind, shaped.index, tuple(ins), (*made, *written, *aux), reads, tuple(grads)), made, kept
 
 
 @dataclass(frozen=True)
@@ -353,9 +334,7 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
         if registers[shaped.late[0]][1] != "new":
             avals = shaped.params.avals
             sums = {
-                place: env[registers[place][0]]
-                if registers[place][1] == "add"
-                else jnp.zeros(avals[place].shape, jnp.float32)
+                place: env[registers[place][0]] if registers[place][1] == "add" else jnp.zeros(avals[place].shape, jnp.float32)
                 for place in shaped.late
             }
         gradients |= shaped.wgrad(shaped.fill("wgrad", read), residuals, stash, sums)

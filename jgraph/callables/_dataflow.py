@@ -5,6 +5,7 @@ The actions of all ranks are visited by tick, layer by layer. Every array gets i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -174,7 +175,7 @@ class Flow(Registers):
     def call(self, call: Call) -> Unit:
         """Returns a call as a unit."""
         ins = [self.results[n] if n in self.results else self._given(call.shapes[n], *n) for n in call.ins]
-        outs = [self.register(shape_of(s)) for s in jax.eval_shape(call.fn, [self.avals[r] for r in ins])]
+        outs = self.new(map(shape_of, jax.eval_shape(call.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(call.outs, outs, strict=True))
         self.standing |= dict.fromkeys(outs, self._callables[call.index].device)
 
@@ -233,7 +234,7 @@ class Flow(Registers):
         if i == 0:
             self._values["x", 0, m] = [self._given(aval, "x", m, place) for place, aval in enumerate(shaped.x.avals)]
         ins = [*self._values.pop(("x", i, m)), *self._extra(unit, i, m)]
-        task, y, residuals = self.task("forward", shaped, ins, lambda place: self._param(i, place), ())
+        task, y, residuals = self.task("forward", shaped, ins, partial(self._param, i), ())
         unit.tasks.append(task)
         for n, register in enumerate(task.outs[len(task.outs) - len(shaped.aux) :]):
             assert register is not None, "results of aux are kept"
@@ -260,7 +261,7 @@ class Flow(Registers):
     def _add_loss(self, unit: Unit, m: int, y: list[int]) -> None:
         last, loss = len(self._callables) - 1, self.loss
         args = [self._given(aval, "loss", m, place) for place, aval in enumerate(loss.args.avals)]
-        dy = self.new(loss.y)
+        dy = self.new(loss.y.avals)
         self.results["loss", m] = self.register(loss.aval)
         places = range(len(loss.params))
         read, grads = tuple(self._param(last + 1, place) for place in places), self._grads(last + 1, places)
@@ -278,12 +279,11 @@ class Flow(Registers):
                 return
         else:
             ins = [*self._values["residuals", i, m], *self._values.pop(("dy", i, m))]
-        grads = self._grads(i, shaped.grads[kind])
-        task, dx, left = self.task(kind, shaped, ins, lambda place: self._param(i, place), grads, results=i > 0)
+        task, dx, left = self.task(kind, shaped, ins, partial(self._param, i), self._grads(i, shaped.grads[kind]))
         unit.tasks.append(task)
         if kind == "dgrad":
             self._values["stash", i, m] = left
-        if dx:
+        if i and dx:
             self._values["dy", i - 1, m] = self._send(unit, dx, self._rank_of[i - 1])
 
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Grad, ...]:
@@ -302,7 +302,7 @@ class Flow(Registers):
     def _send(self, unit: Unit, registers: list[int], rank: int) -> list[int]:
         if self.devices[rank] == self.devices[unit.rank]:
             return registers
-        arrived = [self.register(self.avals[r]) for r in registers]
+        arrived = self.new(self.avals[r] for r in registers)
         unit.sends += [(a, b, self.devices[rank]) for a, b in zip(registers, arrived, strict=True)]
         return arrived
 

@@ -75,7 +75,7 @@ class GraphedCallables(Sequence[Graphed]):
 
     def reports(self) -> Reports:
         """Returns the name and capture report of each executable. A report is None on platforms without command buffers."""
-        executables = [part for graphed in self._graphed for part in graphed.entry.parts.values()]
+        executables = [part for graphed in self._graphed for part in graphed.parts.values()]
         own = [(executable.io.name, executable.report) for executable in executables]
         return own + [report for plan in self._plans.values() for report in plan.reports]
 
@@ -83,7 +83,7 @@ class GraphedCallables(Sequence[Graphed]):
         """Puts the params of every callable on its device; returns them."""
         given = each("params", params, len(self))
         return tuple(
-            jax.tree.map(lambda leaf, g=g: put(g.entry.shaped.device, leaf), tree)
+            jax.tree.map(lambda leaf, g=g: put(g.shaped.device, leaf), tree)
             for tree, g in zip(given, self._graphed, strict=True)
         )
 
@@ -173,7 +173,7 @@ class GraphedCallables(Sequence[Graphed]):
             elif (params := self._params) is None:
                 wrong = "`params` is None, but run was given params before and keeps none since: give them at every run"
                 raise CallableError(wrong, field="params")
-            shaped = [graphed.entry.shaped for graphed in self._graphed]
+            shaped = [graphed.shaped for graphed in self._graphed]
             check_extra(shaped, extra, key)
             plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
             given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
@@ -193,7 +193,7 @@ class GraphedCallables(Sequence[Graphed]):
         ticks = tuple(row.tobytes() for row in schedule.ticks)
         name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), outputs, join)
         if name not in self._plans:
-            shaped = [graphed.entry.shaped for graphed in self._graphed]
+            shaped = [graphed.shaped for graphed in self._graphed]
             if self._homes(schedule) != [one.device for one in shaped]:
                 raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
             check_wgrads(schedule, shaped)
@@ -237,7 +237,7 @@ class GraphedCallables(Sequence[Graphed]):
         for i, graphed in enumerate(self._graphed):
             owned = {place: array for (place,), array in plan.results(registers, "sum", i).items() if place not in aliased[i]}
             grads.append(graphed.gradients.tree(owned))
-        y, losses = self._graphed[-1].entry.shaped.y, [registers[sums["loss", m]] for m in range(count)]
+        y, losses = self._graphed[-1].shaped.y, [registers[sums["loss", m]] for m in range(count)]
         kept = [plan.results(registers, "y", m) for m in range(count)]
         outputs = tuple(y.unflatten([leaves[n,] for n in range(len(y))]) for leaves in kept) if kept[0] else None
         return RunResult(tuple(losses), tuple(grads), outputs)

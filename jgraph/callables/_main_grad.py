@@ -23,11 +23,11 @@ class MainGrad:
         updates: Number of updates.
     """
 
-    def __init__(self, shaped: Shaped, parts: Mapping[str, Executable]):
+    def __init__(self, shaped: Shaped, parts: Iterable[Executable]):
         self._callable = f"callable {shaped.index}"
         self._name = f"main_grad of {self._callable}"
         self._params, self._device = shaped.params, shaped.device
-        self.places = sorted({place for part in parts.values() for place in part.places("add")})
+        self.places = sorted({place for part in parts for place in part.places("add")})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)

@@ -20,18 +20,33 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.callables.plan import ExecutionPlan, play
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis, batch_axes
 from jgraph.pipeline.ends import End, part_shape
 from jgraph.pipeline.program import Pipeline
-from jgraph.pipeline.replica import Replica
-from jgraph.pipeline.stages import Chunk, Stage, shard, stages_of
+from jgraph.pipeline.stages import Chunk, Stage, numbered, plan_of, shard, stages_of
 from jgraph.precision.transform import FP8Function, Plan
 from jgraph.strategies.objective import Carry
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
 Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Replica:
+    """One replica of the pipeline.
+
+    Attributes:
+        devices: By rank.
+        places: By rank, the position of its device in the mesh.
+        plan: The schedule.
+    """
+
+    devices: tuple[Any, ...]
+    places: tuple[int, ...]
+    plan: ExecutionPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +59,7 @@ class _Result:
     """
 
     aval: jax.ShapeDtypeStruct
-    shards: tuple[tuple[Any, ...] | None, ...]
+    shards: Sequence[tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +73,8 @@ class Dispatched:
         shapes: Shapes of the parameters, as `Pipeline.stack` returns them.
         chunks: The packed layers of a rank.
         ends: Embedding and head.
+        stages: In the order of the data.
+        batch: By microbatch, numbers of the arrays that the loss reads, as in `Stage`.
         begin: The program before the schedule: (its last results, donated; params; carry; step; batch) -> results, a list
             with None for results that nothing reads.
         report: Its capture report.
@@ -70,9 +87,11 @@ class Dispatched:
     shapes: Tree
     chunks: tuple[Chunk, ...]
     ends: tuple[End, End]
+    stages: tuple[Stage, ...]
+    batch: list[list[int]]
     begin: jax.stages.Compiled
     report: CaptureReport | None
-    replicas: tuple[Replica, ...]
+    replicas: tuple[_Replica, ...]
     buffers: dict[str, Any]
     zeros: dict[Any, Array] = field(default_factory=dict)
 
@@ -103,26 +122,52 @@ class Dispatched:
         # Not popped: the buffers must survive an argument that `begin` refuses.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
-        outer = jax.tree.leaves(params["outer"])
-        played = [replica.play(begun, outer) for replica in self.replicas]
+        arrays = [*begun, *jax.tree.leaves(params["outer"])]
+        played = [self._play(replica, arrays) for replica in self.replicas]
         # Devices in the order of the mesh.
-        homes = sorted((place, d, rank) for d, replica in enumerate(self.replicas) for rank, place in enumerate(replica.shards))
+        homes = sorted((place, d, rank) for d, replica in enumerate(self.replicas) for rank, place in enumerate(replica.places))
 
         def local(result: _Result, d: int, rank: int) -> Array:
-            replica, name = self.replicas[d], result.shards[rank]
-            device, shape = replica.devices[rank], shard(result.aval).shape
-            if name is None:
-                if (shape, device) not in self.zeros:
-                    self.zeros[shape, device] = jnp.zeros(shape, device=device)
-                return self.zeros[shape, device]
-            array = played[d][replica.plan.flow.results[name]]
-            return array if array.devices() == {device} else jax.device_put(array, device)
+            device, name = self.replicas[d].devices[rank], result.shards[rank]
+            if name is not None:
+                array = played[d][name]
+                return array if array.devices() == {device} else jax.device_put(array, device)
+            shape = shard(result.aval).shape
+            if (shape, device) not in self.zeros:
+                self.zeros[shape, device] = jnp.zeros(shape, device=device)
+            return self.zeros[shape, device]
 
         def whole(result: _Result) -> Array:
             shards = [local(result, d, rank) for _, d, rank in homes]
             return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, shards)
 
         return jax.tree.map(whole, self._results)
+
+    def _play(self, replica: _Replica, arrays: Sequence[Any]) -> dict[Any, Array]:
+        """Plays the schedule of a replica on its shards of the arrays that a step begins with. Returns the plan's results."""
+        head, last = self.ends[1], len(self.stages) - 1
+        first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
+        params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
+        ranks = [stage.rank for stage in (*self.stages, self.stages[-1])]
+
+        def local(number: int, rank: int) -> Array:
+            return arrays[number].addressable_shards[replica.places[rank]].data
+
+        def part(end: End, home: int, n: int, rank: int) -> Array:
+            there = home if end.axes[n] is None else rank
+            return jax.device_put(local(first + end.reads[n], there), replica.devices[home])
+
+        registers = replica.plan.fill(
+            {
+                "params": lambda i, place: local(params[i][place], ranks[i]),
+                "extra": lambda i, m, place: local(self.stages[i].extra[m][place], ranks[i]),
+                "loss": lambda m, place: local(self.batch[m][place], ranks[last]),
+                "embedding": partial(part, self.ends[0], ranks[0]),
+                "head": partial(part, head, ranks[last]),
+            }
+        )
+        play(replica.plan, registers)
+        return {name: registers[register] for name, register in replica.plan.flow.results.items()}
 
     @property
     def results(self) -> Tree:
@@ -160,49 +205,41 @@ class Dispatched:
     @cached_property
     def _results(self) -> Tree:
         """The results of a call, by kind, chunk or end, and array."""
-        pipeline, mesh, stages = self.pipeline, self.pipeline.mesh, self.replicas[0].stages
-        ranks = range(mesh.shape[Axis.PIPE])
-        at = {(stage.rank, stage.chunk): i for i, stage in enumerate(stages)}
+        pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.replicas[0].plan.flow
+        ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.fp8
+        history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage)) if precision else {}
 
-        def result(shape: Sequence[int], axis: int | None, dtype: Any, shards: Callable[[int], Any]) -> _Result:
-            return _Result(_over_all(mesh, shape, axis, dtype), tuple(map(shards, ranks)))
-
-        def of_layers(i: int, name: str) -> tuple[Any, ...] | None:
-            return ("sum", i, stages[i].names.index(name)) if name in stages[i].names else None
+        def result(shards: Sequence[tuple[Any, ...] | None], axis: int | None = 0) -> _Result:
+            aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
+            return _Result(_over_all(mesh, aval, axis), shards)
 
         def of_chunk(c: int) -> tuple[Tree, Tree, Tree]:
-            chunk, (states, state), (histories, history) = self.chunks[c], *map(jax.tree.flatten, (layer, fp8))
+            stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
+            found = {
+                name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
+                for name in self.chunks[c].names(self.chunks[c].places)
+            }
+            states = [[("state", s.shaped.index, n) for s in stages] for n in range(len(jax.tree.leaves(carried)))]
+            maxima = [
+                [("sum", s.shaped.index, s.shaped.maxima[n]) for s in stages] for n in range(len(jax.tree.leaves(history)))
+            ]
             return (
-                {n: result(s, 0, jnp.float32, lambda r, n=n: of_layers(at[r, c], n)) for n, s in chunk.shapes().items()},
-                state.unflatten(
-                    result((chunk.places, *s.shape), 0, s.dtype, lambda r, n=n: ("state", at[r, c], n))
-                    for n, s in enumerate(states)
-                ),
-                history.unflatten(
-                    result(s.shape, 0, jnp.float32, lambda r, n=n: ("sum", at[r, c], stages[at[r, c]].shaped.maxima[n]))
-                    for n, s in enumerate(histories)
-                ),
+                {name: result(shards) for name, shards in found.items()},
+                jax.tree.structure(carried).unflatten(map(result, states)),
+                jax.tree.structure(history).unflatten(map(result, maxima)),
             )
 
-        def of_end(number: int) -> list[_Result]:
-            end, found = self.ends[number], []
-            for n, (s, axis) in enumerate(zip(end.shapes, end.axes, strict=True)):
-                shape = part_shape(s.shape, axis, len(ranks)) or (1,)
-                name = ("dealt", number, n)
-                found.append(
-                    result(shape, axis, jnp.float32, lambda r, name=name, axis=axis: (*name, 0 if axis is None else r))
-                )
-            return found
+        def of_end(end: End, name: str) -> list[_Result]:
+            axes = enumerate(end.axes)
+            return [result([(name, n, 0 if axis is None else rank) for rank in ranks], axis) for n, axis in axes]
 
-        layer, precision = pipeline.carried.layer, pipeline.fp8
-        fp8 = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage)) if precision else {}
-        layers, carried, histories = (list(trees) for trees in zip(*map(of_chunk, range(len(self.chunks))), strict=True))
+        layers, states, histories = zip(*map(of_chunk, range(len(self.chunks))), strict=True)
         return {
-            "carried": carried if jax.tree.leaves(layer) else [],
-            "histories": histories,
-            "ends": [of_end(number) for number in range(2)],
-            "layers": layers,
-            "loss": result((1,), None, jnp.float32, lambda _: ("total",)),
+            "carried": list(states) if jax.tree.leaves(carried) else [],
+            "histories": list(histories),
+            "ends": list(map(of_end, self.ends, ("embedding", "head"))),
+            "layers": list(layers),
+            "loss": result([("total",)] * len(ranks), None),
         }
 
 
@@ -252,9 +289,24 @@ def dispatched(
     begin, report = compile_and_report(jitted.lower(held, params, carry, step, batch), options)
     check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
-    replicas = tuple(Replica.of(pipeline, (embed, head), stages, begun, row.tolist(), options) for row in by_rank)
     zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held), out_shardings=shardings)
-    return Dispatched(pipeline, shapes, chunks, (embed, head), begin, report, replicas, {"begun": in_turn(zeros())})
+    order, ends = list(mesh.devices.flat), (embed, head)
+    plans = [plan_of(pipeline, ends, stages, microbatch, devices, options) for devices in by_rank.tolist()]
+    return Dispatched(
+        pipeline,
+        shapes,
+        chunks,
+        ends,
+        tuple(stages),
+        [jax.tree.leaves(own) for own in numbered(begun)["batch"]],
+        begin,
+        report,
+        tuple(
+            _Replica(tuple(devices), tuple(map(order.index, devices)), plan)
+            for devices, plan in zip(by_rank.tolist(), plans, strict=True)
+        ),
+        {"begun": in_turn(zeros())},
+    )
 
 
 def _check(pipeline: Pipeline) -> None:
@@ -280,10 +332,9 @@ def _products(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
     """Returns the leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read."""
-    leaves, structure = jax.tree.flatten(begun)
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
     extra = {source for stage in stages for own in stage.extra for source in own}
-    return read | extra | {*jax.tree.leaves(structure.unflatten(range(len(leaves)))["batch"])}
+    return read | extra | {*jax.tree.leaves(numbered(begun)["batch"])}
 
 
 def _begin(
@@ -345,15 +396,15 @@ def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
     return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
 
 
-def _over_all(mesh: Mesh, shape: Sequence[int], axis: int | None, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the array over all devices that has shards of this shape.
+def _over_all(mesh: Mesh, aval: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+    """Returns the array over all devices with this shard.
 
     The replicas' shards are along its first axis, and the ranks' along `axis`; None if all ranks have the same.
     """
-    along: list[tuple[str, ...]] = [() for _ in shape]
+    along: list[tuple[str, ...]] = [() for _ in aval.shape]
     along[0] += batch_axes(mesh)
     if axis is not None:
         along[axis] += (Axis.PIPE.value,)
-    lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(shape, along, strict=True))
+    lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(aval.shape, along, strict=True))
     where = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
-    return jax.ShapeDtypeStruct(tuple(lengths), dtype, sharding=where)
+    return jax.ShapeDtypeStruct(tuple(lengths), aval.dtype, sharding=where)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as callables on the arrays of one rank."""
+"""The stages of a pipeline as callables on the arrays of one rank, and their schedule as an execution plan."""
 
 import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jgraph.autodiff.flops import product_flops
+from jgraph.callables.plan import Call, ExecutionPlan, Loss, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
+from jgraph.device import peak_flops
 from jgraph.packing import Packing
 from jgraph.pipeline.ends import End
 from jgraph.pipeline.precision import StagePrecision
@@ -18,6 +21,10 @@ from jgraph.precision.transform import FP8Function
 from jgraph.tree import leaf_names
 
 Tree = Any
+
+# Seconds of a stage's forward from which on the update of its command buffer, after arrays moved, is negligible. Then microbatches
+# share executables: a few to compile instead of hundreds.
+_LONG = 2e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +115,7 @@ def stages_of(
     Returns:
         The stages in the order of the data.
     """
-    layout, (leaves, structure) = pipeline.layout, jax.tree.flatten(begun)
-    numbers = structure.unflatten(range(len(leaves)))
+    layout, leaves, numbers = pipeline.layout, jax.tree.leaves(begun), numbered(begun)
     traced: dict[Any, Shaped] = {}
     stages = []
 
@@ -147,6 +153,78 @@ def stages_of(
         given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
         stages.append(Stage(rank, c, names, replace(traced[name], index=s), *given))
     return stages
+
+
+def plan_of(
+    pipeline: Pipeline,
+    ends: tuple[End, End],
+    stages: Sequence[Stage],
+    microbatch: Tree,
+    devices: Sequence[Any],
+    options: Mapping[str, Any],
+) -> ExecutionPlan:
+    """Compiles the schedule for one device per rank.
+
+    The plan gathers parameters of embedding and head before the schedule. Its arguments ("embedding" | "head", parameter, rank)
+    are their shards, and its results of the same names are the shards of their gradients. Other results are ("total",), the sum
+    of the losses, and ("state", stage, leaf), carried state reduced over microbatches.
+
+    Args:
+        pipeline: The model with its schedule.
+        ends: Embedding and head.
+        stages: In the order of the data.
+        microbatch: Shapes of a rank's microbatch.
+        devices: One for each rank.
+        options: XLA's.
+    """
+    shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
+    embed, head = ends
+    of_embed = ("embedding", 0, 0, len(stages[0].names), len(devices))
+    of_head = ("head", len(stages) - 1, len(stages), 0, len(devices))
+    losses = [("loss", m) for m in range(pipeline.schedule.num_microbatches)]
+    carrying = stages if jax.tree.leaves(pipeline.carried.layer) else ()
+
+    def loss(params: Tree, y: Array, batch: Tree) -> Array:
+        return head(params, y, batch).astype(jnp.float32)
+
+    return make_plan(
+        shaped,
+        pipeline.schedule,
+        Loss.of(loss, shaped[-1].y, (microbatch,), head.shapes),
+        # All sums stay in the buffers of the last step.
+        aliased=[(*one.early, *one.late) for one in shaped] + [tuple(range(len(head.reads)))],
+        reuse=True,
+        options=options,
+        copies="shared" if _is_long(shaped[-1]) else "each",
+        before=[call for call in (embed.gather(*of_embed), head.gather(*of_head)) if call.outs],
+        after=[embed.split(*of_embed), head.split(*of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
+    )
+
+
+def _reduction(pipeline: Pipeline, stage: Stage) -> Call:
+    """Returns the call that reduces the carried state of a stage over microbatches."""
+    aux, i, count = stage.shaped.aux, stage.shaped.index, pipeline.schedule.num_microbatches
+
+    def reduce(arrays: list[Array]) -> list[Array]:
+        trees = [aux.unflatten(arrays[m * len(aux) : (m + 1) * len(aux)]) for m in range(count)]
+        return jax.tree.leaves(pipeline.carried.together(trees, pipeline.layout.layers_per_stage))
+
+    reduce.__name__ = f"carried_{i}"
+    names = [("aux", i, m, n) for m in range(count) for n in range(len(aux))]
+    return Call(reduce, i, names, [("state", i, n) for n in range(len(aux))])
+
+
+def _is_long(shaped: Shaped) -> bool:
+    """True if a stage's forward takes so long that the update of a command buffer is negligible."""
+    rate = peak_flops(shaped.device.device_kind)
+    inputs = [*shaped.x.avals, *shaped.extra.avals]
+    return rate is None or product_flops(shaped.forward, list(shaped.params.avals), inputs) / rate > _LONG
+
+
+def numbered(tree: Tree) -> Tree:
+    """Returns the tree with the number of each leaf in its place."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(range(len(leaves)))
 
 
 def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

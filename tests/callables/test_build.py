@@ -237,8 +237,8 @@ def test_delay_wgrad_for_all_builds_no_empty_wgrad_and_its_parts_may_be_called(f
     graphed = jgraph.make_graphed_callables(
         (chain.stage, fn), (chain.make_params(0), params), chain.sample(2), delay_wgrad=True, param_grads=param_grads
     )
-    assert set(graphed[0].entry.parts) == {"forward", "dgrad", "wgrad"}
-    assert set(graphed[1].entry.parts) == {"forward", "dgrad"}
+    assert set(graphed[0].parts) == {"forward", "dgrad", "wgrad"}
+    assert set(graphed[1].parts) == {"forward", "dgrad"}
     graphed[1](params, X)
     dx = graphed[1].dgrad(2 * X)
     grads = graphed[1].wgrad()

@@ -260,7 +260,7 @@ def live_by_slots(schedule, graphed):
     from jgraph.schedule.slots import live_ranges
 
     ranges = live_ranges(schedule)
-    part = graphed[0].entry.shaped
+    part = graphed[0].shaped
     own = [source is None for source in part.residuals_from]
     sizes = {
         "forward_dgrad": sum(own[: part.num_dgrad]),

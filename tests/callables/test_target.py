@@ -43,9 +43,9 @@ def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
 
 def test_main_grad_is_updated_in_place_on_the_target(h200):
     graphed = blocks(1, h200[0], param_grads="aliased")
-    entry = graphed[0].entry
-    assert len(entry.parts["backward"].places("add")) == 6
-    assert alias_map(entry.parts["backward"].compiled) == {i: i for i in range(6)}
+    parts = graphed[0].parts
+    assert len(parts["backward"].places("add")) == 6
+    assert alias_map(parts["backward"].compiled) == {i: i for i in range(6)}
 
 
 @pytest.mark.long
@@ -84,7 +84,7 @@ def test_every_product_of_two_ranks_is_in_fp8_and_gelu_is_computed_where_it_is_q
             compiler_options=compiler_options("auto", XLA_OPTIONS, platform="gpu"),
         )
     for i in range(2):
-        parts = graphed[i].entry.parts
+        parts = graphed[i].parts
         assert {kind: FP8Products.of(part.compiled).products for kind, part in parts.items()} == dict.fromkeys(parts, 2)
         assert set(parts) == {"forward", "dgrad", "wgrad"}
         is_written = " tanh(" in "".join(part.compiled.as_text() for part in parts.values())
