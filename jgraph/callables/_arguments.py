@@ -139,8 +139,8 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
         if len(held) > 1:
             raise CallableError(
-                f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and each callable's params on the "
-                f"device that it runs on; graphed callables take no sharded parameter",
+                f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and each callable's params on "
+                f"the device that it runs on; graphed callables take no sharded parameter",
                 field="devices",
             )
         with jax.ensure_compile_time_eval():  # also inside a jax transformation

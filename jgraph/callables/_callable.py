@@ -1,7 +1,7 @@
 """A graphed callable: forward, dgrad and wgrad as executables compiled beforehand, called one by one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,22 +62,6 @@ def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone
     return interface([task], registers.avals, results if is_alone else range(len(registers.avals)))
 
 
-class _Part(NamedTuple):
-    """An executable, prepared for calls.
-
-    Attributes:
-        compiled: The program.
-        read: Selects the arrays that it reads.
-        adds: The parameters whose gradients it adds to main_grad.
-        num_new: Number of new gradients, its last outputs.
-    """
-
-    compiled: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
-    read: Callable[[Sequence[Any]], tuple[Any, ...]]
-    adds: tuple[int, ...]
-    num_new: int
-
-
 class Graphed:
     """Runs forward, dgrad and wgrad of one callable, as CUDA graphs. Made by `make_graphed_callables`.
 
@@ -107,7 +91,8 @@ class Graphed:
         self.turn = Turn(f"callable {self.index}")
         self.gradients = MainGrad(shaped, parts.values())
         self._delayed, self._check_mode = delayed, check_mode
-        self._waiting, self._is_reset = Waiting(f"callable {self.index}", most_waiting, self.turn), False
+        self._waiting = Waiting(f"callable {self.index}", most_waiting, self.turn)
+        self._trains, self._is_reset = len(parts) > 1, False
         # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
         self._array_types: set[type] = set()
         self._prepare()
@@ -115,19 +100,15 @@ class Graphed:
     def _prepare(self) -> None:
         """Prepares the selection of arrays for each call."""
         shaped, parts = self.shaped, self.parts
-        self._trains = len(parts) > 1
-        self._parts = {
-            kind: _Part(e.compiled, gather(e.io.read), e.places("add"), len(e.places("new"))) for kind, e in parts.items()
-        }
         num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
         # Of (params, x, extra, outputs of forward), and of (residuals, dy, outputs of dgrad).
         self._residuals = _passed(shaped.residuals_from, num_params, num_params + num_inputs + len(shaped.y))
         self._stash = _passed(shaped.stash_from, 0, len(shaped.residuals) + len(shaped.y) + shaped.num_dx)
         # Of (new gradients of dgrad, new gradients of this part, handles, None).
-        self._grads: dict[str, Callable[[Sequence[Any]], tuple[Any, ...]]] = {}
+        self._grads: dict[Kind, Callable[[Sequence[Any]], tuple[Any, ...]]] = {}
         for kind in ("wgrad", "backward"):
-            kinds = [k for k in ("dgrad", kind) if k in parts and (k, kind) != ("dgrad", "backward")]
-            order = [*(place for k in kinds for place in parts[k].places("new")), *self.gradients.places]
+            kinds: list[Kind] = [k for k in ("dgrad", kind) if k in parts and (k, kind) != ("dgrad", "backward")]
+            order = [*(place for k in kinds for place in parts[k].news), *self.gradients.places]
             at = {place: position for position, place in enumerate(order)}
             self._grads[kind] = gather([at.get(place, len(order)) for place in range(num_params)])
 
@@ -252,7 +233,7 @@ class Graphed:
         with self.turn.taken_over():
             self._waiting.drop(None)
             self.gradients.free()
-            self.parts, self._parts, self._is_reset = {}, {}, True
+            self.parts, self._is_reset = {}, True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
@@ -293,7 +274,7 @@ class Graphed:
     def _dgrad(self, pending: Microbatch, dy: Tree) -> Tree:
         leaves = self._dy(dy)
         outs = self._run_backward(pending, "dgrad", leaves, dy)
-        pending.early = outs[len(outs) - self._parts["dgrad"].num_new :]
+        pending.early = outs[len(outs) - len(self.parts["dgrad"].news) :]
         pending.stash = self._stash((*pending.residuals, *leaves, *outs))
         pending.residuals = pending.residuals[self.shaped.num_dgrad :]
         self._waiting.after_dgrad(pending)
@@ -301,13 +282,13 @@ class Graphed:
 
     def _wgrad(self, pending: Microbatch) -> Tree:
         # Without late parameters there is no wgrad to run: dgrad returned every gradient.
-        outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self._parts else []
+        outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.parts else []
         return self._finish(pending, "wgrad", outs)
 
-    def _finish(self, pending: Microbatch, kind: str, outs: Sequence[Any]) -> Tree:
+    def _finish(self, pending: Microbatch, kind: Kind, outs: Sequence[Any]) -> Tree:
         """Removes a microbatch. Returns gradients as a tree like params: new arrays, handles, and None for integers."""
         self._waiting.end(pending)
-        new = outs[len(outs) - self._parts[kind].num_new :] if outs else ()
+        new = outs[len(outs) - len(self.parts[kind].news) :] if outs else ()
         gradients = self._grads[kind]((*pending.early, *new, *self.gradients.handles(), None))
         return self.shaped.params.tree.unflatten(gradients)
 
@@ -315,16 +296,17 @@ class Graphed:
         shaped = self.shaped
         return shaped.x.tree.unflatten(outs[: shaped.num_dx]) if shaped.takes_gradient else None
 
-    def _run(self, kind: str, arrays: Sequence[Any], number: int = -1) -> list[jax.Array]:
-        part = self._parts[kind]
+    def _run(self, kind: Kind, arrays: Sequence[Any], number: int = -1) -> list[jax.Array]:
+        part = self.parts[kind]
+        read = part.select[2](arrays)
         if not part.adds:
-            return part.compiled((), (), part.read(arrays))[1]
+            return part.compiled((), (), read)[1]
         sums = self.gradients.open()
-        new, outs = part.compiled(tuple([sums[i] for i in part.adds]), (), part.read(arrays))
+        new, outs = part.compiled(tuple([sums[i] for i in part.adds]), (), read)
         self.gradients.update(zip(part.adds, new, strict=True), f"the {kind} of microbatch {number}")
         return outs
 
-    def _run_backward(self, pending: Microbatch, kind: str, rest: Sequence[Any], dy: Tree) -> list[jax.Array]:
+    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: Tree) -> list[jax.Array]:
         """Runs a backward part. Looks for the cause only if it fails."""
         read = (*pending.params, *pending.residuals, *rest)
         try:

@@ -1,7 +1,7 @@
 """Compiles tasks into executables.
 
-A task names the arrays that it reads and writes by register, a number. An array that is made and used inside an executable never
-leaves it, an input that is read for the last time is donated, and standing registers (main_grad, send buffers) are argument 0
+A task names the arrays that it reads and writes by register, a number. An array that is made and used inside an executable
+never leaves it, an input that is read for the last time is donated, and standing registers (main_grad, send buffers) are argument 0
 and output 0, updated in place. The compiled program is checked for that.
 """
 
@@ -121,10 +121,6 @@ class Interface:
     shapes: tuple[tuple[Any, Any], ...]
 
     @property
-    def inputs(self) -> tuple[int, ...]:
-        return (*self.sums, *self.donated, *self.read)
-
-    @property
     def name(self) -> str:
         """The name in profiles: `forward_0_dgrad_0`, shortened."""
         words = [t.name for t in self.tasks if t.kind not in ("key", "loss")]
@@ -160,12 +156,21 @@ class Executable:
     io: Interface
 
     @cached_property
-    def inputs(self) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]:
+    def select(self) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]:
         """Functions that select the three arguments from arrays by register."""
         return gather(self.io.sums), gather(self.io.donated), gather(self.io.read)
 
-    def places(self, how: How) -> tuple[int, ...]:
-        """Returns the parameters whose gradients are returned in this way."""
+    @cached_property
+    def adds(self) -> tuple[int, ...]:
+        """The parameters whose gradients are added to main_grad."""
+        return self._places("add")
+
+    @cached_property
+    def news(self) -> tuple[int, ...]:
+        """The parameters whose gradients are new arrays, the last outputs."""
+        return self._places("new")
+
+    def _places(self, how: How) -> tuple[int, ...]:
         return tuple(place for task in self.io.tasks for place, _, found in task.grads if found == how)
 
 
@@ -217,7 +222,7 @@ def _lower(io: Interface, callables: Mapping[int, Shaped]) -> tuple[jax.stages.L
     """Returns the lowered program and its platform."""
 
     def run(sums: Any, donated: Any, read: Any) -> tuple[list[Any], list[Any]]:
-        env = dict(zip(io.inputs, (*sums, *donated, *read), strict=True))
+        env = dict(zip((*io.sums, *io.donated, *io.read), (*sums, *donated, *read), strict=True))
         for task in io.tasks:
             _run(task, callables[task.index], env)
         return [env[r] for r in io.sums], [env[r] for r in io.outs]

@@ -310,8 +310,8 @@ class Flow(Registers):
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
     """Groups units into executables. Returns the segments by their first tick.
 
-    Consecutive actions of a rank are joined if no transfer stands between them: by the schedule's ticks, their inputs from other
-    ranks are made before the first of them starts, and their results are read after the last has ended. So every segment needs
+    Consecutive actions of a rank are joined if no transfer stands between them: by the schedule's ticks, their inputs from
+    other ranks are made before the first of them starts, and their results are read after the last has ended. So every segment needs
     only segments that start earlier, and playing them by their starts cannot deadlock.
     """
     done: list[list[Unit]] = []

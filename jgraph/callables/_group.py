@@ -176,8 +176,12 @@ class GraphedCallables(Sequence[Graphed]):
             shaped = [graphed.shaped for graphed in self._graphed]
             check_extra(shaped, extra, key)
             plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
-            given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
-            return self._play(plan, count, _filled(plan, shaped, **given, key=key, step=step))
+            try:
+                registers = plan.fill(self._give(plan, params, inputs, more, rest, key, step))
+            except jax.errors.ConcretizationTypeError:
+                check_concrete("run", (params, inputs, extra, loss_args, key))
+                raise
+            return self._play(plan, count, registers)
 
     def _turns(self) -> ExitStack:
         """Takes the lock of every callable, for this thread."""
@@ -214,8 +218,12 @@ class GraphedCallables(Sequence[Graphed]):
     def _play(self, plan: ExecutionPlan, count: int, registers: list[Any]) -> RunResult:
         """Plays a plan of `count` microbatches on filled registers, with main_grad in its standing registers."""
         self._runs += 1
-        sums = plan.flow.results
-        aliased = [{place: sums["sum", i, place] for place in g.gradients.places} for i, g in enumerate(self._graphed)]
+        results = plan.flow.results
+        aliased, owned = ([{} for _ in self._graphed] for _ in range(2))
+        for (kind, *where), register in results.items():
+            if kind == "sum":
+                i, place = where
+                (aliased if place in self._graphed[i].gradients.places else owned)[i][place] = register
         given = {id(array) for array in registers if array is not None}
         for i, graphed in enumerate(self._graphed):
             arrays = graphed.gradients.renew()
@@ -233,74 +241,63 @@ class GraphedCallables(Sequence[Graphed]):
             for places, graphed in zip(aliased, self._graphed, strict=True):
                 if places:
                     graphed.gradients.update([(place, registers[r]) for place, r in places.items()], f"run {self._runs}")
-        grads = []
-        for i, graphed in enumerate(self._graphed):
-            owned = {place: array for (place,), array in plan.results(registers, "sum", i).items() if place not in aliased[i]}
-            grads.append(graphed.gradients.tree(owned))
-        y, losses = self._graphed[-1].shaped.y, [registers[sums["loss", m]] for m in range(count)]
-        kept = [plan.results(registers, "y", m) for m in range(count)]
-        outputs = tuple(y.unflatten([leaves[n,] for n in range(len(y))]) for leaves in kept) if kept[0] else None
-        return RunResult(tuple(losses), tuple(grads), outputs)
+        grads = tuple(
+            graphed.gradients.tree({place: registers[r] for place, r in places.items()})
+            for places, graphed in zip(owned, self._graphed, strict=True)
+        )
+        losses = tuple(registers[results["loss", m]] for m in range(count))
+        y = self._graphed[-1].shaped.y
+        kept = range(count) if ("y", 0, 0) in results else ()
+        outputs = tuple(y.unflatten([registers[results["y", m, n]] for n in range(len(y))]) for m in kept)
+        return RunResult(losses, grads, outputs or None)
 
+    def _give(
+        self,
+        plan: ExecutionPlan,
+        params: Sequence[Tree],
+        inputs: Sequence[Tree],
+        extra: Sequence[tuple[Tree, ...]],
+        loss_args: Sequence[tuple[Tree, ...]],
+        key: jax.Array | None,
+        step: int,
+    ) -> dict[str, Callable[..., Any]]:
+        """Returns functions from names of a plan to arrays. Raises CallableError with every difference from the samples."""
+        callables, flow = [graphed.shaped for graphed in self._graphed], plan.flow
+        first, last = callables[0], callables[-1]
+        sent: dict[Any, jax.Array] = {}
 
-def _filled(
-    plan: ExecutionPlan,
-    callables: Sequence[Shaped],
-    *,
-    params: Sequence[Tree],
-    inputs: Sequence[Tree],
-    extra: Sequence[tuple[Tree, ...]],
-    loss_args: Sequence[tuple[Tree, ...]],
-    key: jax.Array | None,
-    step: int,
-) -> list[Any]:
-    """Returns arrays by register from the arguments of `run`. Raises CallableError with every difference from the samples."""
-    flow, first, last = plan.flow, callables[0], callables[-1]
-    sent: dict[Any, jax.Array] = {}
+        def on(device: Any, leaf: Any) -> jax.Array:
+            """Returns the array on a device. Sends an array that several registers share only once."""
+            if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
+                return leaf
+            if (id(leaf), device) not in sent:
+                sent[id(leaf), device] = put(device, leaf)
+            return sent[id(leaf), device]
 
-    def on(device: Any, leaf: Any) -> jax.Array:
-        """Returns the array on a device. Sends an array that several registers share only once."""
-        if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
-            return leaf
-        if (id(leaf), device) not in sent:
-            sent[id(leaf), device] = put(device, leaf)
-        return sent[id(leaf), device]
-
-    def number(value: int, rank: int) -> jax.Array:
-        return jnp.asarray(value, jnp.int32, device=flow.devices[rank])
-
-    try:
-        weights = _params(callables, params)
+        weights = [_params(i, *one) for i, one in enumerate(zip(callables, each("params", params, len(self)), strict=True))]
         x = [matching_leaves(first.x, tree, f"inputs[{m}]") for m, tree in enumerate(inputs)]
         rest = [matching_leaves(flow.loss.args, tree, f"loss_args[{m}]") for m, tree in enumerate(loss_args)]
         takes = {name[1] for name in flow.named if name[0] == "extra"}
         more = {
             (i, m): matching_leaves(callables[i].positional, tree, f"extra[{m}]") for i in takes for m, tree in enumerate(extra)
         }
-        return plan.fill(
-            {
-                "params": lambda i, place: weights[i][place],
-                "x": lambda m, place: on(first.device, x[m][place]),
-                "loss": lambda m, place: on(last.device, rest[m][place]),
-                "extra": lambda i, m, place: on(callables[i].device, more[i, m][place]),
-                "keys": lambda i, _: on(callables[i].device, key),
-                "step": lambda rank: number(step, rank),
-                "microbatch": lambda rank, m: number(m, rank),
-            }
-        )
-    except jax.errors.ConcretizationTypeError:
-        check_concrete("run", (params, inputs, extra, loss_args, key))
-        raise
+        return {
+            "params": lambda i, place: weights[i][place],
+            "x": lambda m, place: on(first.device, x[m][place]),
+            "loss": lambda m, place: on(last.device, rest[m][place]),
+            "extra": lambda i, m, place: on(callables[i].device, more[i, m][place]),
+            "keys": lambda i, _: on(callables[i].device, key),
+            "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),
+            "microbatch": lambda rank, m: jnp.asarray(m, jnp.int32, device=flow.devices[rank]),
+        }
 
 
-def _params(callables: Sequence[Shaped], params: Sequence[Tree]) -> list[list[Any]]:
-    """Returns the leaves of each callable's params. Raises CallableError if one is not on the callable's device."""
-    every = []
-    for i, (tree, shaped) in enumerate(zip(each("params", params, len(callables)), callables, strict=True)):
-        every.append(matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device))
-        for leaf, path in zip(every[i], shaped.params.paths, strict=True):
-            if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
-                where = ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
-                text = f"params[{i}]/{path} is on {where}, used on {shaped.device}"
-                raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,), field="params")
-    return every
+def _params(i: int, shaped: Shaped, tree: Tree) -> list[jax.Array]:
+    """Returns the leaves of the params of callable `i`. Raises CallableError if one is not on its device."""
+    leaves = matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device)
+    for leaf, path in zip(leaves, shaped.params.paths, strict=True):
+        if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
+            where = ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
+            text = f"params[{i}]/{path} is on {where}, used on {shaped.device}"
+            raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,), field="params")
+    return leaves

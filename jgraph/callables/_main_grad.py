@@ -27,7 +27,7 @@ class MainGrad:
         self._callable = f"callable {shaped.index}"
         self._name = f"main_grad of {self._callable}"
         self._params, self._device = shaped.params, shaped.device
-        self.places = sorted({place for part in parts for place in part.places("add")})
+        self.places = sorted({place for part in parts for place in part.adds})
         self.arrays: dict[int, jax.Array] = {}
         self.updates = 0
         self._lease = Lease(self._name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock, get_ident
 from typing import Any, Literal
 
@@ -67,25 +67,17 @@ class Turn:
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
 
-@dataclass(eq=False)
 class Waiting:
     """The microbatches of a callable that wait for a backward call, by number, oldest first.
 
     Attributes:
-        name: The callable, for messages.
-        most: The most microbatches that wait for their dgrad at once, by the order.
-        turn: The lock of the callable.
         after: Waiting microbatches by the part that ran last.
-        count: Number of forwards so far.
     """
 
-    name: str
-    most: int
-    turn: Turn
-    after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = field(
-        default_factory=lambda: {"dgrad": {}, "forward": {}}
-    )
-    count: int = 0
+    def __init__(self, name: str, most: int, turn: Turn):
+        """`most` is the number of microbatches that wait for their dgrad at once, by the order."""
+        self._name, self._most, self._turn, self._count = name, most, turn, 0
+        self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -94,9 +86,9 @@ class Waiting:
 
     def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
         """Numbers a microbatch after its forward."""
-        self.after["forward"][self.count] = Microbatch(self.count, params, residuals)
-        self.count += 1
-        self.turn.waiting += 1
+        self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
+        self._count += 1
+        self._turn.waiting += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
         """Returns the microbatch of a backward call: the one of this number, or the oldest one after the part `before`."""
@@ -105,11 +97,11 @@ class Waiting:
             self._check_waits(part, tuple(waiting), number)
             return waiting[number]
         if not waiting:
-            raise CallableError(f"{self.name}: {part} has no {before} to belong to; call {before} first")
-        if before == "forward" and len(waiting) > self.most:
+            raise CallableError(f"{self._name}: {part} has no {before} to belong to; call {before} first")
+        if before == "forward" and len(waiting) > self._most:
             raise CallableError(
-                f"{self.name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
-                f"{self.most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
+                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
+                f"{self._most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
                 f"or build with the order that is called; a forward without backward is evaluate",
                 field="microbatch",
             )
@@ -122,7 +114,7 @@ class Waiting:
     def end(self, microbatch: Microbatch) -> None:
         """Removes a microbatch."""
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
-        self.turn.waiting -= 1
+        self._turn.waiting -= 1
 
     def drop(self, number: int | None) -> None:
         """Removes a microbatch, or all of them if `number` is None."""
@@ -135,14 +127,14 @@ class Waiting:
         """Raises CallableError while microbatches wait for their backward."""
         if waiting := self.numbers:
             raise CallableError(
-                f"{self.name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
+                f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
                 f"drop() them before the next step; a forward without backward is evaluate"
             )
 
     def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:
         if number not in waiting:
             wrong = f"microbatch {number!r} does not wait for {part}; waiting: {', '.join(map(str, waiting)) or 'none'}"
-            raise CallableError(f"{self.name}: {wrong}", field="microbatch")
+            raise CallableError(f"{self._name}: {wrong}", field="microbatch")
 
 
 def _shown(numbers: Iterable[int]) -> str:

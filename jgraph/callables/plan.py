@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
 from jgraph.callables._dataflow import Call as Call
-from jgraph.callables._dataflow import Flow, Join, Name, Outputs, Unit, segments_of
+from jgraph.callables._dataflow import Flow, Join, Outputs, Unit, segments_of
 from jgraph.callables._dataflow import Loss as Loss
 from jgraph.callables.shaped import Shaped
 from jgraph.schedule.schedule import Schedule
@@ -65,11 +65,6 @@ class ExecutionPlan:
         for (kind, *where), register in self.flow.named.items():
             registers[register] = give[kind](*where)
         return registers
-
-    def results(self, registers: Sequence[Any], *name: Any) -> dict[Name, Any]:
-        """Returns the results with names that begin so, by the rest of the name."""
-        count = len(name)
-        return {key[count:]: registers[r] for key, r in self.flow.results.items() if key[:count] == name}
 
 
 def make_plan(
@@ -135,8 +130,8 @@ def _compile(
             dying = {r for task in tasks for r in task.ins if last[r] == n} - results - given - sent
         stored.append({a: flow.send_buffer(a, segments[n][0].rank, busy) for a, _, _ in sends[n]} if reuse else {})
         interfaces.append(interface(tasks, flow.avals, wanted, standing=flow.standing, dying=dying, stored=stored[n]))
-    # A command buffer whose arrays have moved since its last launch is updated first, which takes as long as the launch. With an
-    # executable of its own, an instruction finds its arrays at the addresses of the last step (notes/develop/measurements.md).
+    # A command buffer whose arrays have moved since its last launch is updated first, which takes as long as the launch. With
+    # an executable of its own, an instruction finds its arrays at the addresses of the last step (notes/develop/measurements.md).
     captures = any(shaped.device.platform != "cpu" for shaped in callables)
     copies = copies if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
     executables = compile_tasks(interfaces, callables, options, copies=copies)
@@ -170,7 +165,7 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
 def _follow(instruction: Instruction, registers: list[Any]) -> None:
     """Runs one instruction. Returns without references to arrays, so that clearing a register frees its array."""
     executable, io = instruction.executable, instruction.executable.io
-    sums, outs = executable.compiled(*(select(registers) for select in executable.inputs))
+    sums, outs = executable.compiled(*(select(registers) for select in executable.select))
     for r in io.donated:
         registers[r] = None
     for r, value in zip((*io.sums, *io.outs), (*sums, *outs), strict=True):

@@ -1,7 +1,7 @@
 """A callable for fixed shapes: the leaves that its forward, dgrad and wgrad take and return.
 
-An array that a part passes through unchanged (an input that is also a residual, a dy that is also in the stash) is not an output
-of its program. The host keeps the input array instead, so nothing is copied and the owner of the array stays known.
+An array that a part passes through unchanged (an input that is also a residual, a dy that is also in the stash) is not an
+output of its program. The host keeps the input array instead, so nothing is copied and the owner of the array stays known.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The MPMD engine of a pipeline: the host starts executables of every rank.
 
-A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then every
-rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for another
+A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then
+every rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for another
 one's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over all ranks
 again, for the update program that both engines share. All arrays stay in the same buffers at every step.
 """
@@ -35,21 +35,6 @@ Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
-class _Replica:
-    """One replica of the pipeline.
-
-    Attributes:
-        devices: By rank.
-        places: By rank, the position of its device in the mesh.
-        plan: The schedule.
-    """
-
-    devices: tuple[Any, ...]
-    places: tuple[int, ...]
-    plan: ExecutionPlan
-
-
-@dataclass(frozen=True, eq=False)
 class _Result:
     """An array that a step returns.
 
@@ -78,7 +63,7 @@ class Dispatched:
         begin: The program before the schedule: (its last results, donated; params; carry; step; batch) -> results, a list
             with None for results that nothing reads.
         report: Its capture report.
-        replicas: The replicas of the pipeline, each with a part of the batch.
+        plans: The schedule on the devices of each replica of the pipeline.
         buffers: `begun`, the last results of `begin`.
         zeros: Zeros by shape and device, for layers that a shorter stage does not have.
     """
@@ -91,12 +76,12 @@ class Dispatched:
     batch: list[list[int]]
     begin: jax.stages.Compiled
     report: CaptureReport | None
-    replicas: tuple[_Replica, ...]
+    plans: tuple[ExecutionPlan, ...]
     buffers: dict[str, Any]
     zeros: dict[Any, Array] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        reports = [self.report, *(report for replica in self.replicas for _, report in replica.plan.reports)]
+        reports = [self.report, *(report for plan in self.plans for _, report in plan.reports)]
         text = f"dispatched: the host hands over {len(self.executables) - 1} executables a step; {len(reports)} are compiled"
         if not (known := [report for report in reports if report is not None]):
             return text
@@ -106,8 +91,7 @@ class Dispatched:
     @property
     def executables(self) -> list[jax.stages.Compiled]:
         """The executables of a call, in order."""
-        plans = [replica.plan for replica in self.replicas]
-        return [self.begin, *(one.executable.compiled for plan in plans for one in plan.instructions)]
+        return [self.begin, *(one.executable.compiled for plan in self.plans for one in plan.instructions)]
 
     def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         """Plays the schedule.
@@ -123,13 +107,12 @@ class Dispatched:
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
         arrays = [*begun, *jax.tree.leaves(params["outer"])]
-        played = [self._play(replica, arrays) for replica in self.replicas]
-        # Devices in the order of the mesh.
-        homes = sorted((place, d, rank) for d, replica in enumerate(self.replicas) for rank, place in enumerate(replica.places))
+        played = [self._play(plan, arrays) for plan in self.plans]
+        homes = {device: (d, rank) for d, plan in enumerate(self.plans) for rank, device in enumerate(plan.flow.devices)}
 
-        def local(result: _Result, d: int, rank: int) -> Array:
-            device, name = self.replicas[d].devices[rank], result.shards[rank]
-            if name is not None:
+        def local(result: _Result, device: Any) -> Array:
+            d, rank = homes[device]
+            if (name := result.shards[rank]) is not None:
                 array = played[d][name]
                 return array if array.devices() == {device} else jax.device_put(array, device)
             shape = shard(result.aval).shape
@@ -138,26 +121,27 @@ class Dispatched:
             return self.zeros[shape, device]
 
         def whole(result: _Result) -> Array:
-            shards = [local(result, d, rank) for _, d, rank in homes]
+            shards = [local(result, device) for device in self.pipeline.mesh.devices.flat]
             return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, shards)
 
         return jax.tree.map(whole, self._results)
 
-    def _play(self, replica: _Replica, arrays: Sequence[Any]) -> dict[Any, Array]:
-        """Plays the schedule of a replica on its shards of the arrays that a step begins with. Returns the plan's results."""
+    def _play(self, plan: ExecutionPlan, arrays: Sequence[Any]) -> dict[Any, Array]:
+        """Plays a replica's plan on its shards of the arrays that a step begins with. Returns the results by name."""
         head, last = self.ends[1], len(self.stages) - 1
         first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
-        ranks = [stage.rank for stage in (*self.stages, self.stages[-1])]
+        ranks, order = [stage.rank for stage in (*self.stages, self.stages[-1])], list(self.pipeline.mesh.devices.flat)
+        places = [order.index(device) for device in plan.flow.devices]
 
         def local(number: int, rank: int) -> Array:
-            return arrays[number].addressable_shards[replica.places[rank]].data
+            return arrays[number].addressable_shards[places[rank]].data
 
         def part(end: End, home: int, n: int, rank: int) -> Array:
             there = home if end.axes[n] is None else rank
-            return jax.device_put(local(first + end.reads[n], there), replica.devices[home])
+            return jax.device_put(local(first + end.reads[n], there), plan.flow.devices[home])
 
-        registers = replica.plan.fill(
+        registers = plan.fill(
             {
                 "params": lambda i, place: local(params[i][place], ranks[i]),
                 "extra": lambda i, m, place: local(self.stages[i].extra[m][place], ranks[i]),
@@ -166,8 +150,8 @@ class Dispatched:
                 "head": partial(part, head, ranks[last]),
             }
         )
-        play(replica.plan, registers)
-        return {name: registers[register] for name, register in replica.plan.flow.results.items()}
+        play(plan, registers)
+        return {name: registers[register] for name, register in plan.flow.results.items()}
 
     @property
     def results(self) -> Tree:
@@ -205,7 +189,7 @@ class Dispatched:
     @cached_property
     def _results(self) -> Tree:
         """The results of a call, by kind, chunk or end, and array."""
-        pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.replicas[0].plan.flow
+        pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
         ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.fp8
         history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage)) if precision else {}
 
@@ -290,23 +274,10 @@ def dispatched(
     check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
     zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held), out_shardings=shardings)
-    order, ends = list(mesh.devices.flat), (embed, head)
-    plans = [plan_of(pipeline, ends, stages, microbatch, devices, options) for devices in by_rank.tolist()]
-    return Dispatched(
-        pipeline,
-        shapes,
-        chunks,
-        ends,
-        tuple(stages),
-        [jax.tree.leaves(own) for own in numbered(begun)["batch"]],
-        begin,
-        report,
-        tuple(
-            _Replica(tuple(devices), tuple(map(order.index, devices)), plan)
-            for devices, plan in zip(by_rank.tolist(), plans, strict=True)
-        ),
-        {"begun": in_turn(zeros())},
-    )
+    ends, batch_numbers = (embed, head), [jax.tree.leaves(own) for own in numbered(begun)["batch"]]
+    plans = tuple(plan_of(pipeline, ends, stages, microbatch, devices, options) for devices in by_rank.tolist())
+    buffers = {"begun": in_turn(zeros())}
+    return Dispatched(pipeline, shapes, chunks, ends, tuple(stages), batch_numbers, begin, report, plans, buffers)
 
 
 def _check(pipeline: Pipeline) -> None:

@@ -22,8 +22,8 @@ from jgraph.tree import leaf_names
 
 Tree = Any
 
-# Seconds of a stage's forward from which on the update of its command buffer, after arrays moved, is negligible. Then microbatches
-# share executables: a few to compile instead of hundreds.
+# Seconds of a stage's forward from which on the update of its command buffer, after arrays moved, is negligible. Then
+# microbatches share executables: a few to compile instead of hundreds.
 _LONG = 2e-4
 
 

@@ -154,7 +154,7 @@ def test_main_grad_keeps_its_address_over_runs_and_starts_from_zero(join):
 
 def test_the_compiled_programs_say_that_main_grad_is_updated_in_place():
     call, _ = build(delay_wgrad=True)
-    assert len(call.parts["wgrad"].places("add")) == 2
+    assert len(call.parts["wgrad"].adds) == 2
     assert alias_map(call.parts["wgrad"].compiled) == {0: 0, 1: 1}
     assert alias_map(call.parts["forward"].compiled) == {}
 
