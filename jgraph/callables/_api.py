@@ -149,10 +149,8 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
         if not after.takes_gradient:
             raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
         if texts := differences(after.x, before.y.shapes(), "y", None):
-            raise CallableError(
-                f"callable {after.index} does not take what callable {before.index} gives: {'; '.join(texts)}",
-                mismatches=tuple(texts),
-            )
+            wrong = f"callable {after.index} does not take the output of callable {before.index}: {'; '.join(texts)}"
+            raise CallableError(wrong, mismatches=tuple(texts))
 
 
 def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:

@@ -68,7 +68,7 @@ def schedule_of(
         schedule = order
     else:
         is_one = isinstance(order, Order) or not isinstance(order, Sequence) or not order or isinstance(order[0], Number)
-        rows = (order,) if is_one else order
+        rows: Any = (order,) if is_one else order
         schedule = Schedule(tuple(row if isinstance(row, Order) else Order.parse(row, layers) for row in rows))
     wanted = one_each("delay_wgrad", delay_wgrad, schedule.num_stages, bool, of="stage")
     for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
@@ -95,7 +95,7 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
             flags = [bool(late and c != chunk) for c, late in enumerate(row.delay_wgrad)]
             raise OrderError(
                 f"entry {position} is {-chunk - 1.5:g}, a wgrad of chunk {chunk + 1}, but callable {places[0]} has nothing to "
-                f"delay: no matrix product with a parameter of its own; leave the {-chunk - 1.5:g} out and pass "
+                f"delay: no matmul with a parameter of its own; leave the {-chunk - 1.5:g} out and pass "
                 f"delay_wgrad={flags}, by chunk",
                 position=position,
                 rank=rank if schedule.num_ranks > 1 else None,
@@ -138,17 +138,13 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
     if devices is None:
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
         if len(held) > 1:
-            raise CallableError(
-                f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and each callable's params on "
-                f"the device that it runs on; graphed callables take no sharded parameter",
-                field="devices",
-            )
+            wrong = f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and params on their device"
+            raise CallableError(f"{wrong}; graphed callables take no sharded parameter", field="devices")
         with jax.ensure_compile_time_eval():  # also inside a jax transformation
             devices = list(held or jnp.zeros(()).devices())
     if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
-        raise CallableError(
-            f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all", field="devices"
-        )
+        wrong = f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all"
+        raise CallableError(wrong, field="devices")
     num_ranks, ranks = 1, [0] * len(params)
     if schedule is not None:
         num_ranks, ranks = schedule.num_ranks, np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
@@ -163,13 +159,11 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: j
     for i, shaped in enumerate(callables):
         for place in range(len(shaped.positional), len(shaped.extra)):
             name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]
+            takes = f"callable {i} takes the keyword argument {name}"
             if place not in shaped.keys:
-                raise CallableError(
-                    f"callable {i} takes the keyword argument {name}, which is no random key: run gives keys only; take it as "
-                    f"an argument after x"
-                )
+                raise CallableError(f"{takes}, which is no random key: run gives keys only; take it as an argument after x")
             if key is None:
-                raise CallableError(f"callable {i} takes the keyword argument {name}: give run a `key`", field="key")
+                raise CallableError(f"{takes}: give run a `key`", field="key")
             if not isinstance(key, jax.Array) or shape_of(key) != aval:
                 wrong = f"`key` is {key!r}: must be one random key like the sample's, {aval.dtype}"
                 raise CallableError(wrong, field="key")

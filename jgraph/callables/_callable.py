@@ -66,9 +66,9 @@ class Graphed:
     """Runs forward, dgrad and wgrad of one callable, as CUDA graphs. Made by `make_graphed_callables`.
 
     A forward keeps the arrays that its backward reads; `evaluate` keeps nothing. Microbatches are numbered by their forwards,
-    from 0. A backward call belongs to the oldest waiting microbatch, or to the one that `microbatch` names. It must name one if
-    more microbatches wait than the order ever has at once (without an order: one), because then some forward never got its
-    backward.
+    from 0. A backward call belongs to the oldest waiting microbatch by default, or to `microbatch`. The number is required
+    if more microbatches wait than the order ever has at once (without an order: one), because then some forward never got
+    its backward.
 
     One thread at a time may call it, from a forward to its last backward call.
 
@@ -101,10 +101,10 @@ class Graphed:
         """Prepares the selection of arrays for each call."""
         shaped, parts = self.shaped, self.parts
         num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
-        # Of (params, x, extra, outputs of forward), and of (residuals, dy, outputs of dgrad).
+        # These select from (params, x, extra, outputs of forward) and from (residuals, dy, outputs of dgrad).
         self._residuals = _passed(shaped.residuals_from, num_params, num_params + num_inputs + len(shaped.y))
         self._stash = _passed(shaped.stash_from, 0, len(shaped.residuals) + len(shaped.y) + shaped.num_dx)
-        # Of (new gradients of dgrad, new gradients of this part, handles, None).
+        # These select from (new gradients of dgrad, new gradients of this part, handles, None).
         self._grads: dict[Kind, Callable[[Sequence[Any]], tuple[Any, ...]]] = {}
         for kind in ("wgrad", "backward"):
             kinds: list[Kind] = [k for k in ("dgrad", kind) if k in parts and (k, kind) != ("dgrad", "backward")]
@@ -124,7 +124,7 @@ class Graphed:
         """Runs forward and keeps the arrays that the backward needs.
 
         Args:
-            params, x, extra, kwargs: Of the samples' shapes and dtypes; never donated.
+            params, x, extra, kwargs: Arrays of the samples' shapes and dtypes; never donated.
 
         Returns:
             y, a new array.
@@ -171,10 +171,8 @@ class Graphed:
             self._check_trains()
             after_dgrad = self._waiting.after["dgrad"]
             if after_dgrad and microbatch is None:
-                raise CallableError(
-                    f"callable {self.index}: {len(after_dgrad)} microbatches wait for their wgrad, and they go first in, "
-                    f"first out; call wgrad for them, or dgrad for this one"
-                )
+                wrong = f"callable {self.index}: {len(after_dgrad)} microbatches wait for their wgrad and must go first"
+                raise CallableError(f"{wrong}; call wgrad for them, or dgrad for this one")
             pending = self._waiting.next("backward", "forward", microbatch)
             if self._delayed:
                 dx = self._dgrad(pending, dy)
@@ -183,13 +181,12 @@ class Graphed:
             return self._finish(pending, "backward", outs), self._dx(outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
-        """Returns dx of a microbatch, whose wgrad then waits. Needs `delay_wgrad`. Arguments and errors as in `backward`."""
+        """Returns dx of a microbatch and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments and errors as in `backward`."""
         with self.turn:
             self._check_trains()
             if not self._delayed:
-                raise CallableError(
-                    f"callable {self.index} was built with delay_wgrad=False; call backward, or build it with delay_wgrad=True"
-                )
+                wrong = f"callable {self.index} was built with delay_wgrad=False"
+                raise CallableError(f"{wrong}; call backward, or build it with delay_wgrad=True")
             return self._dgrad(self._waiting.next("dgrad", "forward", microbatch), dy)
 
     def wgrad(self, *, microbatch: int | None = None) -> Tree:

@@ -1,8 +1,8 @@
 """Compiles tasks into executables.
 
 A task names the arrays that it reads and writes by register, a number. An array that is made and used inside an executable
-never leaves it, an input that is read for the last time is donated, and standing registers (main_grad, send buffers) are argument 0
-and output 0, updated in place. The compiled program is checked for that.
+never leaves it. An input that is read for the last time is donated. Standing registers (main_grad, send buffers) are argument 0
+and output 0, updated in place, and the compiled program is checked for that.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from jgraph.xla.cache import for_elsewhere
 
 # How a gradient is returned: as an array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
 How = Literal["new", "start", "add"]
-# Whether equal tasks on equal shapes share an executable, or each has its own.
+# Whether equal tasks on equal shapes share an executable, or each gets one.
 Copies = Literal["shared", "each"]
 # (parameter, register of its gradient, how it is returned)
 Grad = tuple[int, int, How]
@@ -36,12 +36,13 @@ class Task:
 
     Attributes:
         kind: The action, `key` (folds a random key), `loss` (the loss and its gradients) or `call` (any function).
-        index: The callable, or the callable on whose device a loss or call runs.
+        index: The callable. A loss or call runs on its device.
         ins: Registers read besides parameters.
         outs: Registers written; None for results that are dropped or passed through.
         params: Registers of the parameters that it reads.
         grads: The gradients that it makes.
-        fn: Of `loss` and `call`: maps the arrays of `params` and of `ins` to (results, gradients by position in `grads`).
+        fn: The function of a `loss` or `call`. Maps the arrays of `params` and `ins` to results, and gradients in the order of
+            `grads`.
     """
 
     kind: Kind | Literal["key", "loss", "call"]
@@ -162,12 +163,12 @@ class Executable:
 
     @cached_property
     def adds(self) -> tuple[int, ...]:
-        """The parameters whose gradients are added to main_grad."""
+        """The parameters of the gradients that are added to main_grad."""
         return self._places("add")
 
     @cached_property
     def news(self) -> tuple[int, ...]:
-        """The parameters whose gradients are new arrays, the last outputs."""
+        """The parameters of the gradients that are new arrays, the last outputs."""
         return self._places("new")
 
     def _places(self, how: How) -> tuple[int, ...]:
@@ -200,7 +201,7 @@ def compile_tasks(
         DonationError: A standing register is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
-    # The number tells the copies of a GPU apart.
+    # The number distinguishes the copies of a GPU.
     names = [(io.numbered(), n * (copies == "each")) for n, io in enumerate(interfaces)]
     lowered = {io: _lower(io, of_index) for io in dict.fromkeys(io for io, _ in names)}
     distinct = list(dict.fromkeys(names))
@@ -251,7 +252,7 @@ def interface(
         tasks: The tasks in order.
         avals: Shape and dtype of every register.
         wanted: Registers that are read outside.
-        standing: Registers updated in place, whatever they held before.
+        standing: Registers updated in place.
         dying: Registers that nothing reads afterwards.
         stored: Maps registers written to registers of buffers of the same shape, which are donated without being read.
     """
@@ -314,14 +315,14 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
 
 
 def _summed(env: Mapping[int, Any], register: int, how: How, gradient: Array, merge: Any = jnp.add) -> Array:
-    """Returns the gradient as it is, or in float32, merged with the sum in its register if it is added."""
+    """Casts a gradient to float32 unless it is new, and merges it with the sum in its register if it is added."""
     wide = gradient if how == "new" else gradient.astype(jnp.float32)
     return merge(env[register], wide) if how == "add" else wide
 
 
 def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
     """Writes the gradients of a dgrad, wgrad or backward. Returns the leaves of dx and, of a dgrad, the stash."""
-    registers = {place: (register, how) for place, register, how in task.grads}
+    registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
     residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]
     gradients: dict[int, Any] = {}

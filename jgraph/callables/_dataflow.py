@@ -83,7 +83,7 @@ class Call:
 
     Attributes:
         fn: Maps a list of arrays to a list of arrays. Its `__name__` is the name of the executable.
-        index: The callable on whose device it runs.
+        index: The callable that shares its device.
         ins: Names of its arguments: results of the plan, or arrays that the plan is given.
         outs: Names of its results. `("params", i, place)` provides a parameter of callable i.
         shapes: Shapes of the arguments that the plan is given, by name.
@@ -103,7 +103,7 @@ class Unit:
     Attributes:
         sends: (register, register on the other device, device).
         needed_at: The tick after which an input arrives from another rank.
-        used_at: The tick at which another rank reads a result.
+        used_at: The tick when another rank reads a result.
     """
 
     rank: int
@@ -311,8 +311,8 @@ def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
     """Groups units into executables. Returns the segments by their first tick.
 
     Consecutive actions of a rank are joined if no transfer stands between them: by the schedule's ticks, their inputs from
-    other ranks are made before the first of them starts, and their results are read after the last has ended. So every segment needs
-    only segments that start earlier, and playing them by their starts cannot deadlock.
+    other ranks are made before the first of them starts, and their results are read after the last has ended. So every segment
+    needs only segments that start earlier, and playing them by their starts cannot deadlock.
     """
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}

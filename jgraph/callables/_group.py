@@ -28,10 +28,10 @@ class RunResult:
     """Losses, gradients and outputs of an order that was played.
 
     Attributes:
-        losses: Of each microbatch, scalars on the last device.
-        grads: Of each callable, a tree like params: float32 sums over the microbatches, your arrays or `Borrowed` handles; None
+        losses: One scalar per microbatch, on the last device.
+        grads: One tree like params per callable: float32 sums over the microbatches, your arrays or `Borrowed` handles; None
             for integers.
-        outputs: Of each microbatch, the y of the last callable; None if they were dropped.
+        outputs: The last callable's y of each microbatch; None if outputs were dropped.
     """
 
     losses: tuple[jax.Array, ...]
@@ -131,7 +131,7 @@ class GraphedCallables(Sequence[Graphed]):
             inputs: x of each microbatch, for the first callable; never donated.
             loss_fn: `loss_fn(y, *loss_args) -> scalar` of the last callable's y. Gradients are those of the sum over the
                 microbatches.
-            params: Of each callable, on its device (`place`); never donated. None takes the params of
+            params: The params of each callable, on its device (`place`); never donated. None takes the params of
                 `make_graphed_callables`, which are kept until `run` is given others.
             extra: The arguments after x of each microbatch, passed to every callable that has any.
             loss_args: Arguments of `loss_fn` after y, of each microbatch.

@@ -1,6 +1,5 @@
 """main_grad: the float32 sums of a callable's aliased gradients, each in one buffer for its whole life."""
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,21 +41,18 @@ class MainGrad:
             return self.renew()
         for place, array in self.arrays.items():
             if array.is_deleted():
-                raise OwnershipError(
-                    f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a call that "
-                    f"failed: call zero_grads(), which allocates it again and starts all sums from zero; donate a .copy() of a "
-                    f"sum that is to go on",
-                    owner=self._name,
-                )
+                gone = f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a failed call"
+                advice = "call zero_grads() to start all sums from zero; to keep a sum, donate a .copy() of it"
+                raise OwnershipError(f"{gone}: {advice}", owner=self._name)
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
         """Returns the sums for a step that starts from zero. Allocates all of them if one was deleted."""
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
-            shapes = tuple(self._params.avals[place].shape for place in self.places)
-            arrays = _blank_program(shapes, jax.sharding.SingleDeviceSharding(self._device))()
+            avals = self._params.avals
+            arrays = {i: jnp.zeros(avals[i].shape, jnp.float32, device=self._device) for i in self.places}
             check_concrete(self._callable, arrays)
-            self.arrays = dict(zip(self.places, arrays, strict=True))
+            self.arrays = arrays
         return self.arrays
 
     def zero(self) -> None:
@@ -104,11 +100,6 @@ class MainGrad:
         """
         every = {**dict(zip(self.places, self.handles(), strict=True)), **owned}
         return self._params.unflatten([every.get(place) for place in range(len(self._params))])
-
-
-@functools.cache
-def _blank_program(shapes: tuple[tuple[int, ...], ...], sharding: Any) -> Any:
-    return jax.jit(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], out_shardings=sharding)
 
 
 _zeros = jax.jit(lambda sums: [jnp.zeros_like(total) for total in sums], donate_argnums=0, keep_unused=True)

@@ -43,10 +43,8 @@ class Turn:
         self._acquire()
         if self.waiting and self._thread != get_ident():
             self._lock.release()
-            raise CallableError(
-                f"{self._name} is called from another thread than the one whose {self.waiting} microbatches wait for their "
-                f"backward; finish or drop() those, or {_ADVICE}"
-            )
+            wrong = f"{self._name}: {self.waiting} microbatches of another thread wait for their backward"
+            raise CallableError(f"{wrong}; finish or drop() them, or {_ADVICE}")
         self._thread = get_ident()
 
     def __exit__(self, *_: Any) -> None:
@@ -101,8 +99,8 @@ class Waiting:
         if before == "forward" and len(waiting) > self._most:
             raise CallableError(
                 f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
-                f"{self._most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
-                f"or build with the order that is called; a forward without backward is evaluate",
+                f"{self._most} at once (without one 1): pass `microbatch`, drop() microbatches without a backward, or build "
+                f"with the order that is called; for a forward without a backward, call evaluate",
                 field="microbatch",
             )
         return next(iter(waiting.values()))
@@ -128,7 +126,7 @@ class Waiting:
         if waiting := self.numbers:
             raise CallableError(
                 f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
-                f"drop() them before the next step; a forward without backward is evaluate"
+                f"drop() them before the next step; for a forward without a backward, call evaluate"
             )
 
     def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:

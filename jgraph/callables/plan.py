@@ -40,7 +40,7 @@ class ExecutionPlan:
     """Instructions, and the registers that they read and write. One thread at a time plays a plan.
 
     Attributes:
-        instructions: In the order in which to run them.
+        instructions: In running order.
         flow: The registers.
         buffers: Arrays in standing registers, kept from one run to the next. Empty before the first run.
     """
@@ -59,7 +59,7 @@ class ExecutionPlan:
         """Returns arrays by register, None for arrays that the plan makes.
 
         Args:
-            give: Functions by the first word of a name, such as `params`. They take the rest of the name and return an array.
+            give: Functions by the first element of a name, such as `params`. They take the rest of the name and return an array.
         """
         registers: list[Any] = [None] * len(self.flow.avals)
         for (kind, *where), register in self.flow.named.items():
@@ -130,8 +130,8 @@ def _compile(
             dying = {r for task in tasks for r in task.ins if last[r] == n} - results - given - sent
         stored.append({a: flow.send_buffer(a, segments[n][0].rank, busy) for a, _, _ in sends[n]} if reuse else {})
         interfaces.append(interface(tasks, flow.avals, wanted, standing=flow.standing, dying=dying, stored=stored[n]))
-    # A command buffer whose arrays have moved since its last launch is updated first, which takes as long as the launch. With
-    # an executable of its own, an instruction finds its arrays at the addresses of the last step (notes/develop/measurements.md).
+    # If its arrays have moved since the last launch, a command buffer is updated first, which takes as long as the launch. With
+    # an executable of its own, an instruction finds its arrays at their last addresses (notes/develop/measurements.md).
     captures = any(shaped.device.platform != "cpu" for shaped in callables)
     copies = copies if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
     executables = compile_tasks(interfaces, callables, options, copies=copies)

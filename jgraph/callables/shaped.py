@@ -20,13 +20,14 @@ from jgraph.precision.transform import FP8Function
 from jgraph.tree import path_name
 
 Tree = Any
+TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to checkers
 
 
 @dataclass(frozen=True)
 class Side:
     """The leaves of one argument or result: tree structure, shapes, and paths for messages."""
 
-    tree: jax.tree_util.PyTreeDef
+    tree: TreeDef
     avals: tuple[jax.ShapeDtypeStruct, ...]
     paths: tuple[str, ...]
 
@@ -59,7 +60,7 @@ class Shaped:
         residuals, stash: Arrays that forward leaves for the backward, and dgrad for wgrad. Residuals of the pool forward_dgrad
             come before those of forward_wgrad.
         num_dgrad: Number of residuals in the pool forward_dgrad.
-        takes_gradient: True if x is floating, so that there is a dx.
+        takes_gradient: True if x is floating and has a gradient dx.
         late, early: Parameters that get their gradient from wgrad, and from dgrad. Integers and FP8 weights have no gradient.
         device: The device that it runs on.
         maxima: The early parameters that are amax histories. The "gradient" of a history is its new value; several
@@ -91,11 +92,11 @@ class Shaped:
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """The parameters whose gradients each part makes, by kind of action."""
+        """The parameters of the gradients that each part makes, by kind of action."""
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
-    def call_tree(self) -> jax.tree_util.PyTreeDef:
+    def call_tree(self) -> TreeDef:
         """Structure of (params, (x, (args, kwargs)))."""
         return jax.tree.structure((self.params.shapes(), (self.x.shapes(), self.extra.shapes())))
 
@@ -116,7 +117,7 @@ class Shaped:
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
-        """Returns all leaves of params from those that a part reads, with zeros for the others."""
+        """Returns all leaves of params, with zeros for leaves that a part does not read."""
         given = dict(zip(self.reads[part], read, strict=True))
         return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
 
@@ -142,7 +143,7 @@ class Shaped:
 
         Args:
             params, residuals, stash: All leaves; None for residuals of the pool forward_dgrad.
-            sums: Float32 sums by parameter, to which the gradients are added. None returns gradients in the parameters' dtypes.
+            sums: Float32 sums by parameter; the gradients are added to them. None returns gradients in the parameters' dtypes.
         """
         if not self.late:
             return {}

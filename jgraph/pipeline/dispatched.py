@@ -1,9 +1,9 @@
 """The MPMD engine of a pipeline: the host starts executables of every rank.
 
 A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then
-every rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for another
-one's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over all ranks
-again, for the update program that both engines share. All arrays stay in the same buffers at every step.
+every rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for
+another rank's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over
+all ranks again, for the update program that both engines share. All arrays stay in the same buffers at every step.
 """
 
 # P ranks, D replicas of the pipeline, M microbatches, C chunks of a rank, N layers of a chunk
@@ -97,7 +97,7 @@ class Dispatched:
         """Plays the schedule.
 
         Args:
-            params, carry, step: Of the state; not donated.
+            params, carry, step: Arrays of the state; not donated.
             batch: A batch from `TrainStep.place`.
 
         Returns:
@@ -240,7 +240,7 @@ def dispatched(
 
     Args:
         pipeline: The model with its schedule.
-        params, carry: Of the state, as shapes with their shardings. "outer" are the parameters of embedding and head.
+        params, carry: Shapes of the state with their shardings. "outer" are the parameters of embedding and head.
         unpack: Converts the parameters to the layout of `Pipeline.stack`.
         batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
         key: The key of the training. It is folded as in the SPMD engine: by step, replica, microbatch, layer.

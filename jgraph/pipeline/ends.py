@@ -21,7 +21,7 @@ Tree = Any
 class End:
     """`embed` or `head` of a pipeline model as a function of the whole parameters that it reads.
 
-    Parameters are numbered by their position among those that it reads.
+    A parameter's number is its position in `reads`.
 
     Attributes:
         fn: `fn(outer, *args)`.
@@ -81,7 +81,7 @@ class End:
 
         Args:
             name: `embedding` or `head`.
-            index: The stage on whose device it runs.
+            index: The stage that shares its device.
             callable_: The callable that reads the parameters.
             first: The first of these parameters of the callable.
             ranks: Number of ranks.

@@ -68,11 +68,6 @@ class Chunk:
         count = layers * len(self.packing.leaves) // self.places
         return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the arrays by name."""
-        arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
-        return {name: leaf.shape for name, leaf in arrays.items()}
-
 
 @dataclass(frozen=True, eq=False)
 class Stage:

@@ -111,7 +111,9 @@ def test_arguments_that_do_not_belong_together_are_refused(kwargs, text):
 def test_callables_of_an_order_must_fit_each_other():
     wide = (jnp.ones((chain.B, chain.D)),), (jnp.ones((chain.B, 5)),)
     fns = (lambda p, x: x * p, lambda p, x: x * p)
-    with pytest.raises(CallableError, match=r"callable 1 does not take what callable 0 gives: y is float32\[3, 4\], built for"):
+    with pytest.raises(
+        CallableError, match=r"callable 1 does not take the output of callable 0: y is float32\[3, 4\], built for"
+    ):
         jgraph.make_graphed_callables(fns, (jnp.ones(()),) * 2, wide, order=[1, 2, -2, -1])
     tokens = (jnp.ones((chain.B,), jnp.int32),)
     with pytest.raises(CallableError, match="callable 1 takes integers for x: only the first"):

@@ -443,7 +443,7 @@ def test_a_whole_backward_does_not_overtake_a_wgrad_that_waits():
     call(params, X)
     call.dgrad(DY)
     call(params, OTHER)
-    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad, and they go first in, first out"):
+    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad and must go first"):
         call.backward(DY)
     chain.assert_close(call.wgrad()["w"].value, truth(params)[1]["w"])
     chain.assert_close(call.backward(DY)[1], truth(params, OTHER)[2])
