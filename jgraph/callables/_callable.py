@@ -181,7 +181,7 @@ class Graphed:
             return self._finish(pending, "backward", outs), self._dx(outs)
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
-        """Returns dx of a microbatch and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments and errors as in `backward`."""
+        """Returns dx of a microbatch, and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments are those of `backward`."""
         with self.turn:
             self._check_trains()
             if not self._delayed:

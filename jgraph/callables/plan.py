@@ -59,7 +59,7 @@ class ExecutionPlan:
         """Returns arrays by register, None for arrays that the plan makes.
 
         Args:
-            give: Functions by the first element of a name, such as `params`. They take the rest of the name and return an array.
+            give: Functions by the first element of a name, such as `params`. They map the rest of the name to an array.
         """
         registers: list[Any] = [None] * len(self.flow.avals)
         for (kind, *where), register in self.flow.named.items():

@@ -27,7 +27,6 @@ from jgraph.mesh import Axis, batch_axes
 from jgraph.pipeline.ends import End, part_shape
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.stages import Chunk, Stage, numbered, plan_of, shard, stages_of
-from jgraph.precision.transform import FP8Function, Plan
 from jgraph.strategies.objective import Carry
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
@@ -173,9 +172,8 @@ class Dispatched:
                     found[i] = found[i] + gradient if i in found else gradient
             outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
-            count, after, histories = pipeline.schedule.num_microbatches, [], {}
-            if pipeline.fp8 is not None:
-                histories = pipeline.fp8.finish(results["histories"], data, pipeline.layout)
+            count, after = pipeline.schedule.num_microbatches, []
+            histories = pipeline.precision.finish(results["histories"], data, pipeline.layout)
             if results["carried"]:
                 total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
                 after = pipeline.carried.finish(total, count, data, pipeline.layout)
@@ -190,8 +188,8 @@ class Dispatched:
     def _results(self) -> Tree:
         """The results of a call, by kind, chunk or end, and array."""
         pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
-        ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.fp8
-        history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage)) if precision else {}
+        ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
+        history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage))
 
         def result(shards: Sequence[tuple[Any, ...] | None], axis: int | None = 0) -> _Result:
             aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
@@ -252,10 +250,9 @@ def dispatched(
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    alone = pipeline.fp8.weights if pipeline.fp8 else ()  # an FP8 matmul takes a whole parameter as its weight
+    alone = pipeline.precision.weights  # an FP8 matmul takes a whole parameter as its weight
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
-    products = _products(pipeline, shapes, batch, key) if pipeline.fp8 else None
-    program, step = _begin(pipeline, chunks, unpack, key, products), jax.ShapeDtypeStruct((), jnp.int32)
+    program, step = _begin(pipeline, chunks, unpack, key, (shapes, batch)), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun["batch"][0])
     embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
@@ -291,14 +288,12 @@ def _check(pipeline: Pipeline) -> None:
         raise ConfigError(f"`engine` is dispatch: must be program {wrong}", field="engine")
 
 
-def _products(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
-    """Returns the FP8 matmuls of the longest stage, without the embedding."""
+def _stage_args(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> tuple[Tree, ...]:
+    """Returns the shapes of the arguments of the longest stage, without the embedding."""
     layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
     extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
-    function = pipeline.stage(jax.random.key_impl(key), len(layers))
-    assert isinstance(function, FP8Function), "it has products in FP8"
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
-    return function.plan((layers, extra), *pipeline.inputs(shapes, batch), *keys)
+    return (layers, extra), *pipeline.inputs(shapes, batch), *keys
 
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
@@ -309,14 +304,16 @@ def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
 
 
 def _begin(
-    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, products: Plan | None
+    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: tuple[Tree, Tree]
 ) -> Callable[..., Tree]:
-    """Returns the program before the schedule, which gives each rank its chunks' parameters, microbatches and keys.
+    """Returns the program before the schedule.
 
-    In FP8, `products` are the matmuls of a stage, and a rank also gets its chunks' histories and quantized weights.
+    It gives each rank its chunks' parameters, observed state and prepared weights, microbatches and keys. `shapes` are those of
+    parameters and batch.
     """
     mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
-    batch_spec = batch_axes(mesh) or None
+    batch_spec, args = batch_axes(mesh) or None, _stage_args(pipeline, *shapes, key)
+    function = pipeline.stage(impl, len(args[0][0]))
 
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
@@ -325,11 +322,10 @@ def _begin(
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
-            if pipeline.fp8 is not None and products is not None:
-                parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
-                own["state"] = pipeline.fp8.pick(history, table_CN)
-                weights = pipeline.fp8.quantize(products, parts, own["state"], shards, ())
-                own["weights"] = jax.tree.map(jnp.atleast_1d, weights)
+            parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
+            own["state"] = pipeline.precision.pick(history, table_CN)
+            weights = pipeline.precision.prepare(function, args, parts, own["state"], shards, ())
+            own["weights"] = jax.tree.map(jnp.atleast_1d, weights)
             if states:
                 bits = pipeline.carried.pick(states, table_CN)
                 own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
@@ -345,11 +341,11 @@ def _begin(
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
-        out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
+        out_specs = {"batch": PartitionSpec(batch_spec)}
+        out_specs |= dict.fromkeys(("layers", "state", "weights"), PartitionSpec(Axis.PIPE))
         if pipeline.model.takes_key:
             out_specs |= {"key": PartitionSpec(batch_spec), "first": PartitionSpec(Axis.PIPE)}
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
-        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if products else {}
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return run(whole["layers"], states, carry.observed, batch, data)
 

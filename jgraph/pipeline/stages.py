@@ -1,8 +1,8 @@
 """The stages of a pipeline as callables on the arrays of one rank, and their schedule as an execution plan."""
 
-import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Self
 
 import jax
@@ -15,9 +15,7 @@ from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.packing import Packing
 from jgraph.pipeline.ends import End
-from jgraph.pipeline.precision import StagePrecision
 from jgraph.pipeline.program import Pipeline
-from jgraph.precision.transform import FP8Function
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -103,8 +101,7 @@ def stages_of(
         embed: The embedding, which begins the first stage.
         x: The shape that passes between stages.
         begun: Shapes of the arrays that a step begins with: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
-            number of the first layer) and `carried`; in FP8, by chunk, the `state` of delayed scaling and `weights` in the
-            order of the matmuls.
+            number of the first layer), `carried`, the observed `state` and the prepared `weights`.
         impl: The implementation of the random keys.
 
     Returns:
@@ -135,13 +132,11 @@ def stages_of(
         ]
         fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
         args = (() if s == 0 else x, shapes_of(extra[0]))
-        if pipeline.fp8 is not None:
-            fn = _in_fp8(fn, pipeline.fp8, count, leaf_names(shapes))
-            weights = numbers["weights"][c][: len(numbers["weights"][c]) * count // chunks[c].places]
-            if s == 0:  # the matmuls of the embedding come first
-                weights = [None] * (len(fn.plan(shapes, *args).sites) - len(weights)) + weights
-            more = (numbers["state"][c], weights)
-            params, shapes = (params, *more), (shapes, *shapes_of(more))
+        fn = pipeline.precision.named_function(fn, count, leaf_names(shapes))
+        share = Fraction(count, chunks[c].places)
+        weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers["weights"][c], share)
+        more = (numbers["state"][c], weights)
+        params, shapes = (params, *more), (shapes, *shapes_of(more))
         name = (s == 0, count, c)
         if name not in traced:
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
@@ -244,10 +239,3 @@ def _function(
         return pipeline.through(chunk.unpack(params["layers"])[:count], x, context, key, first, extra["carried"])
 
     return stage
-
-
-def _in_fp8(fn: Callable[..., Tree], precision: StagePrecision, layers: int, names: Sequence[str]) -> FP8Function:
-    """Returns a stage with FP8 matmuls for the weights of its layers. `names` are the names of all its parameters."""
-    weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in precision.weights}
-    config = replace(precision.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
-    return FP8Function(fn, config, precision.num_losses)
