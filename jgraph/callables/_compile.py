@@ -35,17 +35,17 @@ class Task:
     """One computation of an executable.
 
     Attributes:
-        kind: The action, `key` (folds a random key), `loss` (the loss and its gradients) or `call` (any function).
-        index: The callable. A loss or call runs on its device.
+        kind: The action, `key` (folds a random key), `loss` (the loss and its gradients) or `function` (any other).
+        index: The callable. A loss or function runs on its device.
         ins: Registers read besides parameters.
         outs: Registers written; None for results that are dropped or passed through.
         params: Registers of the parameters that it reads.
         grads: The gradients that it makes.
-        fn: The function of a `loss` or `call`. Maps the arrays of `params` and `ins` to results, and gradients in the order of
+        fn: The computation of a `loss` or `function`. Maps arrays of `params` and `ins` to results, and gradients in the order of
             `grads`.
     """
 
-    kind: Kind | Literal["key", "loss", "call"]
+    kind: Kind | Literal["key", "loss", "function"]
     index: int
     ins: tuple[int, ...]
     outs: tuple[int | None, ...]

@@ -76,8 +76,8 @@ class Loss:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """A function that a plan calls once, before or after the schedule, as an executable of its own.
+class PlanFunction:
+    """A function that a plan runs once, before or after the schedule, as an executable of its own.
 
     Its results stay in the same buffers at every run.
 
@@ -120,10 +120,10 @@ class Flow(Registers):
     Attributes:
         named: Registers of arrays that the plan is given, by name: ("params", callable, parameter), where the loss is one
             callable more; ("x" | "loss", microbatch, leaf); ("extra", callable, microbatch, leaf); ("keys", callable, leaf)
-            for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the arguments of calls.
+            for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the arguments of plan functions.
         results: Registers of results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
             loss is one callable more; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs are kept; and
-            the results of calls.
+            the results of plan functions.
         standing: Registers that are updated in place, with their devices.
         devices: The device of each rank.
         loss: The loss of a microbatch.
@@ -172,18 +172,19 @@ class Flow(Registers):
         busy.add(buffer)
         return buffer
 
-    def call(self, call: Call) -> Unit:
-        """Returns a call as a unit."""
-        ins = [self.results[n] if n in self.results else self._given(call.shapes[n], *n) for n in call.ins]
-        outs = self.new(map(shape_of, jax.eval_shape(call.fn, [self.avals[r] for r in ins])))
-        self.results |= dict(zip(call.outs, outs, strict=True))
-        self.standing |= dict.fromkeys(outs, self._callables[call.index].device)
+    def function(self, function: PlanFunction) -> Unit:
+        """Returns a plan function as a unit."""
+        ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
+        outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
+        self.results |= dict(zip(function.outs, outs, strict=True))
+        self.standing |= dict.fromkeys(outs, self._callables[function.index].device)
 
         def run(_: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-            return call.fn(ins), ()
+            return function.fn(ins), ()
 
-        run.__name__ = call.fn.__name__
-        return Unit(self._rank_of[call.index], 0, [Task("call", call.index, tuple(ins), tuple(outs), fn=run)])
+        run.__name__ = function.fn.__name__
+        task = Task("function", function.index, tuple(ins), tuple(outs), fn=run)
+        return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
         """Returns the actions of all ranks by tick, layer by layer, with the ticks between which they may be joined."""
@@ -216,7 +217,7 @@ class Flow(Registers):
         return units
 
     def _given(self, aval: Any, *name: Any) -> int:
-        """Returns the register of an array that the plan is given, or that a call provides."""
+        """Returns the register of an array that the plan is given, or that a plan function provides."""
         if name in self.results:
             return self.results[name]
         if name not in self.named:

@@ -43,7 +43,7 @@ class Turn:
         self._acquire()
         if self.waiting and self._thread != get_ident():
             self._lock.release()
-            wrong = f"{self._name}: {self.waiting} microbatches of another thread wait for their backward"
+            wrong = f"{self._name} is called while {self.waiting} microbatches of another thread wait for their backward"
             raise CallableError(f"{wrong}; finish or drop() them, or {_ADVICE}")
         self._thread = get_ident()
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
-from jgraph.callables._dataflow import Call as Call
 from jgraph.callables._dataflow import Flow, Join, Outputs, Unit, segments_of
 from jgraph.callables._dataflow import Loss as Loss
+from jgraph.callables._dataflow import PlanFunction as PlanFunction
 from jgraph.callables.shaped import Shaped
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport
@@ -78,8 +78,8 @@ def make_plan(
     join: Join = "segments",
     outputs: Outputs = "drop",
     copies: Copies = "each",
-    before: Sequence[Call] = (),
-    after: Sequence[Call] = (),
+    before: Sequence[PlanFunction] = (),
+    after: Sequence[PlanFunction] = (),
 ) -> ExecutionPlan:
     """Compiles a schedule into instructions.
 
@@ -94,12 +94,12 @@ def make_plan(
         join: Whether consecutive actions form one executable.
         outputs: Whether the last y of every microbatch is a result.
         copies: Whether equal instructions share an executable. `each` has no effect on a CPU.
-        before, after: Calls before and after the schedule.
+        before, after: Functions to run before and after the schedule.
     """
     flow = Flow(callables, schedule, loss, aliased, outputs)
-    segments = [[flow.call(call)] for call in before]
+    segments = [[flow.function(one)] for one in before]
     segments += segments_of(flow.units(schedule), join)
-    segments += [[flow.call(call)] for call in after]
+    segments += [[flow.function(one)] for one in after]
     return ExecutionPlan(tuple(_compile(flow, callables, segments, reuse, options, copies)), flow)
 
 

@@ -131,10 +131,10 @@ class Dispatched:
         first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
         ranks, order = [stage.rank for stage in (*self.stages, self.stages[-1])], list(self.pipeline.mesh.devices.flat)
-        places = [order.index(device) for device in plan.flow.devices]
+        positions = [order.index(device) for device in plan.flow.devices]
 
         def local(number: int, rank: int) -> Array:
-            return arrays[number].addressable_shards[places[rank]].data
+            return arrays[number].addressable_shards[positions[rank]].data
 
         def part(end: End, home: int, n: int, rank: int) -> Array:
             there = home if end.axes[n] is None else rank
@@ -199,7 +199,7 @@ class Dispatched:
             stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
             found = {
                 name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
-                for name in self.chunks[c].names(self.chunks[c].places)
+                for name in self.chunks[c].names(self.chunks[c].longest)
             }
             states = [[("state", s.shaped.index, n) for s in stages] for n in range(len(jax.tree.leaves(carried)))]
             maxima = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.autodiff import replay
-from jgraph.callables.plan import Call
+from jgraph.callables.plan import PlanFunction
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
 
@@ -76,8 +76,8 @@ class End:
         leaves = jax.tree.leaves(self.outer)
         return [leaves[i] for i in self.reads]
 
-    def gather(self, name: str, index: int, callable_: int, first: int, ranks: int) -> Call:
-        """Returns the call that gathers and casts parameters on one rank. Others are read from the state.
+    def gather(self, name: str, index: int, callable_: int, first: int, ranks: int) -> PlanFunction:
+        """Returns the function that gathers and casts parameters on one rank. Others are read from the state.
 
         Args:
             name: `embedding` or `head`.
@@ -103,10 +103,10 @@ class End:
             return whole
 
         parameters.__name__ = f"{name}_parameters"
-        return Call(parameters, index, list(shapes), [("params", callable_, first + n) for n in made], shapes)
+        return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in made], shapes)
 
-    def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Any] = ()) -> Call:
-        """Returns the call that splits gradients into shards for the ranks, and sums the losses with these names, if any."""
+    def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Any] = ()) -> PlanFunction:
+        """Returns the function that splits gradients into shards for the ranks, and sums the named losses, if any."""
         ins = [("sum", callable_, first + n) for n in range(len(self.reads))]
         outs = [(name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else ranks)]
 
@@ -117,7 +117,7 @@ class End:
             return [*parts, jnp.reshape(sum(arrays[len(ins) :]), 1)] if losses else parts
 
         gradients.__name__ = f"{name}_gradients"
-        return Call(gradients, index, [*ins, *losses], [*outs, ("total",)] if losses else outs)
+        return PlanFunction(gradients, index, [*ins, *losses], [*outs, ("total",)] if losses else outs)
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.autodiff.flops import product_flops
-from jgraph.callables.plan import Call, ExecutionPlan, Loss, make_plan
+from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.packing import Packing
@@ -31,11 +31,11 @@ class Chunk:
 
     Attributes:
         packing: The packing of a list with one tree per layer.
-        places: Number of layers of the longest stage.
+        longest: Number of layers of the longest stage.
     """
 
     packing: Packing
-    places: int
+    longest: int
 
     @classmethod
     def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
@@ -63,7 +63,7 @@ class Chunk:
 
     def names(self, layers: int) -> tuple[str, ...]:
         """Returns the sorted names of the arrays that a stage with this number of layers reads."""
-        count = layers * len(self.packing.leaves) // self.places
+        count = layers * len(self.packing.leaves) // self.longest
         return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
 
 
@@ -133,7 +133,7 @@ def stages_of(
         fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
         args = (() if s == 0 else x, shapes_of(extra[0]))
         fn = pipeline.precision.named_function(fn, count, leaf_names(shapes))
-        share = Fraction(count, chunks[c].places)
+        share = Fraction(count, chunks[c].longest)
         weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers["weights"][c], share)
         more = (numbers["state"][c], weights)
         params, shapes = (params, *more), (shapes, *shapes_of(more))
@@ -186,13 +186,13 @@ def plan_of(
         reuse=True,
         options=options,
         copies="shared" if _is_long(shaped[-1]) else "each",
-        before=[call for call in (embed.gather(*of_embed), head.gather(*of_head)) if call.outs],
+        before=[gather for gather in (embed.gather(*of_embed), head.gather(*of_head)) if gather.outs],
         after=[embed.split(*of_embed), head.split(*of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
     )
 
 
-def _reduction(pipeline: Pipeline, stage: Stage) -> Call:
-    """Returns the call that reduces the carried state of a stage over microbatches."""
+def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
+    """Returns the function that reduces the carried state of a stage over microbatches."""
     aux, i, count = stage.shaped.aux, stage.shaped.index, pipeline.schedule.num_microbatches
 
     def reduce(arrays: list[Array]) -> list[Array]:
@@ -201,7 +201,7 @@ def _reduction(pipeline: Pipeline, stage: Stage) -> Call:
 
     reduce.__name__ = f"carried_{i}"
     names = [("aux", i, m, n) for m in range(count) for n in range(len(aux))]
-    return Call(reduce, i, names, [("state", i, n) for n in range(len(aux))])
+    return PlanFunction(reduce, i, names, [("state", i, n) for n in range(len(aux))])
 
 
 def _is_long(shaped: Shaped) -> bool:
