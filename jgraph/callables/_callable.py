@@ -10,7 +10,7 @@ from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables._compile import Executable, Grad, Interface, Registers, compile_tasks, gather, interface
 from jgraph.callables._main_grad import MainGrad
 from jgraph.callables._match import call_differences, check_concrete, differences, mismatch
-from jgraph.callables._microbatches import Microbatch, Turn, Waiting
+from jgraph.callables._microbatches import Microbatch, Waiting
 from jgraph.callables.shaped import Shaped
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.schedule.action import Kind
@@ -76,7 +76,7 @@ class Graphed:
         shaped: The callable.
         parts: Its executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
         gradients: The sums in main_grad.
-        turn: The lock.
+        waiting: The microbatches that wait for a backward call, and the lock.
     """
 
     def __init__(
@@ -88,10 +88,9 @@ class Graphed:
         check_mode: Callable[[], None] | None,
     ):
         self.shaped, self.parts, self.index = shaped, parts, shaped.index
-        self.turn = Turn(f"callable {self.index}")
         self.gradients = MainGrad(shaped, parts.values())
         self._delayed, self._check_mode = delayed, check_mode
-        self._waiting = Waiting(f"callable {self.index}", most_waiting, self.turn)
+        self.waiting = Waiting(f"callable {self.index}", most_waiting)
         self._trains, self._is_reset = len(parts) > 1, False
         # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
         self._array_types: set[type] = set()
@@ -137,10 +136,10 @@ class Graphed:
         self._check_alive()
         if not self._trains:
             return self.evaluate(params, x, *extra, **kwargs)
-        with self.turn:
+        with self.waiting:
             shaped = self.shaped
             arrays, outs = self._forward(params, x, extra, kwargs)
-            self._waiting.add(arrays[: len(shaped.params.avals)], self._residuals((*arrays, *outs)))
+            self.waiting.add(arrays[: len(shaped.params.avals)], self._residuals((*arrays, *outs)))
             return shaped.y.tree.unflatten(outs[: len(shaped.y.avals)])
 
     def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
@@ -167,13 +166,13 @@ class Graphed:
             CallableError: No forward waits for its backward; too many wait and `microbatch` names none; dy does not match y;
                 the callable was built with `training=False`; microbatches of another thread wait.
         """
-        with self.turn:
+        with self.waiting:
             self._check_trains()
-            after_dgrad = self._waiting.after["dgrad"]
+            after_dgrad = self.waiting.after["dgrad"]
             if after_dgrad and microbatch is None:
                 wrong = f"callable {self.index}: {len(after_dgrad)} microbatches wait for their wgrad and must go first"
                 raise CallableError(f"{wrong}; call wgrad for them, or dgrad for this one")
-            pending = self._waiting.next("backward", "forward", microbatch)
+            pending = self.waiting.next("backward", "forward", microbatch)
             if self._delayed:
                 dx = self._dgrad(pending, dy)
                 return self._wgrad(pending), dx
@@ -182,18 +181,18 @@ class Graphed:
 
     def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
         """Returns dx of a microbatch, and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments are those of `backward`."""
-        with self.turn:
+        with self.waiting:
             self._check_trains()
             if not self._delayed:
                 wrong = f"callable {self.index} was built with delay_wgrad=False"
                 raise CallableError(f"{wrong}; call backward, or build it with delay_wgrad=True")
-            return self._dgrad(self._waiting.next("dgrad", "forward", microbatch), dy)
+            return self._dgrad(self.waiting.next("dgrad", "forward", microbatch), dy)
 
     def wgrad(self, *, microbatch: int | None = None) -> Tree:
         """Returns the gradients of a microbatch, as `backward` does. None takes the oldest that waits for its wgrad."""
-        with self.turn:
+        with self.waiting:
             self._check_trains()
-            return self._wgrad(self._waiting.next("wgrad", "dgrad", microbatch))
+            return self._wgrad(self.waiting.next("wgrad", "dgrad", microbatch))
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -201,7 +200,7 @@ class Graphed:
 
         After a forward, the last number is that of its microbatch.
         """
-        return self._waiting.numbers
+        return self.waiting.numbers
 
     def drop(self, microbatch: int | None = None) -> None:
         """Forgets a waiting microbatch and frees its buffers; None forgets all. Any thread may call it.
@@ -209,9 +208,9 @@ class Graphed:
         Raises:
             CallableError: The microbatch does not wait, or another thread is in a call.
         """
-        with self.turn.taken_over():
+        with self.waiting.taken_over():
             self._check_alive()
-            self._waiting.drop(microbatch)
+            self.waiting.drop(microbatch)
 
     @property
     def main_grad(self) -> Tree:
@@ -221,21 +220,21 @@ class Graphed:
 
     def zero_grads(self) -> None:
         """Sets main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
-        with self.turn:
+        with self.waiting:
             self.check_idle()
             self.gradients.zero()
 
     def reset(self) -> None:
         """Frees buffers and executables. Any later use raises CallableError. Arrays of the caller stay valid."""
-        with self.turn.taken_over():
-            self._waiting.drop(None)
+        with self.waiting.taken_over():
+            self.waiting.drop(None)
             self.gradients.free()
             self.parts, self._is_reset = {}, True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
         self._check_alive()
-        self._waiting.check_none()
+        self.waiting.check_none()
 
     def _check_alive(self) -> None:
         if self._is_reset:
@@ -274,7 +273,7 @@ class Graphed:
         pending.early = outs[len(outs) - len(self.parts["dgrad"].news) :]
         pending.stash = self._stash((*pending.residuals, *leaves, *outs))
         pending.residuals = pending.residuals[self.shaped.num_dgrad :]
-        self._waiting.after_dgrad(pending)
+        self.waiting.after_dgrad(pending)
         return self._dx(outs)
 
     def _wgrad(self, pending: Microbatch) -> Tree:
@@ -284,7 +283,7 @@ class Graphed:
 
     def _finish(self, pending: Microbatch, kind: Kind, outs: Sequence[Any]) -> Tree:
         """Removes a microbatch. Returns gradients as a tree like params: new arrays, handles, and None for integers."""
-        self._waiting.end(pending)
+        self.waiting.end(pending)
         new = outs[len(outs) - len(self.parts[kind].news) :] if outs else ()
         gradients = self._grads[kind]((*pending.early, *new, *self.gradients.handles(), None))
         return self.shaped.params.tree.unflatten(gradients)

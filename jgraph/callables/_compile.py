@@ -41,8 +41,8 @@ class Task:
         outs: Registers written; None for results that are dropped or passed through.
         params: Registers of the parameters that it reads.
         grads: The gradients that it makes.
-        fn: The computation of a `loss` or `function`. Maps arrays of `params` and `ins` to results, and gradients in the order of
-            `grads`.
+        fn: The computation of a `loss` or `function`. Maps arrays of `params` and `ins` to results, and gradients in the order
+            of `grads`.
     """
 
     kind: Kind | Literal["key", "loss", "function"]

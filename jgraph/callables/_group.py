@@ -187,7 +187,7 @@ class GraphedCallables(Sequence[Graphed]):
         """Takes the lock of every callable, for this thread."""
         with ExitStack() as stack:
             for graphed in self._graphed:
-                stack.enter_context(graphed.turn)
+                stack.enter_context(graphed.waiting)
             return stack.pop_all()
 
     def _plan(

@@ -28,24 +28,29 @@ class Microbatch:
     early: Sequence[Any] = ()
 
 
-class Turn:
-    """A lock for one thread at a time, which keeps out other threads while microbatches of its last owner wait.
+class Waiting:
+    """The microbatches of a callable that wait for a backward call, by number, oldest first.
+
+    Also a lock for one thread at a time, which keeps out other threads while microbatches of its last owner wait.
 
     Attributes:
-        waiting: Number of microbatches between forward and their last backward call.
+        after: Waiting microbatches by the part that ran last.
     """
 
-    def __init__(self, name: str):
-        self._name, self._lock, self._thread = name, RLock(), 0
-        self.waiting = 0
+    def __init__(self, name: str, most: int):
+        """`most` is the number of microbatches that wait for their dgrad at once, by the order."""
+        self._name, self._most, self._count = name, most, 0
+        self._lock, self._thread = RLock(), 0
+        self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
 
     def __enter__(self) -> None:
         self._acquire()
-        if self.waiting and self._thread != get_ident():
-            self._lock.release()
-            wrong = f"{self._name} is called while {self.waiting} microbatches of another thread wait for their backward"
-            raise CallableError(f"{wrong}; finish or drop() them, or {_ADVICE}")
-        self._thread = get_ident()
+        if self._thread != get_ident():
+            if waiting := self.numbers:
+                self._lock.release()
+                wrong = f"{self._name} is called while {len(waiting)} microbatches of another thread wait for their backward"
+                raise CallableError(f"{wrong}; finish or drop() them, or {_ADVICE}")
+            self._thread = get_ident()
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
@@ -64,19 +69,6 @@ class Turn:
         if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
-
-class Waiting:
-    """The microbatches of a callable that wait for a backward call, by number, oldest first.
-
-    Attributes:
-        after: Waiting microbatches by the part that ran last.
-    """
-
-    def __init__(self, name: str, most: int, turn: Turn):
-        """`most` is the number of microbatches that wait for their dgrad at once, by the order."""
-        self._name, self._most, self._turn, self._count = name, most, turn, 0
-        self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
-
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the microbatches, those after a dgrad first."""
@@ -86,7 +78,6 @@ class Waiting:
         """Numbers a microbatch after its forward."""
         self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
-        self._turn.waiting += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
         """Returns the microbatch of a backward call: the one of this number, or the oldest one after the part `before`."""
@@ -112,7 +103,6 @@ class Waiting:
     def end(self, microbatch: Microbatch) -> None:
         """Removes a microbatch."""
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
-        self._turn.waiting -= 1
 
     def drop(self, number: int | None) -> None:
         """Removes a microbatch, or all of them if `number` is None."""

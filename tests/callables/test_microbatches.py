@@ -183,7 +183,7 @@ def test_two_threads_on_one_callable_get_an_error_or_the_right_gradient():
 def test_a_call_while_another_thread_is_in_one_is_refused():
     params = chain.make_params(0)
     call = jgraph.make_graphed_callables(chain.stage, params, (X,))[0]
-    with call.turn, pytest.raises(CallableError, match=r"callable 0 .*thread"):
+    with call.waiting, pytest.raises(CallableError, match=r"callable 0 .*thread"):
         elsewhere(lambda: call(params, X))
 
 
