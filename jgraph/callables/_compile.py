@@ -19,7 +19,7 @@ from jax import Array
 
 from jgraph.callables.shaped import Shaped
 from jgraph.schedule.action import Kind
-from jgraph.xla import CaptureReport, check_identity, compile_and_report, option_errors
+from jgraph.xla import CaptureReport, check_identity, compile_and_report
 from jgraph.xla.cache import for_elsewhere
 
 # How a gradient is returned: as an array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
@@ -211,7 +211,7 @@ def compile_tasks(
         program, platform = lowered[name[0]]
         return compile_and_report(program, dict(options), platform=platform)
 
-    with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors(), for_elsewhere():
+    with ThreadPoolExecutor(min(16, len(distinct))) as pool, for_elsewhere():
         made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
     for (io, _), (executable, _) in made.items():
         if io.sums:
