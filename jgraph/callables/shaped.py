@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgraph.autodiff import Split, replay, split_backward
-from jgraph.autodiff.residuals import Recompute
+from jgraph.autodiff import Recompute, Split, replay, split_backward
 from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
 from jgraph.precision.transform import FP8Function
@@ -215,7 +214,7 @@ def shape_callable(
     alone = "a callable runs on one device, so it must not"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
         spec = split.spec(*arguments)
-    y, kept = Side.of(spec.y), spec.residuals.plan
+    y, kept = Side.of(spec.y), spec.residuals.trace
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.autodiff.flops import product_flops
+from jgraph.autodiff import product_flops
 from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops

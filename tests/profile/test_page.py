@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jgraph.inspect.draw import COLORS, tint
 from jgraph.profile.report import page
 from jgraph.schedule.action import KINDS
-from jgraph.schedule.draw import COLOURS, tint
 from tests import browser
 from tests.profile.synthetic import profile
 
@@ -53,7 +53,7 @@ def test_numbers_that_json_does_not_have_are_refused(value):
 
 def test_actions_have_the_colours_of_pictures_of_schedules():
     colours = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", page(profile())))
-    assert colours == {KINDS[kind]: colour for kind, colour in COLOURS.items() if KINDS[kind] != "backward"}
+    assert colours == {KINDS[kind]: colour for kind, colour in COLORS.items() if KINDS[kind] != "backward"}
 
 
 def test_text_can_be_read_in_light_and_in_dark():
