@@ -66,7 +66,8 @@ class GraphedCallables(Sequence[Graphed]):
         return self._graphed[index]
 
     def __repr__(self) -> str:
-        return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {self._schedule or 'no order'})"
+        order = "no order" if self._schedule is None else repr(self._schedule)
+        return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {order})"
 
     @property
     def schedule(self) -> Schedule | None:
