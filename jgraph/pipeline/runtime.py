@@ -140,7 +140,7 @@ class RankRuntime:
         """Adds the delayed gradients. Reads the stash from its pool, unless it is passed as `stashed`."""
         residuals = self._residuals(state, row).after_dgrad()
         arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
-        stash = Stash(arrays, self.rank.shapes.stash.plan)
+        stash = Stash(arrays, self.rank.shapes.stash.trace)
         return replace(state, grads=self.rank.wgrad(row["chunk"], state.grads, residuals, stash))
 
     # --- Outputs of a tick ---
@@ -187,7 +187,7 @@ class RankRuntime:
         return Residuals(
             pools["forward_dgrad"].read(row["read forward_dgrad"]),
             pools["forward_wgrad"].read(row["read forward_wgrad"]),
-            self.rank.shapes.residuals.plan,
+            self.rank.shapes.residuals.trace,
         )
 
 

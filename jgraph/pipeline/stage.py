@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.autodiff import Residuals, Split, Stash
-from jgraph.autodiff.split import Spec
+from jgraph.autodiff import Residuals, Spec, Split, Stash
 from jgraph.errors import ShapeError
 from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.partition import AXIS, PipelineModel, Tree

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jgraph.autodiff import Split, split_backward
-from jgraph.autodiff.residuals import Recompute
+from jgraph.autodiff import Recompute, Split, split_backward
 from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.precision import FP8Precision, StagePrecision

@@ -157,9 +157,10 @@ class TrainConfig:
     saves memory, 11% more FLOPs."""
     data: tuple[str, ...] = ("python-docs",)
     """Training data: `python-docs`, `python-source`, `synthetic`; files, directories and globs of text, JSON Lines or Parquet;
-    directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets mixture weights, e.g. code:0.7 prose:0.3."""
+    Hugging Face datasets, e.g. hf:owner/name; directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets
+    mixture weights, e.g. code:0.7 prose:0.3."""
     data_field: str = "text"
-    """Field of a JSON line, or column of a Parquet file, with the text."""
+    """Field of a JSON line, or column of a Parquet file or dataset, with the text."""
     data_shuffle: Literal["windows", "documents"] = "windows"
     """Unit of shuffling in each epoch. `windows` shuffles windows of the text in its stored order. `documents` shuffles the
     documents first, and then the windows."""

@@ -34,7 +34,7 @@ def load(setup: TrainSetup, saved: SavedRun) -> TrainState:
     by which Adam corrects their bias; the count of the rate begins at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
-    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8 and saved.has_histories_of_batch
+    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8
     parts = {"params": like.params, "carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.continue_with == "weights":
         return setup.step.init(**saved.place(**parts))

@@ -252,7 +252,7 @@ class Loop:
 
     def _tell_starved(self, number: int, state: TrainState) -> None:
         """Warns once of each layer with experts that get no tokens any more."""
-        for layer, experts in statistics.starved(state.carried).items():
+        for layer, experts in statistics.dead_experts(state.carried).items():
             if layer not in self.told_starved:
                 self.told_starved.add(layer)
                 some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"

@@ -1,4 +1,4 @@
-"""Experts over two H200s that are not here: which all-to-alls are hidden, and behind what."""
+"""Compiles experts over two H200s that are not present: the overlap of all-to-alls."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_two_microbatches_hide_each_others_exchanges_behind_products(h200):
+def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200):
     config = jgraph.preset("gpt-moe")
     sizes = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "d_ff": 512, "vocab_size": 512}
     model = dataclasses.replace(config.model, attention="xla", **sizes)
@@ -28,6 +28,6 @@ def test_two_microbatches_hide_each_others_exchanges_behind_products(h200):
     with aot.lowering_for("h200"):
         lowered = step.lower(setup.batch())
     found = [one for one in Overlap.of(aot.compile_lowered(lowered, options)[0]) if "bf16" in one.shape]
-    # Two forward and two backward, of a layer and microbatch.
+    # Two forward and two backward, for each layer and microbatch.
     assert [(one.kind, one.number) for one in found] == [("all-to-all", 16)]
     assert found[0].hidden >= 10

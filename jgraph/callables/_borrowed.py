@@ -1,0 +1,115 @@
+"""Handles on main_grad: readable until its next update, which ends them with an error that names it.
+
+A jax.Array raises a bare "Array has been deleted" after its buffer was donated. Gradients that alias main_grad are therefore
+given out as handles, which name the call that updated the buffer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.errors import OwnershipError
+
+
+@dataclass(eq=False)
+class Lease:
+    """The validity of all handles on the arrays of one owner, shared by them.
+
+    Attributes:
+        owner: The owner of the buffers, such as `main_grad of callable 0`.
+        ended: The call that updated the buffers. Empty while the handles are valid.
+    """
+
+    owner: str
+    ended: str = ""
+
+
+class Borrowed:
+    """An array in a buffer of jgraph that the next update overwrites. Can be used like a `jax.Array` until then.
+
+    A stale handle raises an error that names the update; take a `copy` before it. jax.numpy, numpy, operators and jitted
+    functions accept a handle directly (a pytree node of one leaf); `jax.lax` takes its `value`.
+    """
+
+    __slots__ = ("_array", "_lease", "_path")
+
+    def __init__(self, array: jax.Array, lease: Lease, path: str = ""):
+        self._array, self._lease, self._path = array, lease, path
+
+    @property
+    def value(self) -> jax.Array:
+        """The array, in the owner's buffer.
+
+        Raises:
+            OwnershipError: If the buffer was updated since. The message names the update.
+        """
+        lease = self._lease
+        if lease.ended:
+            what = f"{lease.owner}, {self._path!r}," if self._path else lease.owner
+            raise OwnershipError(
+                f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers",
+                owner=lease.owner,
+            )
+        return self._array
+
+    def copy(self) -> jax.Array:
+        """Returns a copy that later updates do not change. Raises OwnershipError as `value` does."""
+        return jnp.copy(self.value)
+
+    # Available on stale handles too, and to jax while it traces.
+    shape = property(lambda self: self._array.shape)
+    dtype = property(lambda self: self._array.dtype)
+    ndim = property(lambda self: self._array.ndim)
+    size = property(lambda self: self._array.size)
+    __array_priority__ = 100  # so that numpy leaves `array + handle` to the handle
+
+    def __getattr__(self, name: str) -> Any:
+        """Forwards all other attributes of an array, such as `.T` and `.astype`, to `value`."""
+        if name.startswith("_"):
+            raise AttributeError(f"Borrowed has no attribute {name!r}")
+        return getattr(self.value, name)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Always a copy: on a CPU a numpy view of the buffer would keep the program from updating it in place.
+        return np.array(self.value, dtype)
+
+    def __repr__(self) -> str:
+        where = f"{self._lease.owner}{self._path and ', ' + self._path}"
+        return f"Borrowed({where}: {self.dtype}{list(self.shape)}, {self._lease.ended or 'live'})"
+
+
+def _operator(name: str) -> Any:
+    """Returns a method that applies the array operator `name` to `value`."""
+    return lambda self, *args: getattr(self.value, name)(*(arg.value if isinstance(arg, Borrowed) else arg for arg in args))
+
+
+for _name in "add sub mul truediv floordiv mod pow matmul divmod and or xor lshift rshift".split():  # noqa: SIM905
+    setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Borrowed, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains bool int float complex index round format".split():  # noqa: SIM905
+    setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def handles_in(tree: Any) -> list[Borrowed]:
+    """Returns the handles in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed))
+    return [leaf for leaf in leaves if isinstance(leaf, Borrowed)]
+
+
+def check_no_handles(tree: Any) -> None:
+    """Raises OwnershipError if `tree` contains a handle: main_grad may be updated while an executable reads it."""
+    for handle in handles_in(tree):
+        raise OwnershipError(
+            f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
+            owner=handle._lease.owner,
+        )
+
+
+# Inside a jit and after tree.map the plain array is in the handle's place.
+jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]

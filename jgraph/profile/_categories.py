@@ -1,0 +1,148 @@
+"""Assigns each instruction of a compiled program to a category such as forward, dgrad or wgrad.
+
+The category comes from scopes of this library (`jgraph.scope`) and of JAX (`jvp`, `transpose`, `rematted_computation`).
+Collectives are recognized by opcode, copies by computing nothing. In a backward pass without a split, a matmul of two operands
+that depend on the batch is a wgrad. Names of kernels are not used.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jgraph.profile.program import Program
+from jgraph.profile.trace import Events
+from jgraph.scopes import PREFIX
+from jgraph.xla.hlo import Instruction
+
+COLLECTIVES: dict[str, str] = {
+    **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
+    "ragged-all-to-all": "all-to-all",
+    "collective-broadcast": "all-gather",
+    **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
+}
+"""Categories of collectives by opcode, without `-start` and `-done`."""
+
+# Primitives of JAX with another name than XLA's opcode.
+_PRIMITIVES: dict[str, str] = {
+    **dict.fromkeys(("psum", "psum-invariant", "pmax", "pmin"), "all-reduce"),
+    "ppermute": "collective-permute",
+    "all-gather-invariant": "all-gather",
+}
+
+CATEGORIES = (
+    *("forward", "dgrad", "wgrad", "recompute", "attention", "router", "dispatch", "exchange", "experts", "combine"),
+    *("loss", "quantize", "optimizer"),
+    *dict.fromkeys(COLLECTIVES.values()),
+    *("copies", "control", "other"),
+)
+"""All categories, in display order."""
+
+# Categories that include instructions that only move values.
+_MOVING = frozenset(("attention", "dispatch", "exchange", "combine", "loss", "quantize", "optimizer"))
+_ACTIONS = ("forward", "dgrad", "wgrad")
+# Loop counters, conditions and pool slots: no part of the model.
+_CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))
+_INTEGERS = frozenset(("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64"))
+_SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """The purpose of an instruction.
+
+    Attributes:
+        category: One of `CATEGORIES`.
+        action: The pipeline action that it belongs to: `forward`, `dgrad` or `wgrad`. Empty if none.
+        is_work: True for matmuls and attention, which dominate the time of an action.
+    """
+
+    category: str
+    action: str = ""
+    is_work: bool = False
+
+
+def purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
+    """Returns the purpose of each event. Without the program, only scopes in the trace are used."""
+    if program is None:
+        return tuple(purpose_of_hidden("", scopes) for scopes in events.scopes)
+    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
+    rows = zip(events.module, events.op, events.scopes, strict=True)
+    return tuple(
+        known.get(op) or purpose_of_hidden(op, scopes) if module == program.name else Purpose("other")
+        for module, op, scopes in rows
+    )
+
+
+def purpose_of(program: Program, instruction: Instruction) -> Purpose:
+    """Returns the purpose of an instruction that launches a kernel."""
+    parts = list(program.inside(instruction))
+    for part in parts:
+        if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
+            return Purpose(collective)
+    computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
+    names = _names(parts) or (_inherited(program, instruction) if computes else [])
+    matmul = program.matmul(instruction)
+    is_work = matmul is not None or any(part.is_attention for part in parts)
+    # The last operation of a fusion is its purpose. XLA merged the ones before into it.
+    main = next(filter(_by_scopes, (*names[:1], *names[:0:-1])), "")
+    if matmul is not None:
+        main = matmul.op_name or main
+    action = next((action for action in map(_action, (main, *names)) if action), "")
+    category = _by_scopes(main)
+    if not category and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
+        return Purpose("control", action)
+    if not computes and category not in _MOVING:
+        return Purpose("copies", action)
+    if matmul is not None and category == "dgrad" and not action and program.of_batch.issuperset(matmul.operands[:2]):
+        category = "wgrad"
+    return Purpose(category or "other", action, is_work)
+
+
+def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
+    """Returns the purpose of an instruction that is not in the program's text.
+
+    Used for every instruction if there is no program, and for instructions inside the start of an asynchronous one. A joint
+    backward then counts as dgrad.
+
+    Args:
+        op: The name of the instruction. XLA names a collective after JAX's primitive or its opcode.
+        scopes: JAX's name of the operation.
+    """
+    stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
+    category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
+    return Purpose(category) if category else Purpose(_by_scopes(scopes) or "other", _action(scopes))
+
+
+def _names(parts: Iterable[Instruction]) -> list[str]:
+    return [part.op_name for part in parts if part.op_name and part.opcode not in ("parameter", "constant")]
+
+
+def _inherited(program: Program, instruction: Instruction) -> list[str]:
+    """Returns the names of the nearest preceding instruction with a category, for an instruction that XLA added."""
+    home = program.home[instruction.name].instructions
+    names, seen = list(instruction.operands), set[str]()
+    for name in names:
+        if name in home and name not in seen:
+            seen.add(name)
+            if found := [scopes for scopes in _names(program.inside(home[name])) if _by_scopes(scopes)]:
+                return found
+            names += home[name].operands
+    return []
+
+
+def _by_scopes(scopes: str) -> str:
+    """Returns the category of the innermost scope. Empty if no scope has one."""
+    scopes = scopes.split(";")[-1]
+    if "rematted_computation" in scopes:
+        return "recompute"
+    if "dot_product_attention" in scopes:
+        return "attention"
+    if found := _SCOPE.findall(scopes):
+        return found[-1] if found[-1] in CATEGORIES else "other"
+    if "transpose(" in scopes:
+        return "dgrad"
+    return "forward" if "jvp(" in scopes else ""
+
+
+def _action(scopes: str) -> str:
+    return next((found for found in _SCOPE.findall(scopes) if found in _ACTIONS), "")
