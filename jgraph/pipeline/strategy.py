@@ -26,7 +26,7 @@ from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.strategies import sharding
-from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools, summary
+from jgraph.strategies.base import GradientProgram, Options, Pools, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
 from jgraph.strategies.objective import Carry, Objective, Sums
 from jgraph.strategies.sharding import FSDPChoices, chosen_axes
@@ -222,8 +222,9 @@ class BoundPipeline:
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
         if self.engine == "program":
-            return InProgram(self, batch)
-        return _HostProgram(self, dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options))
+            return GradientProgram(self, batch)
+        program = dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options)
+        return _HostProgram(self, program.results, program)
 
     def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Sums, Tree]:
         """Returns the sums and gradients of a step in the layout of the state.
@@ -263,7 +264,7 @@ class BoundPipeline:
 
 
 @dataclass(frozen=True, eq=False)
-class _HostProgram:
+class _HostProgram(GradientProgram):
     """The `GradientProgram` of `engine="dispatch"`.
 
     Attributes:
@@ -276,10 +277,6 @@ class _HostProgram:
 
     def __str__(self) -> str:
         return str(self.dispatched)
-
-    @property
-    def inputs(self) -> Tree:
-        return self.dispatched.results
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:

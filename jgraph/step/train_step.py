@@ -33,7 +33,7 @@ from jgraph.step.transform import (
     state_shardings,
 )
 from jgraph.strategies import checks
-from jgraph.strategies.base import BoundStrategy, GradientProgram, InProgram, Strategy
+from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
 from jgraph.strategies.objective import Objective, Sums, Tree, halted, raised
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import check_identity, compile_and_report, compiler_options
@@ -377,7 +377,7 @@ class TrainStep:
 
     def jitted(self) -> jax.stages.Wrapped:
         """Returns the jitted `(state, batch) -> (state, StepMetrics)`. Donates the state; takes a batch from `place`."""
-        return self._jitted(InProgram(self.bound, None))
+        return self._jitted(GradientProgram(self.bound, None))
 
     def _jitted(self, gradients: GradientProgram) -> jax.stages.Wrapped:
         """Returns the jitted program of gradients and update."""

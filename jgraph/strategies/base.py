@@ -21,20 +21,25 @@ from jgraph.xla.options import OptionValue
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
-class GradientProgram(Protocol):
+@dataclass(frozen=True, eq=False)
+class GradientProgram:
     """Computes the gradients of a batch in two phases: executables that the host calls, and a part of the update's program.
 
-    A strategy with one program has no executables. Its `run` returns the batch, and `gradients` computes everything.
+    This class has no executables: `run` returns the batch, and the update's program computes everything. A subclass with
+    executables overrides every method.
 
     Attributes:
+        strategy: The bound strategy.
         inputs: Shapes and shardings of the arrays that `run` returns.
-        executables: The executables that `run` calls, in order.
     """
 
+    strategy: "BoundStrategy"
+    inputs: Tree
+
     @property
-    def inputs(self) -> Tree: ...
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]: ...
+    def executables(self) -> Sequence[jax.stages.Compiled]:
+        """The executables that `run` calls, in order."""
+        return ()
 
     def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         """Calls the executables on the host.
@@ -48,7 +53,7 @@ class GradientProgram(Protocol):
         Returns:
             The inputs of the update's program.
         """
-        ...
+        return batch
 
     def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
         """Computes the sums over the batch and the gradient of their mean. Traced in the update's program.
@@ -57,12 +62,12 @@ class GradientProgram(Protocol):
             params: The arrays of the state.
             carry: Carried and observed state as the step begins.
             key: Random key of the step.
-            inputs: As `run` returns them.
+            inputs: The result of `run`.
 
         Returns:
             The sums, and the gradient in `grads_dtype`, laid out like `params`.
         """
-        ...
+        return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
 
 class Pools(NamedTuple):
@@ -176,29 +181,6 @@ class Strategy(Protocol):
             ConfigError: If the strategy cannot compute the objective.
         """
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class InProgram:
-    """A `GradientProgram` without executables: the update's program computes the gradients.
-
-    Attributes:
-        strategy: The bound strategy.
-        inputs: Shapes and shardings of a placed batch.
-    """
-
-    strategy: BoundStrategy
-    inputs: Tree
-
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]:
-        return ()
-
-    def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        return batch
-
-    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
-        return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
 
 def summary(mesh: Mesh | None, shapes: Tree) -> str:

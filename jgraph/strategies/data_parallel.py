@@ -15,7 +15,7 @@ from jgraph.packing import Packing
 from jgraph.precision.loss import FP8Loss, PlainLoss, StepLoss
 from jgraph.strategies import sharding
 from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
-from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools
+from jgraph.strategies.base import GradientProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function
 from jgraph.strategies.objective import Carry, Objective, Sums, Tree, finished, is_mean, summed
@@ -125,7 +125,7 @@ class DataParallel:
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        return InProgram(self, batch)
+        return GradientProgram(self, batch)
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
         if self.mesh is None:
