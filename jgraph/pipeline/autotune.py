@@ -1,4 +1,4 @@
-"""Chooses a schedule: by name, from a file, or the fastest one that fits in memory, from measured times of a layer."""
+"""Chooses a schedule: by name, from a file, or by measured times and predicted memory."""
 
 import math
 import statistics

@@ -46,7 +46,7 @@ def embed(outer, batch):
 
 
 def embed16(outer, batch):
-    """The same by a product with sizes for FP8, in which it must not be."""
+    """Computes the same by a matmul of sizes that FP8 allows. It must not be in FP8."""
     x, w = batch["x"], outer["embed"]
     return jnp.concatenate([x, jnp.zeros_like(x)], 1) @ jnp.concatenate([w, jnp.zeros_like(w)])
 
@@ -177,7 +177,7 @@ def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, 
     found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
     if config.recipe == "delayed" and ranks > 1:
         assert_same(found, expected(config, kind, 1, rows), carried_rtol=1e-6)
-    else:  # with as many rows in a microbatch of a device, whose own amax current scaling takes
+    else:  # with the same number of rows per microbatch and device, because current scaling uses their amax
         assert_same(found, expected(config, kind, ranks * M, rows))
 
 
@@ -189,8 +189,8 @@ def test_products_that_widen_by_four_are_made_again_if_asked_for():
         return slots["forward_dgrad"] + slots["forward_wgrad"], slots["stash"]
 
     (before, stash), (after, more) = kept("nothing"), kept("wide")
-    assert before - after == 4 * B * F - 3 * B * D  # dgrad reads x, which waits as it is, not in FP8
-    assert more - stash == B * F  # dgrad makes what wgrad reads
+    assert before - after == 4 * B * F - 3 * B * D  # dgrad reads x, which is not stored in FP8
+    assert more - stash == B * F  # dgrad computes the input of wgrad
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Pools: what nobody has written may be anything, and on a GPU nothing is written there in advance."""
+"""Pools: unwritten slots may have any values, and on a GPU they are not initialized."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sharded state: the numbers of one device, the bytes of a share, dtype rules, no update lost, what is refused."""
+"""Sharded state: equality with one device, bytes per device, dtypes, updates and errors."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ NORMS = "blocks/*_norm/scale"
 
 
 class Named(GPT):
-    """A GPT that says along which axis one of its matrices is cut."""
+    """A GPT with a partition name for one of its matrices."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -441,7 +441,7 @@ def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
 def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
     monkeypatch.setattr(overlap, "_BUCKET_BYTES", 2**20)
     layers, tokens = 3, 2 * 96
-    options = ("xla_gpu_enable_triton_gemm=false",)  # whose products are fusions
+    options = ("xla_gpu_enable_triton_gemm=false",)  # its matmuls are fusions
     compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)
     module = HloModule.of(compiled.as_text())
 
@@ -492,7 +492,7 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does():
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Gradients summed in turn: the numbers of any order, whatever a gradient is made of."""
+"""Gradients reduced in buckets: equality with any other order, for every kind of gradient."""
 
 import jax
 import jax.numpy as jnp
