@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ from jax.typing import DTypeLike
 from jgraph.errors import OrderError
 from jgraph.mesh import Axis
 from jgraph.schedule.schedule import Schedule
+from jgraph.strategies.objective import Tree
 
 AXIS = Axis.PIPE.value
-Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
 
 # P ranks, C chunks, N places of a stage
 
