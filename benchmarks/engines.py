@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from benchmarks.rows import Row
@@ -45,7 +45,7 @@ def config_of(work: WorkName, options: Flags) -> TrainConfig:
     if work.endswith("-fp8"):
         config = in_fp8(config, "delayed")
     rows = MICROBATCHES * SEQUENCES[work]
-    return replace(config, pp=options.ranks, num_microbatches=MICROBATCHES, batch_size=rows, pp_engine="auto", schedule="auto")
+    return config.changed(pp=options.ranks, num_microbatches=MICROBATCHES, batch_size=rows, pp_engine="auto", schedule="auto")
 
 
 def section(work: str, result: Row) -> Section:

@@ -64,7 +64,8 @@ def export(options: Options) -> None:
     check_empty(options.to, field="to")
     with contextlib.closing(SavedRun(options.run, options.step, module=options.module)) as saved:
         names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
-        config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
+        kept = origin.kept_folder(saved.dir)
+        config = names.config(model, kept.config if kept else {"max_position_embeddings": saved.config.input.seq_len})
         beside = origin.kept(saved.dir)
         with os_errors("to", options.to):
             files = write(options.to, config, names.parts(model), saved.read, dtype=options.dtype, beside=beside)

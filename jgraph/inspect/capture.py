@@ -101,7 +101,7 @@ def _explain(options: CaptureOptions) -> "Explanation":
     setup = TrainSetup.of(config)
     shapes = (setup.step.state, setup.batch())
     report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=setup.options(platform))
-    name = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
+    name = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
     notes = report.notes
     if options.target is not None and getattr(config.model, "attention", "") == "xla":
         notes += ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
@@ -131,7 +131,7 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
         base, settings = preset(options.preset), settings_of(options.name)
         # The sizes of the preset apply only to models with the same settings class.
         model = base.model if settings and isinstance(base.model, settings) else None
-        base = dataclasses.replace(base, module=options.name, model=model)
+        base = base.changed(module=options.name, model=model)
     else:
         given = [f"`{field}`" for field in ("preset", *sizes) if getattr(options, field) is not None]
         if given:
@@ -139,10 +139,10 @@ def _training_config(options: CaptureOptions) -> TrainConfig | None:
         return None
     if options.target is not None and getattr(base.model, "attention", "") == "auto":
         # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
-        base = dataclasses.replace(base, model=dataclasses.replace(base.model, attention="xla"))
-    xla_options = (*base.xla_options, *options.xla_options)
+        base = base.changed(model=dataclasses.replace(base.model, attention="xla"))
+    xla_options = (*base.compile.xla_options, *options.xla_options)
     in_fp8 = {"precision": options.precision, "fp8": options.fp8}
-    return dataclasses.replace(base, **sizes, **in_fp8, graph=options.graph, xla_options=xla_options)
+    return base.changed(**sizes, **in_fp8, graph=options.graph, xla_options=xla_options)
 
 
 def _example(name: str) -> tuple[Any, Sequence[Any], Any]:

@@ -1,4 +1,4 @@
-"""A run directory to read from: its configuration and its parameters, whatever devices it ran on. Nothing is written there."""
+"""Reads the configuration and the parameters of a run directory, on any devices."""
 
 import contextlib
 from functools import cached_property
@@ -14,8 +14,8 @@ from jgraph.errors import CheckpointError, ConfigError
 from jgraph.modules import FunctionalModel
 from jgraph.strategies.objective import WithHistory
 from jgraph.train.config import TrainConfig
-from jgraph.train.functional import functional_model
 from jgraph.train.rundir import RunDir
+from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
 
 Tree = Any
@@ -24,10 +24,14 @@ Tree = Any
 def check_histories(config: TrainConfig, run_dir: RunDir) -> None:
     """Checks that a run can resume from the amax histories of its newest checkpoint.
 
+    Args:
+        config: The configuration of the run.
+        run_dir: The directory of the run.
+
     Raises:
-        ConfigError: An earlier version saved them, in units that depend on the devices and microbatches of the run so far.
+        ConfigError: If an earlier version saved them, in units that depend on the devices and microbatches of the run.
     """
-    if not (config.resume and config.is_delayed and run_dir.has_checkpoint()):
+    if not (config.is_delayed and run_dir.resumes(config.output)):
         return
     with contextlib.suppress(CheckpointError):  # `Checkpoints.restore_latest` reports a damaged one
         saved = SavedRun(run_dir.path, module=config.module, field="run_dir")
@@ -71,17 +75,22 @@ class SavedRun:
         return functional_model(self.config)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a parameter by its name, as it was saved."""
+        """Returns the saved parameter of a name."""
         return self._reader.read(self._leaves[name])
 
     def read_carried(self, path: Any) -> np.ndarray:
-        """Returns a leaf of the model's other state, by its path of keys, as it was saved."""
+        """Returns the saved leaf of the carried state at a path of keys."""
         return self._reader.read(f"{self._carried}{jax.tree_util.keystr(path)}")
 
     def place(self, **like: Tree) -> dict[str, Tree]:
-        """Returns `params`, `carried` or `opt_state`, each leaf where that of `like` lies, in its dtype. All processes call it.
+        """Reads parts of the state with other dtypes and shardings. Collective: every process must call it.
 
-        To carried state with histories of FP8 belong those of the run, which must have the same recipe.
+        Args:
+            like: `params`, `carried` or `opt_state` as arrays or shapes with the dtypes and shardings to use. If `carried` has
+                FP8 histories, the run must have the same FP8 recipe.
+
+        Returns:
+            The parts by name.
         """
         prefixes = {name: f".{name}" for name in like}
         if not isinstance(like.get("carried"), WithHistory):
@@ -103,19 +112,19 @@ class SavedRun:
         Earlier versions stored them in units of the loss of one device's microbatch, which is the same if there is one of both.
         """
         config = self.config
-        return not self._reader.has_old_units or config.dp * config.fsdp * config.num_microbatches == 1
+        return not self._reader.has_old_units or config.parallel.dp * config.parallel.fsdp * config.input.num_microbatches == 1
 
     @property
     def _carried(self) -> str:
-        """The checkpoint's name of the model's other state; beside it are the histories of FP8."""
+        """The name of the model's carried state in the checkpoint, which may hold FP8 histories, too."""
         return ".carried.model" if self.config.is_delayed else ".carried"
 
     def close(self) -> None:
-        """Ends the reader's threads."""
+        """Stops the threads of the reader."""
         self._reader.close()
 
     @cached_property
     def _leaves(self) -> dict[str, str]:
-        """The checkpoint's name of every parameter."""
+        """The names of the parameters in the checkpoint."""
         paths, _ = jax.tree_util.tree_flatten_with_path(self.model.shapes)
         return {path_name(path): f".params{jax.tree_util.keystr(path)}" for path, _ in paths}

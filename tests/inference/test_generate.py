@@ -124,7 +124,7 @@ def test_greedy_text_from_a_cache_is_that_of_the_whole_model_and_of_each_prompt_
 @pytest.mark.once
 def test_a_run_draws_text_by_its_routers_biases():
     sizes = SIZES | {"num_layers": 1, "mlp": "swiglu", "moe": SIGMOID}
-    setup = TrainSetup.of(TrainConfig(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
+    setup = TrainSetup.of(TrainConfig.of(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
     state = setup.init()
     state = dataclasses.replace(state, carried=with_biases(state.carried))
     (token,) = rows(jgraph.generate(setup.decoder, state, PROMPTS[:1], max_tokens=1, temperature=0))[0]

@@ -486,13 +486,13 @@ def test_a_flag_that_contradicts_the_folder_is_refused_in_a_line(flags, told, tm
 def test_how_a_router_is_trained_is_not_the_folders_to_say(tmp_path):
     make(tmp_path / "f", MIXTRAL)
     model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
-    config = TrainConfig(init_from=str(tmp_path / "f"), model=model)
+    config = TrainConfig.of(init_from=str(tmp_path / "f"), model=model)
     assert origin.opened(config, RunDir(tmp_path / "run")) is not None
 
 
 def test_a_mixture_begins_with_a_folders_weights_and_the_state_that_the_model_makes(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
-    setup = TrainSetup.of(TrainConfig(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16))
+    setup = TrainSetup.of(TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16))
     state = setup.load(folder)
     params, began = setup.step.canonical.of(state).params, setup.model.init()[1]
     assert leaf_names(state.carried) == leaf_names(began)
@@ -586,7 +586,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
 
 def test_data_of_other_tokens_than_the_weights_is_told(tmp_path):
     make(tmp_path / "f")
-    of_bytes = TrainConfig(init_from=str(tmp_path / "f"), model=LLAMA)
+    of_bytes = TrainConfig.of(init_from=str(tmp_path / "f"), model=LLAMA)
     assert "is read as bytes" in origin.doubt(of_bytes)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "train-0.bin").touch()

@@ -96,7 +96,7 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
     """Loss and gradient norm of each step and every weight after the last, by the step that a run with --fsdp 2 does."""
     model = dataclasses.replace(CASES[case], compute_dtype=dtype)
     setup = TrainSetup.of(
-        TrainConfig(
+        TrainConfig.of(
             model=model,
             optimizer=OPTIMIZER,
             steps=STEPS,

@@ -114,7 +114,7 @@ def test_a_model_that_halts_for_no_want_of_room_ends_the_run_in_one_line(tmp_pat
 
 
 def test_room_grows_by_a_quarter_more_than_was_needed_up_to_all_rows(tmp_path):
-    config = TrainConfig(module="tests.own:Spilling", model=own.Rooms(own.Room(0.5)), batch_size=4, seq_len=32)
+    config = TrainConfig.of(module="tests.own:Spilling", model=own.Rooms(own.Room(0.5)), batch_size=4, seq_len=32)
     grown, _ = capacity.grown(config, Halt(3, 65))
     assert grown.model.moe.capacity == 0.64
     assert capacity.grown(grown, Halt(3, 120))[0].model.moe.capacity == 1.0
@@ -126,7 +126,8 @@ def test_room_grows_by_a_quarter_more_than_was_needed_up_to_all_rows(tmp_path):
 def test_a_larger_capacity_that_is_asked_for_wins(tmp_path):
     run_dir = RunDir(tmp_path)
     kept, asked = (
-        TrainConfig(module="tests.own:Spilling", model=own.Rooms(own.Room(room)), run_dir=str(tmp_path)) for room in (0.5, 0.7)
+        TrainConfig.of(module="tests.own:Spilling", model=own.Rooms(own.Room(room)), run_dir=str(tmp_path))
+        for room in (0.5, 0.7)
     )
     capacity.keep(kept, run_dir)
     assert capacity.remembered(asked, run_dir) is asked

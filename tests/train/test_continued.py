@@ -55,7 +55,7 @@ def written(path, config):
 
 def begun(path, config, **fields):
     """The canonical state before the first step of a run that begins with the one at a path."""
-    config = dataclasses.replace(config, continue_from=str(path), run_dir=f"{path}-more", **fields)
+    config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
     saved = continued.opened(config, RunDir(path.with_name("more")))
     setup = TrainSetup.of(config)
     try:
@@ -97,7 +97,7 @@ def test_a_run_over_several_devices_goes_on_as_one_on_one_device(tmp_path, befor
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
 def test_what_a_model_carries_comes_with_its_weights(tmp_path, which):
-    config = TrainConfig(module="tests.own:Normed", batch_size=4, seq_len=16)
+    config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16)
     there = written(tmp_path / "run", config)
     assert_same_bits(begun(tmp_path / "run", config, continue_with=which).carried, there.carried)
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
 def test_another_compute_dtype_is_a_matter_of_precision(one):
     config = config_of(**FIELDS)
     model = dataclasses.replace(config.model, compute_dtype="bfloat16")
-    saved = continued.opened(dataclasses.replace(config, model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
+    saved = continued.opened(config.changed(model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
     assert saved is not None
     saved.close()
 
@@ -176,7 +176,7 @@ def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
     flags = ["--run-dir", str(tmp_path / "new"), "--steps", "5"]
     config = parse(["--continue-from", str(path / "checkpoints" / "7"), *flags])
     assert config.model == config_of(**FIELDS).model
-    assert (config.steps, config.batch_size, config.preset) == (5, jgraph.preset("cpu-tiny").batch_size, "cpu-tiny")
+    assert (config.steps, config.input.batch_size, config.preset) == (5, jgraph.preset("cpu-tiny").batch_size, "cpu-tiny")
     with pytest.raises(ConfigError) as error:
         parse(["--continue-from", str(path.with_name("none")), *flags])
     assert error.value.field == "continue_from"
@@ -187,7 +187,7 @@ def test_the_tokenizer_travels_with_the_weights(tmp_path):
     first.origin.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         (first.origin / name).write_text(json.dumps(name))
-    config = TrainConfig(continue_from=str(first.path))
+    config = TrainConfig.of(continue_from=str(first.path))
     second.path.mkdir()
     assert origin.tokenizer_of(config, second) == first.origin / "tokenizer.json"
     origin.keep(config, second)

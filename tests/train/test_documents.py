@@ -84,7 +84,7 @@ def test_that_comparison_sees_what_could_go_wrong(weights, padded, of_packed, wr
 
 
 def config_of(**fields: Any) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         **{"batch_size": ROWS, "seq_len": S - 1, "data_documents": "separate", "model": CONFIG} | fields,
         optimizer=OptimizerConfig(clip_norm=1e9),
     )

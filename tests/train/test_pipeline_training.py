@@ -33,7 +33,7 @@ class Unsplit(GPT):
 
 
 def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
         module=module,
         model=GPTConfig(
@@ -54,7 +54,7 @@ def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_
 def batches_of(config: TrainConfig) -> Batches:
     # Some ids are more frequent than others, so that there is something to learn; all are there.
     tokens = np.random.default_rng(0).geometric(0.1, 4000) % VOCAB
-    return Batches(tokens.astype(np.uint8), batch_size=config.batch_size, seq_len=config.seq_len, seed=0)
+    return Batches(tokens.astype(np.uint8), batch_size=config.input.batch_size, seq_len=config.input.seq_len, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +183,8 @@ def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
 
 
 def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
-    rows = config.batch_size // config.num_microbatches
-    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), np.int32)
+    rows = config.input.batch_size // config.input.num_microbatches
+    return jax.ShapeDtypeStruct((config.input.num_microbatches, rows, config.input.seq_len + 1), np.int32)
 
 
 @pytest.mark.once
@@ -336,4 +336,4 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
 )
 def test_a_flag_that_would_do_nothing_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        TrainConfig(**fields)
+        TrainConfig.of(**fields)

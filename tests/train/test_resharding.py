@@ -134,7 +134,7 @@ def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
 
 def test_another_model_is_refused_with_the_leaves_that_differ(saved):
     config = config_on(ONE)
-    wider = TrainSetup.of(dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96)))
+    wider = TrainSetup.of(config.changed(model=dataclasses.replace(config.model, d_ff=96)))
     message = (
         r"does not fit this run: \.params\['blocks'\]\[0\]\['mlp'\]\['down'\].*float32\[64, 32\] in the checkpoint, float32\[96"
     )

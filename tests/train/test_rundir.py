@@ -106,7 +106,7 @@ def run_dir(tmp_path):
 
 
 def test_every_field_either_may_change_when_a_run_goes_on_or_may_not():
-    names = set(flatten(dataclasses.asdict(TrainConfig())))
+    names = set(flatten(TrainConfig().to_dict()))
     assert names == FREE | FIXED
     assert not FREE & FIXED
     assert {name for name in names if rule_of(name).may == "yes"} == FREE
@@ -147,16 +147,16 @@ def begun(run_dir):
     """Goes on in the directory of a run of 200 steps, 4 of which are done; returns the rate by step."""
 
     def go_on(steps: int, **fields):
-        config = run_dir.resumed(TrainConfig(steps=steps, optimizer=OptimizerConfig(**fields)))
+        config = run_dir.resumed(TrainConfig.of(steps=steps, optimizer=OptimizerConfig(**fields)))
         run_dir.check(config, FINGERPRINT)
         run_dir.write(config, CORPUS, {})
         return learning_rate(config.optimizer, config.steps)
 
-    run_dir.write(TrainConfig(steps=200), CORPUS, {})
+    run_dir.write(TrainConfig.of(steps=200), CORPUS, {})
     return go_on
 
 
-RATE = learning_rate(TrainConfig(steps=200).optimizer, 200)
+RATE = learning_rate(TrainConfig.of(steps=200).optimizer, 200)
 
 
 def assert_rate(rate, expected, steps=(0, 19, 20, 150, 200, 300, 390, 400)):

@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 def config_of(preset, **changes):
     """The preset with XLA's attention, as the GPU would run it otherwise; changes are of the model."""
     config = jgraph.preset(preset)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla", **changes))
+    return config.changed(model=dataclasses.replace(config.model, attention="xla", **changes))
 
 
 def compile_step(config, graph="auto", num_microbatches=1):
     """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
-    setup = TrainSetup.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
-    options = compiler_options(graph, config.xla_options, platform="gpu")
+    setup = TrainSetup.of(config.changed(graph=graph, num_microbatches=num_microbatches))
+    options = compiler_options(graph, config.compile.xla_options, platform="gpu")
     state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = aot.compile_for(setup.step.jitted(), state, tokens_BS, compiler_options=options)
     return compiled, report, state
