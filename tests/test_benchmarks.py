@@ -9,11 +9,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-import jgraph
 from benchmarks import cli, engines, fp8, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
+from jgraph.train.presets import preset
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 
@@ -257,13 +257,22 @@ def test_a_variant_is_words_for_jgraph_and_options_for_xla():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
     assert (config.parallel.fsdp, config.input.batch_size, config.parallel.reshard_after_forward) == (4, 8, False)
-    assert (varied.graph, varied.reshard_after_forward) == ("full", True)
+    assert (varied.compile.graph, varied.parallel.reshard_after_forward) == ("full", True)
     assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
     spread = fsdp.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep microbatches=2 capacity=1.75")
-    assert (spread.fsdp, spread.ep, spread.num_microbatches, spread.model.moe.capacity) == (4, 4, 2, 1.75)
+    assert (spread.parallel.fsdp, spread.parallel.ep, spread.input.num_microbatches, spread.model.moe.capacity) == (
+        4,
+        4,
+        2,
+        1.75,
+    )
     decoupled = fsdp.vary(config, "grads=bfloat16")
-    assert (decoupled.main_params_dtype, decoupled.read_dtype, decoupled.decoupled_grad) == ("float32", "bfloat16", True)
-    assert varied.xla_options == (*config.compile.xla_options, "xla_an_option=a=b")
+    assert (decoupled.dtypes.main_params_dtype, decoupled.dtypes.read_dtype, decoupled.dtypes.decoupled_grad) == (
+        "float32",
+        "bfloat16",
+        True,
+    )
+    assert varied.compile.xla_options == (*config.compile.xla_options, "xla_an_option=a=b")
     with pytest.raises(SystemExit, match="reshard=maybe"):
         fsdp.vary(config, "reshard=maybe")
 
@@ -396,7 +405,7 @@ def test_layers_of_a_mixture_are_timed_alone(run_here):
 
 
 def test_flops_of_layers_alone_are_those_without_the_head():
-    config = jgraph.preset("qwen3-30b-a3b").to_dict() | {"batch_size": 1, "seq_len": 1}
+    config = preset("qwen3-30b-a3b").to_dict() | {"batch_size": 1, "seq_len": 1}
     whole, layers = (moe.flops(config, head=head) / 6 for head in (True, False))
     # Qwen3 30B A3B has 3.35e9 active parameters, of which embedding and head have 0.31e9 each.
     assert whole - 48 * 32 * 128 == pytest.approx(3.35e9 - 2048 * 151_936, rel=0.01)

@@ -28,9 +28,7 @@ from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.tables import tabulate
-from jgraph.step.train_step import in_fp8
-from jgraph.strategies.base import Binding
-from jgraph.strategies.objective import WithHistory
+from jgraph.strategies.objective import Carry, Objective
 from jgraph.train.metrics import peak_memory_bytes
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known
@@ -95,10 +93,13 @@ def pipeline_of(model: Model, schedule: Schedule, mesh: Mesh, *, remat: Any, rec
     """Returns the pipeline of a training step; with the products of its layers in FP8, if there is a recipe."""
     shapes = jax.eval_shape(model.parts.join, model.ends, model.layers)
     strategy = Pipelined(mesh, shapes, schedule, compute_dtype=model.compute_dtype, remat=remat)
-    binding = Binding(num_microbatches=schedule.num_microbatches)
-    if recipe:
-        binding = in_fp8(binding, FP8Config(recipe=recipe), model.parts, strategy, jax.eval_shape(whole, model.inputs))
-    return strategy.pipeline(model.parts, binding)
+    objective = Objective(
+        loss=model.parts,
+        num_microbatches=schedule.num_microbatches,
+        fp8=FP8Config(recipe=recipe) if recipe else None,
+        batch=jax.eval_shape(whole, model.inputs),
+    )
+    return strategy.pipeline(objective)[0]
 
 
 def whole(inputs: Any) -> Any:
@@ -131,7 +132,7 @@ def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, optio
     """Returns the schedule as executables that the host hands over; the gradients are the sums in their buffers."""
     start = time.perf_counter()
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
-    held: list[Any] = [WithHistory({}, history) if jax.tree.leaves(history) else {}]
+    held: list[Any] = [Carry({}, history)]
 
     def shapes(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
@@ -151,7 +152,7 @@ def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, optio
     def call() -> tuple[jax.Array, Any]:
         results = gradients(params, held[0], step, inputs)
         if after:
-            held[0] = WithHistory({}, in_turn(after(results["histories"])))
+            held[0] = Carry({}, in_turn(after(results["histories"])))
         return results["loss"], results
 
     return call

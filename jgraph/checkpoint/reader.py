@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 
-from jgraph.checkpoint.store import DamagedError, checksums, first_line, has_old_units, placed, unseal
+from jgraph.checkpoint.store import DamagedError, checksums, described_leaves, first_line, has_old_units, placed, unseal
 from jgraph.errors import CheckpointError
 from jgraph.processes import all_or_raise
 
@@ -50,7 +50,7 @@ class CheckpointReader:
         except DamagedError as e:
             raise self._damaged(str(e)) from e
         self.has_old_units = has_old_units(digest)
-        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
+        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(described_leaves(digest))}
 
     def read(self, name: str) -> np.ndarray:
         """Returns a leaf, by its name as `jax.tree_util.keystr` spells it."""

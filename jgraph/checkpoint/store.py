@@ -35,7 +35,7 @@ _TRASH = "deleted"
 # Units of the amax of output gradients in FP8 histories: the gradient of the batch's mean loss. A checkpoint of an earlier
 # version does not name its units; they are the gradient of the mean loss of one device's microbatch.
 AMAX_UNITS = "batch"
-_HISTORIES = ".carried.fp8"  # prefix of the leaves' names; their last axis is x, w, dy
+_HISTORIES = ".observed"  # prefix of the leaves' names; their last axis is x, w, dy
 
 
 class Checkpoints:
@@ -174,9 +174,9 @@ class Checkpoints:
     def _restore(self, step: int, like: State, old_num_losses: int | None) -> State:
         leaves = [placed(leaf) for leaf in jax.tree.leaves(like)]
         found = self._read(step, digest=ocp.args.JsonRestore())["digest"]  # pyright: ignore[reportCallIssue]
-        expected = unseal(found)
-        self._check_fits(step, found["leaves"], _describe(like))
-        old = [has_old_units(found) and leaf["name"].startswith(_HISTORIES) for leaf in found["leaves"]]
+        expected, saved = unseal(found), described_leaves(found)
+        self._check_fits(step, saved, _describe(like))
+        old = [has_old_units(found) and leaf["name"].startswith(_HISTORIES) for leaf in saved]
         if any(old) and old_num_losses is None:
             raise CheckpointError(
                 f"checkpoint {self._directory / str(step)} has FP8 amax histories of an earlier version, in units that depend "
@@ -187,7 +187,7 @@ class Checkpoints:
             leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves)
         )
         restored = self._read(step, state=restore)["state"]
-        for leaf, wanted, actual in zip(found["leaves"], expected, checksums(restored), strict=True):
+        for leaf, wanted, actual in zip(saved, expected, checksums(restored), strict=True):
             if wanted != actual:
                 raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
         units = np.array([1, 1, old_num_losses or 1], np.float32)
@@ -366,6 +366,23 @@ _checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
 def _describe(state: object) -> list[dict[str, Any]]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
+
+
+def described_leaves(digest: Any) -> list[dict[str, Any]]:
+    """Returns name, dtype and shape of the leaves in a checkpoint, with the names that this version gives them.
+
+    Before version 0.2, amax histories were a part of the carried state: `.carried.fp8` beside `.carried.model`.
+    """
+    leaves = digest["leaves"]
+    if not any(leaf["name"].startswith(".carried.fp8") for leaf in leaves):
+        return leaves
+    renamed = {".carried.fp8": ".observed", ".carried.model": ".carried"}
+
+    def current(name: str) -> str:
+        old = next((old for old in renamed if name.startswith(old)), "")
+        return renamed.get(old, "") + name.removeprefix(old)
+
+    return [leaf | {"name": current(leaf["name"])} for leaf in leaves]
 
 
 def has_old_units(digest: Any) -> bool:

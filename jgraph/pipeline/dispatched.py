@@ -29,7 +29,7 @@ from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.replica import Replica
 from jgraph.pipeline.stages import Chunk, Stage, shard, stages_of
 from jgraph.precision.transform import FP8Function, Plan
-from jgraph.strategies.objective import WithHistory
+from jgraph.strategies.objective import Carry
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
 Tree = Any
@@ -90,15 +90,15 @@ class Dispatched:
         plans = [replica.plan for replica in self.replicas]
         return [self.begin, *(one.executable.compiled for plan in plans for one in plan.instructions)]
 
-    def __call__(self, params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
+    def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         """Plays the schedule. Returns what `collect` takes; sums of gradients stay in the buffers that they are in.
 
         Args:
-            params, carried, step: of the state; not donated.
+            params, carry, step: of the state; not donated.
             batch: A batch from `TrainStep.place`.
         """
         # Not popped: an argument that `begin` refuses must not cost the buffers.
-        begun = in_turn(self.begin(self.buffers["begun"], params, carried, step, batch))
+        begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
         outer = jax.tree.leaves(params["outer"])
         for replica in self.replicas:
@@ -189,7 +189,7 @@ class Dispatched:
 def dispatched(
     pipeline: Pipeline,
     params: Tree,
-    carried: Tree,
+    carry: Carry,
     unpack: Callable[[Tree], Tree],
     batch: Tree,
     key: Array,
@@ -199,7 +199,7 @@ def dispatched(
 
     Args:
         pipeline: the model with its schedule.
-        params, carried: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
+        params, carry: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
         unpack: makes of them what `Pipeline.stack` gives.
         batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
         key: of the training. It is folded as the other engine does it: by step, replica, microbatch, layer.
@@ -215,7 +215,7 @@ def dispatched(
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
     plan = _plan(pipeline, shapes, batch, key) if pipeline.fp8 else None
     program, step = _begin(pipeline, chunks, unpack, key, plan), jax.ShapeDtypeStruct((), jnp.int32)
-    begun = _placed(pipeline, jax.eval_shape(program, params, carried, step, batch))
+    begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun["batch"][0])
     embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
@@ -229,7 +229,7 @@ def dispatched(
     held = [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(begun))]
     shardings = jax.tree.map(lambda leaf: leaf.sharding, held)
     jitted = jax.jit(begin_step, donate_argnums=0, keep_unused=True, out_shardings=shardings)
-    begin, report = compile_and_report(jitted.lower(held, params, carried, step, batch), options)
+    begin, report = compile_and_report(jitted.lower(held, params, carry, step, batch), options)
     check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
     replicas = tuple(Replica.of(pipeline, (embed, head), stages, begun, row.tolist(), options) for row in by_rank)
@@ -276,7 +276,7 @@ def _begin(
     mesh, impl = pipeline.mesh, jax.random.key_impl(key)
     batch_spec = batch_axes(mesh) or None
 
-    def begin(params: Tree, carried: Tree, step: Array, batch: Tree) -> Tree:
+    def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
             table_CN = pipeline.own(pipeline.layout.layers())
             own = {
@@ -298,8 +298,7 @@ def _begin(
             return own | {"key": jax.random.key_data(key)}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
-        state, history = carried if isinstance(carried, WithHistory) else (carried, {})
-        states = pipeline.model.split_carried(state) if jax.tree.leaves(state) else []
+        states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
         out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
@@ -307,7 +306,7 @@ def _begin(
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
         out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if plan else {}
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(whole["layers"], states, history, batch, data)
+        return run(whole["layers"], states, carry.observed, batch, data)
 
     return begin
 

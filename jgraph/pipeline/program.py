@@ -105,7 +105,7 @@ class Pipeline:
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         return replace(self, axes=sharding.by_place(self.model, self.layout, tree, axes, ranks)) if ranks > 1 else self
 
-    def in_fp8(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+    def with_precision(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
         """Returns the pipeline with products of its layers in FP8.
 
         Args:

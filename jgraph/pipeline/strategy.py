@@ -1,10 +1,10 @@
-"""The strategy of a pipeline: every rank has the layers of its stages, and its part of embedding and head."""
+"""The strategy of a pipeline: each rank has the layers of its stages, and a part of the embedding and the head."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,23 @@ from jax.sharding import Mesh
 from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
-from jgraph.pipeline import Pipeline, PipelineModel
 from jgraph.pipeline.carried import Carried
 from jgraph.pipeline.dispatched import Dispatched, dispatched
-from jgraph.pipeline.program import Remat
-from jgraph.precision.config import FP8Config
-from jgraph.precision.transform import FP8Function
-from jgraph.schedule import Schedule
-from jgraph.strategies import sharding as fsdp
-from jgraph.strategies.accumulate import by_microbatch
-from jgraph.strategies.base import Binding, summary
+from jgraph.pipeline.partition import PipelineModel
+from jgraph.pipeline.program import Pipeline, Remat
+from jgraph.precision import product
+from jgraph.precision.loss import plan_of
+from jgraph.precision.report import count, describe
+from jgraph.precision.transform import FP8Function, Product
+from jgraph.schedule import Costs, Schedule, simulate
+from jgraph.strategies import sharding
+from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools, summary
+from jgraph.strategies.batches import BatchLayout, by_microbatch
 from jgraph.strategies.checks import check_count, float_dtype
-from jgraph.strategies.objective import Sums, WithHistory
+from jgraph.strategies.objective import Carry, Objective, Sums
+from jgraph.strategies.sharding import Sharded, chosen_axes
 from jgraph.tree import is_matrix, leaf_names, path_name
+from jgraph.xla.explain import Memory
 
 Tree = Any
 Engine = Literal["program", "dispatch"]
@@ -37,16 +41,18 @@ class Pipelined:
     """Gives every rank of a pipeline the layers of its stages. The loss of the step is a `PipelineModel`.
 
     Attributes:
-        mesh: with the axis `pipe`, and perhaps `data` and `fsdp`.
-        shapes: of the parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
-        schedule: of as many ranks as `pipe` has and as many microbatches as the step, e.g. from `jgraph.schedule.generate`.
-        compute_dtype: dtype to which matrices are cast once a step; None uses them as they are.
-        engine: `program` plays the schedule as one program over all ranks, `dispatch` as executables of each rank that the host
-            hands over.
-        remat: `nothing` keeps what `split_backward` keeps; `wide` computes again its wide products, as the first of an MLP;
-            `layer` keeps a layer's input and computes the rest again.
-        shard_rules, annotations: which axis of a parameter is sharded over `fsdp`, as `FullySharded` takes them.
-        experts, shards: over how many devices of `fsdp` experts are spread, and whether all else is sharded, as there.
+        mesh: A mesh with the axis `pipe`; may also have the axes `data` and `fsdp`.
+        shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+        schedule: A schedule for the ranks of `pipe` and the microbatches of the step, e.g. from `jgraph.schedule.generate`.
+        compute_dtype: Dtype to which matrices are cast once per step. None uses them as they are stored.
+        engine: `program` compiles the schedule into one program over all ranks. `dispatch` compiles executables for each rank,
+            which the host calls.
+        remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
+            `wide` matmuls such as the first of an MLP, or the whole `layer` except its input.
+        shard_rules: As in `FullySharded`, for the axis `fsdp`.
+        annotations: As in `FullySharded`.
+        experts: As in `FullySharded`.
+        shards: As in `FullySharded`.
     """
 
     mesh: Mesh
@@ -58,7 +64,7 @@ class Pipelined:
     shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
     experts: int = 1
-    shards: fsdp.Sharded = "everything"
+    shards: Sharded = "everything"
 
     def __repr__(self) -> str:
         return f"Pipelined({summary(self.mesh, self.shapes)}, {self.schedule!r})"
@@ -72,48 +78,48 @@ class Pipelined:
             message = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
             raise ConfigError(f"`schedule` is {self.schedule!r}: {message}", field="schedule")
 
-    def bind(self, loss: PipelineModel, binding: Binding) -> "BoundPipeline":
-        """Returns the strategy with a model. Raises ConfigError for another loss, or a step that a pipeline cannot do."""
-        loss = _model(loss)
-        if binding.num_microbatches != self.schedule.num_microbatches:
+    def bind(self, objective: Objective) -> "BoundPipeline":
+        """Binds a `PipelineModel`.
+
+        Raises:
+            ConfigError: If the loss is not a `PipelineModel`, or a pipeline does not support a choice of the step.
+            OrderError: If the layers do not make the stages of the schedule.
+        """
+        _check_model(objective.loss)
+        if objective.num_microbatches != self.schedule.num_microbatches:
             raise ConfigError(
-                f"`num_microbatches` is {binding.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
+                f"`num_microbatches` is {objective.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
                 field="num_microbatches",
             )
-        if binding.grads_dtype != jnp.float32:
-            raise ConfigError(f"`grads_dtype` is {binding.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
+        if objective.grads_dtype != jnp.float32:
+            raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
-        check_choice("shards", self.shards, get_args(fsdp.Sharded))
-        return BoundPipeline.of(self.pipeline(loss, binding), self.shapes, self.engine)
+        check_choice("shards", self.shards, get_args(Sharded))
+        return BoundPipeline.of(self, objective)
 
-    def in_fp8(self, model: Any, config: FP8Config, binding: Binding, batch: Tree) -> tuple[FP8Function, tuple[Tree, ...]]:
-        """Returns a model's layers with products in FP8, and shapes of what they take besides parameters; `batch` is whole."""
-        pipeline = self.pipeline(_model(model), binding)
-        params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), self.shapes)
-        x, *context = pipeline.inputs(
-            params, jax.eval_shape(partial(by_microbatch, num_microbatches=binding.num_microbatches), batch)
-        )
-        state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
-        return FP8Function(pipeline.layers, config), (x, tuple(context), jax.eval_shape(lambda: jax.random.key(0)), *state)
-
-    def pipeline(self, model: PipelineModel, binding: Binding) -> Pipeline:
-        """Returns the program that plays the schedule with a model and the carried state that a step asks for."""
-        num_layers, model = len(jax.eval_shape(model.split, self.shapes)[1]), self._reducing(model)
-        state, kinds = (t.model if isinstance(t, WithHistory) else t for t in (binding.carried, binding.reductions))
-        carried = Carried.of(model, state, kinds, num_layers)
+    def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
+        """Returns the program of the schedule for a model, and the model's matmuls with parameters if the step is in FP8."""
+        _check_model(objective.loss)
+        shapes, model = self.shapes, self._reducing(objective.loss)
+        num_layers = len(jax.eval_shape(model.split, shapes)[1])
+        carried = Carried.of(model, objective.carried, objective.reductions, num_layers)
         choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
-        pipeline = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices)
-        if binding.fp8 is not None:
-            whole = binding.fp8.plan(self.shapes, *binding.microbatch)
-            pipeline = pipeline.in_fp8(self.shapes, whole, binding.microbatch)
+        pipeline, products = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices), ()
+        if objective.fp8 is not None:
+            BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError
+            params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
+            batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=objective.num_microbatches), objective.batch)
+            x, *context = pipeline.inputs(params, batch_M)
+            args = (x, tuple(context), *objective.loss_args)
+            # The head returns the mean of a microbatch on a data rank.
+            num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
+            whole = plan_of(FP8Function(pipeline.layers, objective.fp8, num_losses), shapes, args)
+            pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
         if Axis.FSDP not in self.mesh.axis_names:
-            return pipeline.shard_as(self.shapes, {})
-        names = leaf_names(self.shapes)
-        axes = fsdp.asked_axes(names, self.shard_rules, self.annotations)
-        if self.experts > 1 or self.shards == "experts":
-            shapes = dict(zip(names, jax.tree.leaves(self.shapes), strict=True))
-            axes |= fsdp.expert_axes(shapes, axes, self.mesh.shape[Axis.FSDP], self.experts)
-        return replace(pipeline.shard_as(self.shapes, axes), experts=self.experts, shards=self.shards)
+            return pipeline.shard_as(shapes, {}), products
+        axes, experts = chosen_axes(shapes, self.mesh.shape[Axis.FSDP], self)
+        sharded = pipeline.shard_as(shapes, axes | experts)
+        return replace(sharded, experts=self.experts, shards=self.shards), products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:
         """Lets the pieces of a model reduce over the batch axes, or refuse to where each rank's program is its own."""
@@ -137,36 +143,42 @@ def _on_one_replica(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     return piece
 
 
-def _model(loss: Any) -> PipelineModel:
+def _check_model(loss: Any) -> None:
     if not isinstance(loss, PipelineModel):
         raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
-    return loss
 
 
 @dataclass(frozen=True, eq=False)
 class BoundPipeline:
-    """`Pipelined` with a model.
+    """A `BoundStrategy` that plays a pipeline schedule.
 
     Attributes:
-        pipeline: the program.
-        packing: of a rank's layers.
-        shapes: of the parameters as the program takes them.
-        engine: as `Pipelined` has it.
+        objective: The choices of the step.
+        pipeline: The program of the schedule.
+        products: Matmuls of the layers with parameters, if the step is in FP8.
+        packing: The packing of a rank's layers.
+        shapes: Shapes of the parameters as the program takes them.
+        engine: As in `Pipelined`.
     """
 
+    objective: Objective
     pipeline: Pipeline
+    products: tuple[Product, ...]
     packing: Packing
     shapes: Tree
-    engine: Engine = "program"
+    engine: Engine
 
     @classmethod
-    def of(cls, pipeline: Pipeline, tree: Tree, engine: Engine = "program") -> "BoundPipeline":
-        """Packs what is small, from the model's parameters as shapes."""
-        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), tree)
+    def of(cls, strategy: Pipelined, objective: Objective) -> Self:
+        """Binds a `PipelineModel`. Raises as `Pipelined.bind`."""
+        pipeline, products = strategy.pipeline(objective)
+        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), strategy.shapes)
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
-        # What is sharded is not packed: a pack of sharded parameters would be gathered to be taken apart.
+        # Sharded parameters are not packed: a pack would be gathered whole to be split.
         alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
-        return cls(pipeline, Packing.of(own, alone=alone), params, engine)
+        return cls(objective, pipeline, products, Packing.of(own, alone=alone), params, strategy.engine)
+
+    # --- Layout ---
 
     @property
     def mesh(self) -> Mesh:
@@ -177,7 +189,21 @@ class BoundPipeline:
         outer = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), self.shapes["outer"])
         return {"outer": outer, "layers": self.packing.decay_mask()}
 
-    def on(self, mesh: Mesh) -> "BoundPipeline":
+    @property
+    def batches(self) -> BatchLayout:
+        return BatchLayout(self.mesh, self.objective.num_microbatches)
+
+    @property
+    def observed(self) -> Tree:
+        precision = self.pipeline.fp8
+        return {} if precision is None else jax.eval_shape(partial(precision.state, self.pipeline.layout.num_layers))
+
+    @property
+    def xla_options(self) -> tuple[str, ...]:
+        in_fp8 = product.XLA_OPTIONS if self.objective.fp8 else ()
+        return (*sharding.xla_options(self.mesh), *in_fp8)
+
+    def on(self, mesh: Mesh) -> Self:
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
 
     def pack(self, tree: Tree) -> Tree:
@@ -193,32 +219,87 @@ class BoundPipeline:
         leaves = jax.tree.leaves(shardings["layers"])
         return shardings | {"layers": dict(zip(params["layers"], leaves, strict=True))}
 
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carried: Tree) -> tuple[Sums, Tree]:
-        pipeline = self.pipeline
-        key_of_step = key if pipeline.model.takes_key else None
-        state, history = carried if isinstance(carried, WithHistory) else (carried, {})
-        layers = pipeline.model.split_carried(state) if jax.tree.leaves(state) else []
-        loss, grads, layers, history = pipeline.step(self._unpacked(params), batch, key_of_step, layers, history)
-        return Sums(loss, jnp.ones((), jnp.float32), {}, self._joined(carried, layers, history)), self._packed(grads)
-
-    def dispatched(self, params: Tree, carried: Tree, batch: Tree, key: Array, options: Mapping[str, Any]) -> Dispatched | None:
-        if self.engine == "program":
-            return None
-        return dispatched(self.pipeline, params, carried, self._unpacked, batch, key, options)
-
-    def collected(self, gradients: Dispatched, results: Tree, carried: Tree) -> tuple[Sums, Tree]:
-        """Returns what `loss_and_grads` does, from what a call of the other engine left."""
-        loss, grads, layers, history = gradients.collect(results)
-        return Sums(loss, jnp.ones((), jnp.float32), {}, self._joined(carried, layers, history)), self._packed(grads)
-
-    def _joined(self, before: Tree, layers: list[Tree], history: Tree) -> Tree:
-        """Returns the carried state after a step, as it was before, from the layers' and the histories."""
-        state = before.model if isinstance(before, WithHistory) else before
-        after = self.pipeline.model.join_carried(layers) if layers else state
-        return WithHistory(after, history) if isinstance(before, WithHistory) else after
-
     def _packed(self, params: Tree) -> Tree:
         return params | {"layers": jax.vmap(self.packing.pack)(params["layers"])}
 
     def _unpacked(self, params: Tree) -> Tree:
         return params | {"layers": jax.vmap(self.packing.unpack)(params["layers"])}
+
+    # --- Gradients ---
+
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+        pipeline = self.pipeline
+        key_of_step = key if pipeline.model.takes_key else None
+        layers = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
+        return self.sums(carry, *pipeline.step(self._unpacked(params), batch, key_of_step, layers, carry.observed))
+
+    def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+        if self.engine == "program":
+            return InProgram(self, batch)
+        return _HostProgram(self, dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options))
+
+    def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Sums, Tree]:
+        """Returns the sums and gradients of a step in the layout of the state.
+
+        Args:
+            carry: State as the step begins.
+            loss: The mean loss.
+            grads: The mean gradients, as `Pipeline.stack` lays them out.
+            layers: Carried state of every layer after the step; empty if there is none.
+            observed: Observed state after the step.
+        """
+        model = self.pipeline.model.join_carried(layers) if layers else carry.model
+        return Sums(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed)), self._packed(grads)
+
+    # --- Reports ---
+
+    def predict_memory(self, batch: Tree) -> Pools:
+        batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=self.objective.num_microbatches), batch)
+        return Pools(self.pipeline.bytes_per_rank(self.shapes, batch_M), "whole")
+
+    def describe(
+        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
+    ) -> list[str]:
+        schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
+        player = str(gradients) if gradients.executables else f"{self.pipeline.runtime} runtime"
+        idle = simulate(schedule, Costs(), execution="lockstep").bubble
+        line = (
+            f"pipeline: {schedule.name} ({player}), {schedule.num_ranks} ranks x "
+            f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same"
+        )
+        if memory is not None:
+            predicted = sum(self.predict_memory(batch).sizes.values())
+            line += f"; a step takes {predicted / 2**30:.2f} GiB predicted, {memory.temporaries / 2**30:.2f} compiled"
+        if self.objective.fp8 is None:
+            return [line]
+        return [line, describe(self.products, self.objective.fp8, count(executables), loops="microbatches")]
+
+
+@dataclass(frozen=True, eq=False)
+class _HostProgram:
+    """The `GradientProgram` of `engine="dispatch"`.
+
+    Attributes:
+        strategy: The bound pipeline.
+        dispatched: Its executables.
+    """
+
+    strategy: BoundPipeline
+    dispatched: Dispatched
+
+    def __str__(self) -> str:
+        return str(self.dispatched)
+
+    @property
+    def inputs(self) -> Tree:
+        return self.dispatched.results
+
+    @property
+    def executables(self) -> Sequence[jax.stages.Compiled]:
+        return self.dispatched.executables
+
+    def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
+        return self.dispatched(params, carry, step, batch)
+
+    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
+        return self.strategy.sums(carry, *self.dispatched.collect(inputs))

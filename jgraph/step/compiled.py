@@ -1,4 +1,4 @@
-"""A compiled training step: one program, or the executables of a pipeline and the update after them."""
+"""A compiled training step: the executables of the gradients, if any, and the program of the update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import numpy as np
 
 from jgraph.dispatch import in_turn
 from jgraph.errors import ShapeError
-from jgraph.pipeline.dispatched import Dispatched
 from jgraph.step.state import StepMetrics, TrainState
+from jgraph.strategies.base import GradientProgram
 from jgraph.xla import CaptureReport
 from jgraph.xla.explain import Memory
 
@@ -19,17 +19,19 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """A compiled training step, proven to update its state in place; `print` it for the report. Made by `TrainStep.compile`.
+    """A compiled training step that updates its state in place. `print` it for a report. Made by `TrainStep.compile`.
 
     Attributes:
-        executable: jax's.
-        capture: what became command buffers; None where the platform has none.
+        executable: The program of the update. For most strategies it is the whole step.
+        capture: Report on the command buffers of the program; None if the platform has none.
         batch: Shapes and shardings of the batch that the step takes.
+        gradients: The part of the gradients that runs before the program.
     """
 
     executable: jax.stages.Compiled
     capture: CaptureReport | None
     batch: Tree
+    gradients: GradientProgram
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
         """Runs a step.
@@ -45,27 +47,25 @@ class CompiledStep:
             ShapeError: If the step runs on a mesh and `batch` is not from `TrainStep.place`, or has another size.
         """
         try:
-            return in_turn(self._run(state, batch))
-        except (TypeError, ValueError) as e:  # jax's, of an argument that does not fit
+            inputs = self.gradients.run(state.params, state.carry, state.step, batch)
+            return in_turn(self.executable(state, inputs))
+        except (TypeError, ValueError) as e:  # JAX's error about an argument that does not fit
             if message := _misplaced(batch, self.batch):
                 raise ShapeError(message) from e
             raise
 
-    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        return self.executable(state, batch)
-
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
-        """Returns what a step runs, in this order."""
-        return [self.executable]
+        """The executables that a step runs, in order."""
+        return [*self.gradients.executables, self.executable]
 
     @property
     def memory(self) -> Memory | None:
-        """Bytes of device memory by XLA's own account; None where it does not tell."""
-        return Memory.of(self.executable)
+        """Bytes of device memory by XLA's account. None if XLA has none, or the step has several executables."""
+        return None if self.gradients.executables else Memory.of(self.executable)
 
     def as_text(self) -> str:
-        """Returns the compiled program's text."""
+        """Returns the text of the compiled program of the update."""
         return self.executable.as_text() or ""
 
     def __str__(self) -> str:
@@ -73,32 +73,8 @@ class CompiledStep:
         lines.append("state: every leaf is updated in place")
         if self.memory:
             lines.append(str(self.memory))
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, eq=False)
-class DispatchedStep(CompiledStep):
-    """A training step of many executables, which the host hands over; `executable` is the update. Made by `TrainStep.compile`.
-
-    Attributes:
-        gradients: what comes before the update.
-    """
-
-    gradients: Dispatched
-
-    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        return self.executable(state, self.gradients(state.params, state.carried, state.step, batch))
-
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]:
-        return [*self.gradients.executables, self.executable]
-
-    @property
-    def memory(self) -> Memory | None:
-        return None
-
-    def __str__(self) -> str:
-        return f"{self.gradients}\nupdate: {super().__str__()}"
+        text = "\n".join(lines)
+        return f"{self.gradients}\nupdate: {text}" if self.gradients.executables else text
 
 
 def _misplaced(batch: Tree, expected: Tree) -> str:

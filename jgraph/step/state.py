@@ -1,4 +1,4 @@
-"""Holds what a training step updates, and the small results that it gives besides."""
+"""The state that a training step updates, and the metrics that it returns."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from jgraph.strategies.objective import WithHistory
+from jgraph.strategies.objective import Carry
 
 Tree = Any
 
@@ -14,14 +14,15 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step updates. It is donated, and given back leaf for leaf in the same buffers.
+    """Everything that a step updates. It is donated, and returned leaf for leaf in the same buffers.
 
     Attributes:
-        step: int32 scalar, steps done, skipped ones included.
-        skipped: int32 scalar, steps whose update was not applied.
-        params: arrays, as the strategy lays them out.
-        opt_state: optax's.
-        carried: the model's other state, such as running statistics.
+        step: Number of steps done, including skipped ones, int32 scalar.
+        skipped: Number of steps whose update was not applied, int32 scalar.
+        params: Arrays in the layout of the strategy.
+        opt_state: State of the optax transform.
+        carried: Carried state of the model, such as running statistics.
+        observed: State from the backward pass: amax histories if matmuls are in FP8 with delayed scaling.
     """
 
     step: Array
@@ -29,11 +30,12 @@ class TrainState:
     params: Tree
     opt_state: Tree
     carried: Tree = field(default_factory=dict)
+    observed: Tree = field(default_factory=dict)
 
     @property
-    def model_state(self) -> Tree:
-        """The model's own carried state, without histories of FP8."""
-        return self.carried.model if isinstance(self.carried, WithHistory) else self.carried
+    def carry(self) -> Carry:
+        """Carried and observed state together."""
+        return Carry(self.carried, self.observed)
 
 
 @jax.tree_util.register_dataclass
@@ -42,12 +44,13 @@ class StepMetrics:
     """Small results of a step.
 
     Attributes:
-        loss: float32 scalar, the mean over the batch.
-        grad_norm: float32 scalar, global norm before clipping.
-        grad_square_sums: float32, one per array of the parameters in tree order; not finite where its gradient is not.
-        aux: the loss function's own metrics, means over the batch.
-        halted: int32 scalar, the largest number in carried arrays that halt; if it is positive, the step changed nothing. None
-            where no array halts.
+        loss: Mean loss over the batch, float32 scalar.
+        grad_norm: Global norm of the gradient before clipping, float32 scalar.
+        grad_square_sums: Sum of squares of each array of the gradient, float32, in the order of the leaves of
+            `TrainState.params`. Not finite if the array is not.
+        aux: Metrics of the loss function, means over the batch.
+        halted: Largest number in the carried arrays that halt, int32 scalar. If it is positive, the step changed nothing. None
+            if no array halts.
     """
 
     loss: Array

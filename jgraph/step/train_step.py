@@ -5,7 +5,7 @@ applied only where the loss and the gradient are finite. The program decides tha
 looks at the metrics.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,25 +19,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError, ShapeError
-from jgraph.mesh import batch_axes, num_data_ranks, with_batch_axes
-from jgraph.pipeline.dispatched import Dispatched
-from jgraph.pipeline.strategy import Pipelined
-from jgraph.precision import product
+from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
-from jgraph.precision.transform import FP8Function
 from jgraph.scopes import scope
-from jgraph.step.compiled import CompiledStep, DispatchedStep
+from jgraph.step.compiled import CompiledStep
 from jgraph.step.probe import check_elementwise
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Elementwise, Transform, apply_transform, check_transform, make_transform, state_shardings
+from jgraph.step.transform import (
+    Elementwise,
+    Transform,
+    apply_transform,
+    check_transform,
+    make_transform,
+    state_shardings,
+)
 from jgraph.strategies import checks
-from jgraph.strategies.accumulate import by_microbatch
-from jgraph.strategies.base import Binding, Bound, Strategy
-from jgraph.strategies.objective import Sums, WithHistory, halted, is_mean, raised
-from jgraph.tree import leaf_names, matching, path_name
+from jgraph.strategies.base import BoundStrategy, GradientProgram, InProgram, Strategy
+from jgraph.strategies.objective import Objective, Sums, halted, raised
+from jgraph.tree import leaf_names, matching
 from jgraph.xla import check_identity, compile_and_report, compiler_options, option_errors
-from jgraph.xla.options import known
+from jgraph.xla.options import OptionValue, known
 
 Tree = Any
 
@@ -110,22 +111,23 @@ def train_step(
     checks.check_count("num_microbatches", num_microbatches)
     checks.check_clip_norm(clip_norm)
     freeze = checks.strings("freeze", freeze, example="embed*")
+    checks.check_fp8(fp8, batch)
     carried = {} if carried is None else carried
     reductions = checks.reductions_of(carried, reductions)
-    loss = checks.checked_loss(loss, carried)
     is_elementwise = isinstance(transform, Elementwise)
     if is_elementwise:
         check_elementwise(transform, strategy.shapes)
-    binding = Binding(
+    objective = Objective(
+        loss=checks.checked_loss(loss, carried),
         num_microbatches=num_microbatches,
         grads_dtype=checks.float_dtype("grads_dtype", grads_dtype),
         packing="small" if is_elementwise else "nothing",
         carried=carried,
         reductions=reductions,
+        fp8=fp8,
+        batch=batch,
     )
-    if fp8 is not None:
-        binding = in_fp8(binding, fp8, loss, strategy, batch)
-    bound, names = strategy.bind(loss, binding), leaf_names(strategy.shapes)
+    bound, names = strategy.bind(objective), leaf_names(strategy.shapes)
     frozen = frozenset(name for pattern in freeze for name in matching(pattern, names, field="freeze"))
     if freeze and len(frozen) == len(names):
         patterns = " ".join(map(repr, freeze))
@@ -136,7 +138,7 @@ def train_step(
         bound,
         make_transform(transform, bound.is_matrix) if is_elementwise else transform,
         shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), strategy.shapes),
-        binding=binding,
+        objective=objective,
         sees="arrays" if is_elementwise else "tree",
         clip_norm=clip_norm,
         key=checks.random_key(key),
@@ -146,72 +148,15 @@ def train_step(
     )
 
 
-def in_fp8(binding: Binding, config: FP8Config, loss: Any, strategy: Strategy, batch: Tree) -> Binding:
-    """Adds matmuls in FP8 to the binding of a step, and amax histories if scaling is delayed."""
-    if not isinstance(config, FP8Config):
-        raise ConfigError(f"`fp8` is {config!r}: must be a jgraph.FP8Config, or None for no matmuls in FP8", field="fp8")
-    if batch is None:
-        raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
-    microbatch = _microbatch(batch, binding.num_microbatches, getattr(strategy, "mesh", None))
-    if isinstance(strategy, Pipelined):
-        precision, args = strategy.in_fp8(loss, config, binding, batch)
-    else:
-        checks.check_function(loss)
-        state = (binding.carried,) if jax.tree.leaves(binding.carried) else ()
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        precision, args = FP8Function(with_batch_axes(loss), config), (microbatch, key, *state)
-    try:
-        plan = precision.plan(strategy.shapes, *args)
-    except ConfigError as e:
-        if e.field != "fn":
-            raise
-        raise ConfigError(str(e).replace("`fn`", "`loss`"), field="loss") from None
-    # A strategy differentiates the loss of each microbatch on each device as it is; the head of a pipeline returns a mean.
-    if is_mean(jax.tree.unflatten(plan.structure, [0] * plan.structure.num_leaves)):
-        precision = replace(precision, num_losses=binding.num_microbatches * num_data_ranks(getattr(strategy, "mesh", None)))
-    history = jax.eval_shape(plan.init)
-    if jax.tree.leaves(history):
-        largest = jax.tree.map(lambda _: "max", history)
-        carried, reductions = WithHistory(binding.carried, history), WithHistory(binding.reductions, largest)
-        binding = replace(binding, carried=carried, reductions=reductions)
-    return replace(binding, fp8=precision, microbatch=args)
-
-
-def _microbatch(batch: Tree, num_microbatches: int, mesh: Mesh | None) -> Tree:
-    """Returns the shapes of one device's microbatch.
-
-    Args:
-        batch: Arrays or shapes of a whole batch, leaves [B, ...].
-        num_microbatches: Slices of the batch.
-        mesh: The devices; None for one.
-
-    Raises:
-        ShapeError: If a leaf is not an array, or its rows cannot be shared by microbatches and data ranks.
-    """
-    checks.check_batch(batch)
-    ranks = num_data_ranks(mesh)
-
-    def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        if leaf.ndim == 0 or leaf.shape[0] % (num_microbatches * ranks):
-            raise ShapeError(
-                f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
-                f"divisible by num_microbatches {num_microbatches} x {ranks} data ranks",
-                field="batch",
-            )
-        return jax.ShapeDtypeStruct((leaf.shape[0] // (num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(share, batch)
-
-
 @dataclass(frozen=True, eq=False)
 class TrainStep:
     """Compiles a training step, makes its state, places batches; holds no arrays. Made by `train_step`.
 
     Attributes:
-        bound: The strategy with its loss.
+        bound: The strategy with its objective.
         transform: The optax transform.
         shapes: Shapes of the parameters, in the model's own tree.
-        binding: The choices that the strategy needs.
+        objective: The loss and the choices that the strategy needs.
         sees: The layout that the transform gets: packed and sharded `arrays`, or the model's own `tree`.
         clip_norm: Largest global norm of the gradient; None does not clip.
         key: The random key of the run.
@@ -220,10 +165,10 @@ class TrainStep:
         frozen: Names of the parameters that are not trained.
     """
 
-    bound: Bound
+    bound: BoundStrategy
     transform: Transform
     shapes: Tree
-    binding: Binding
+    objective: Objective
     sees: Literal["arrays", "tree"]
     clip_norm: float | None
     key: Array
@@ -254,13 +199,14 @@ class TrainStep:
 
     # --- State ---
 
-    def init(self, params: Tree | Callable[[], Tree], carried: Tree = None) -> TrainState:
+    def init(self, params: Tree | Callable[[], Tree], carried: Tree = None, observed: Tree = None) -> TrainState:
         """Makes the state before the first step, in one program, on the devices of the step.
 
         Args:
             params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`. Or a function that
                 makes them, so that no device ever holds all of them.
             carried: The carried state to start from, of the shapes and dtypes given to `train_step`.
+            observed: The observed state to start from; None for zeros.
 
         Returns:
             The state. Its buffers are its own, because the first step donates them.
@@ -270,11 +216,12 @@ class TrainStep:
                 has the path of the leaf.
         """
         carried = {} if carried is None else carried
-        self._check_carried(carried)
+        checks.check_carried(carried, self.objective.carried)
         if callable(params):
-            return in_turn(jax.jit(lambda carried: self._init(params(), carried), out_shardings=self.shardings)(carried))
+            make = jax.jit(lambda *rest: self._init(params(), *rest), out_shardings=self.shardings)
+            return in_turn(make(carried, observed))
         checks.check_params(params, self.shapes)
-        return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried))
+        return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried, observed))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
         """Returns the program of `init` with parameters and carried state from `make()`, to be compiled beside the step's."""
@@ -283,7 +230,7 @@ class TrainStep:
     @cached_property
     def state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
-        shapes = jax.eval_shape(self._init, self.shapes, self.binding.carried)
+        shapes = jax.eval_shape(self._init, self.shapes, self.objective.carried)
         return shapes if self.mesh is None else _placed(shapes, self.shardings)
 
     @cached_property
@@ -292,36 +239,32 @@ class TrainStep:
         if self.mesh is None:
             return None
         # Said, not left to the compiler: an update in place needs results that lie as the arguments do.
-        state, replicated = jax.eval_shape(self._init, self.shapes, self.binding.carried), self._replicated
+        state, replicated = jax.eval_shape(self._init, self.shapes, self.objective.carried), self._replicated
         params = self.bound.shardings(state.params)
         if self.sees == "arrays":
             opt_state = state_shardings(self.transform, state.opt_state, state.params, params, replicated)
         else:
             opt_state = spread(self.mesh, _placed(state.params, params), state.opt_state)
         counter: Any = replicated
-        return TrainState(counter, counter, params, opt_state, jax.tree.map(lambda _: replicated, state.carried))
+        rest = jax.tree.map(lambda _: replicated, state.carry)
+        return TrainState(counter, counter, params, opt_state, *rest)
 
     @property
     def canonical(self) -> CanonicalLayout:
         """Turns the state into the model's own tree, which checkpoints hold and any strategy can go on from, and back."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
-    def _check_carried(self, carried: Tree) -> None:
-        """Raises ShapeError unless this is carried state of the step. FP8 histories may be missing: they start at zero."""
-        own, has_history = self.binding.carried, isinstance(carried, WithHistory)
-        checks.check_carried(carried, own.model if isinstance(own, WithHistory) and not has_history else own)
-
-    def _init(self, tree: Tree, carried: Tree) -> TrainState:
+    def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
         checks.check_params(tree, self.shapes)
-        self._check_carried(carried)
+        checks.check_carried(carried, self.objective.carried)
         params = optax.tree.cast(self.bound.pack(tree), self.params_dtype)
         seen = params if self.sees == "arrays" else self.bound.unpack(params)
-        if isinstance(self.binding.carried, WithHistory) and not isinstance(carried, WithHistory):
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.binding.carried.fp8)
-            carried = WithHistory(carried, zeros)
+        if observed is None:
+            observed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.bound.observed)
         zero = jnp.zeros((), jnp.int32)
-        # Arrays of their own, since the first step donates them.
-        return TrainState(zero, zero.copy(), params, self.transform.init(seen), jax.tree.map(jnp.array, carried))
+        # Copies, because the first step donates the state.
+        rest = jax.tree.map(jnp.array, (carried, observed))
+        return TrainState(zero, zero.copy(), params, self.transform.init(seen), *rest)
 
     def resumed(self, state: TrainState) -> TrainState:
         """Returns a halted state that goes on: what halted it is zero, in the same buffers.
@@ -330,7 +273,7 @@ class TrainStep:
             state: donated. Its `step` says where to go on: the next batch is that of index `state.step`.
         """
         leaves, structure = jax.tree.flatten(state.carried)
-        kinds = jax.tree.leaves(self.binding.reductions)
+        kinds = jax.tree.leaves(self.objective.reductions)
         flags = {i: leaves[i] for i, kind in enumerate(kinds) if kind == "halt"}
         where = {i: flag.sharding for i, flag in flags.items()}
         zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=where)
@@ -342,7 +285,7 @@ class TrainStep:
     @property
     def batch_sharding(self) -> NamedSharding | None:
         """Sharding of the leaves of a placed batch, [M, B/M, ...]. None on one device."""
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
+        return self.bound.batches.sharding
 
     def batch_rows(self, rows: int) -> np.ndarray:
         """Returns the indices of the rows that this process passes to `place`, in ascending order.
@@ -363,12 +306,7 @@ class TrainStep:
         Raises:
             ShapeError: If the number of microbatches times the number of data ranks does not divide `rows`.
         """
-        _microbatch(jax.ShapeDtypeStruct((rows,), jnp.int32), self.binding.num_microbatches, self.mesh)  # for its error
-        index_MB = np.arange(rows).reshape(self.binding.num_microbatches, -1)
-        if self.batch_sharding is None:
-            return index_MB.ravel()
-        parts = self.batch_sharding.addressable_devices_indices_map(index_MB.shape).values()
-        return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
+        return self.bound.batches.rows(rows)
 
     def place(self, batch: Tree) -> Tree:
         """Reshapes a batch to microbatches and puts it on the devices of all processes. Sends no row to another process.
@@ -382,23 +320,7 @@ class TrainStep:
         Raises:
             ShapeError: If microbatches and data ranks cannot share the rows.
         """
-        sharding, num_microbatches = self.batch_sharding, self.binding.num_microbatches
-        if sharding is None:
-            return batch
-        own, total = self._data_ranks
-
-        def place(leaf: Any) -> Array:
-            rows = np.asarray(leaf)
-            if rows.ndim == 0 or len(rows) % (num_microbatches * own):
-                raise ShapeError(
-                    f"`batch` has an array of shape {list(rows.shape)}: its first axis must be divisible by num_microbatches "
-                    f"{num_microbatches} x {own} data ranks of this process"
-                )
-            shape = (num_microbatches, len(rows) // num_microbatches, *rows.shape[1:])
-            whole = (shape[0], shape[1] * total // own, *shape[2:])
-            return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
-
-        return jax.tree.map(place, batch)
+        return self.bound.batches.place(batch)
 
     def placed_shapes(self, batch: Tree) -> Tree:
         """Returns the shapes and shardings of a batch from `place`, for programs that take one.
@@ -409,32 +331,7 @@ class TrainStep:
         Raises:
             ShapeError: If microbatches and data ranks cannot share the rows.
         """
-        sharding, num_microbatches = self.batch_sharding, self.binding.num_microbatches
-
-        def is_placed(leaf: Any) -> bool:
-            where = getattr(leaf, "sharding", None)
-            if sharding is None or not isinstance(where, NamedSharding):
-                return False
-            # Not the devices: a batch placed for one mesh also describes the batch of a mesh of other devices (`on`).
-            alike = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
-            return alike and leaf.shape[0] == num_microbatches
-
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            lead = (num_microbatches, leaf.shape[0] // num_microbatches)
-            placed = leaf.shape if sharding is None or is_placed(leaf) else (*lead, *leaf.shape[1:])
-            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
-
-        checks.check_batch(batch)
-        if not all(map(is_placed, jax.tree.leaves(batch))):
-            _microbatch(batch, num_microbatches, self.mesh)  # for its error
-        return jax.tree.map(shape, batch)
-
-    @cached_property
-    def _data_ranks(self) -> tuple[int, int]:
-        """The number of data ranks that this process feeds, and the number of all."""
-        assert self.mesh is not None
-        total = num_data_ranks(self.mesh)
-        return len(self.batch_rows(self.binding.num_microbatches * total)) // self.binding.num_microbatches, total
+        return self.bound.batches.placed_shapes(batch)
 
     # --- The program ---
 
@@ -459,44 +356,44 @@ class TrainStep:
             DonationError: If a leaf of the state would be copied, or would change places with another.
         """
         xla_options = checks.strings("xla_options", xla_options, example="name=value")
-        platform = jax.default_backend()
-        chosen = (*self.chosen_options(platform), *xla_options)
-        options = compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
+        options = self.options(jax.default_backend(), graph=graph, xla_options=xla_options)
         shapes = self.placed_shapes(batch)
         with option_errors():
-            gradients = self.bound.dispatched(self.state.params, self.state.carried, shapes, self.key, options)
-            if gradients is not None:
-                return self._dispatched(gradients, shapes, options)
-            compiled, report = compile_and_report(self.jitted().lower(self.state, shapes), options)
+            gradients = self.bound.compile_gradients(self.state.params, self.state.carry, shapes, self.key, options)
+            compiled, report = compile_and_report(self._jitted(gradients).lower(self.state, gradients.inputs), options)
         check_identity(compiled, self.state)
-        return CompiledStep(compiled, report, shapes)
+        return CompiledStep(compiled, report, shapes, gradients)
+
+    def options(
+        self, platform: str, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
+    ) -> dict[str, OptionValue]:
+        """Returns the XLA options of the compiled step on a platform. Takes `graph` and `xla_options` as `compile` does."""
+        chosen = (*self.chosen_options(platform), *xla_options)
+        return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the XLA options that products in FP8 need on a platform, as far as the installed XLA has them."""
-        return () if self.binding.fp8 is None else known(product.XLA_OPTIONS, platform)
+        """Returns the XLA options that the strategy chooses on a platform. Leaves out options that the installed XLA lacks."""
+        return known(self.bound.xla_options, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """Returns the lowered step. Takes a batch as `compile` does."""
+        """Returns the lowered step as one program. Takes a batch as `compile` does."""
         return self.jitted().lower(self.state, self.placed_shapes(batch))
-
-    def _dispatched(self, gradients: Dispatched, batch: Tree, options: Mapping[str, Any]) -> CompiledStep:
-        """Compiles the update after gradients that the host's executables make."""
-
-        def update(state: TrainState, results: Tree) -> tuple[TrainState, StepMetrics]:
-            sums, grads = self.bound.collected(gradients, results, state.carried)
-            with scope("optimizer"):
-                return self.update(state, sums, grads)
-
-        where = (self.shardings, self._replicated)
-        jitted = jax.jit(update, donate_argnums=0, keep_unused=True, out_shardings=where)
-        compiled, report = compile_and_report(jitted.lower(self.state, gradients.results), options)
-        check_identity(compiled, self.state)
-        return DispatchedStep(compiled, report, batch, gradients)
 
     def jitted(self) -> jax.stages.Wrapped:
         """Returns the jitted `(state, batch) -> (state, StepMetrics)`. Donates the state; takes a batch from `place`."""
+        return self._jitted(InProgram(self.bound, None))
+
+    def _jitted(self, gradients: GradientProgram) -> jax.stages.Wrapped:
+        """Returns the jitted program of gradients and update."""
+
+        def step(state: TrainState, inputs: Tree) -> tuple[TrainState, StepMetrics]:
+            key = jax.random.fold_in(self.key, state.step)
+            sums, grads = gradients.gradients(state.params, state.carry, key, inputs)
+            with scope("optimizer"):
+                return self.update(state, sums, grads)
+
         results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self.shardings, self._replicated)}
-        return jax.jit(self._step, donate_argnums=0, keep_unused=True, **results)
+        return jax.jit(step, donate_argnums=0, keep_unused=True, **results)
 
     @property
     def _replicated(self) -> NamedSharding | None:
@@ -509,13 +406,6 @@ class TrainStep:
             jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
         ]
         return self.bound.pack(structure.unflatten(masks))
-
-    def _step(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        key = jax.random.fold_in(self.key, state.step)
-        batch_M = by_microbatch(batch, self.binding.num_microbatches) if self.mesh is None else batch
-        sums, grads = self.bound.loss_and_grads(state.params, batch_M, key, state.carried)
-        with scope("optimizer"):
-            return self.update(state, sums, grads)
 
     def update(self, state: TrainState, sums: Sums, grads: Tree) -> tuple[TrainState, StepMetrics]:
         """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
@@ -537,8 +427,9 @@ class TrainStep:
         square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         norm = jnp.sqrt(jnp.sum(square_sums))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        reductions = self.binding.reductions
-        carried, as_before = raised(reductions, state.carried, sums.carried), raised(reductions, sums.carried, state.carried)
+        reductions = self.objective.reductions
+        after = sums.carried
+        carried, as_before = raised(reductions, state.carried, after.model), raised(reductions, after.model, state.carried)
         flag = halted(reductions, carried)
         counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
         applied = finite if flag is None else finite & (flag == 0)
@@ -553,7 +444,8 @@ class TrainStep:
             updates, opt_state = apply_transform(self.transform, tree, state.opt_state, own, value=loss)
             updates = self.bound.pack(updates)
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
-        new, old = (params, opt_state, carried), (state.params, state.opt_state, as_before)
+        new = (params, opt_state, carried, after.observed)
+        old = (state.params, state.opt_state, as_before, state.observed)
         # The dtype of the new leaf, even where `where` would widen it to the old one's: a transform that changes a dtype must
         # fail the check of the aliases, not pass unseen.
         new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)

@@ -58,8 +58,3 @@ def accumulate(
         return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]
 
     return over
-
-
-def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
-    """Returns the batch with leaves [M, B/M, ...] instead of [B, ...]."""
-    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from jgraph.errors import ConfigError, ShapeError, check_choice
+from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, Reduction, check_loss
 from jgraph.tree import leaf_names
 
@@ -44,6 +45,16 @@ def float_dtype(field: str, value: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f"`{field}` is {_told(value)}: must be a floating dtype, e.g. jnp.float32", field=field)
     return dtype
+
+
+def check_fp8(config: Any, batch: Any) -> None:
+    """Raises ConfigError unless `config` is None, or a recipe and `batch` is given."""
+    if config is None:
+        return
+    if not isinstance(config, FP8Config):
+        raise ConfigError(f"`fp8` is {config!r}: must be a jgraph.FP8Config, or None for no matmuls in FP8", field="fp8")
+    if batch is None:
+        raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
 
 
 def random_key(value: Any) -> Array:

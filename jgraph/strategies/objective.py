@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.errors import ShapeError
+from jgraph.precision.config import FP8Config
 
 Tree = Any
 
@@ -67,16 +68,52 @@ class Sums:
     carried: Tree
 
 
-class WithHistory(NamedTuple):
-    """The carried state of a step whose products in FP8 have histories.
+class Carry(NamedTuple):
+    """State besides parameters and optimizer state, from step to step. Also a tree of reductions of the same structure.
 
     Attributes:
-        model: what the loss carries.
-        fp8: amax histories. What they are after a microbatch comes out of its backward pass.
+        model: The carried state of the model. A loss function returns it.
+        observed: State from the backward pass: amax histories of FP8. The cotangent of the state before a microbatch is the
+            state after it. Reduced by maximum.
     """
 
     model: Tree
-    fp8: Tree
+    observed: Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Holds a loss and the choices of a step that its strategy must know.
+
+    Attributes:
+        loss: `loss(params, batch, key, *carried)`, or a `PipelineModel`.
+        num_microbatches: Slices of the batch.
+        grads_dtype: Dtype of sums of gradients over microbatches and devices.
+        packing: Whether `small` parameters share an array, or `nothing` does.
+        carried: Shapes of the model's carried state.
+        reductions: Reductions of the carried state over microbatches and devices, a tree of names like `carried`.
+        fp8: Recipe for matmuls in FP8; None for none.
+        batch: Arrays or shapes of a whole batch; required with `fp8`.
+    """
+
+    loss: Any
+    num_microbatches: int = 1
+    grads_dtype: Any = jnp.float32
+    packing: Literal["small", "nothing"] = "small"
+    carried: Tree = field(default_factory=dict)
+    reductions: Tree = field(default_factory=dict)
+    fp8: FP8Config | None = None
+    batch: Tree = None
+
+    def reductions_with(self, observed: Tree) -> Carry:
+        """Returns the reductions of the carried state and of an observed state of these shapes."""
+        return Carry(self.reductions, jax.tree.map(lambda _: "max", observed))
+
+    @property
+    def loss_args(self) -> tuple[Tree, ...]:
+        """Shapes of the arguments of a loss function after the batch: the key, and the carried state if there is any."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
 
 def check_loss(found: Any) -> None:

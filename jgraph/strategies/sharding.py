@@ -8,18 +8,18 @@ devices of its part. Both happen parameter by parameter; XLA's scheduler moves t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis
 from jgraph.strategies.checks import strings
 from jgraph.strategies.overlap import summed_in_turn
-from jgraph.tree import expert_axis, matching
+from jgraph.tree import expert_axis, leaf_names, matching
 
 Tree = Any
 Aux = TypeVar("Aux")
@@ -32,6 +32,11 @@ XLA_OPTIONS = (
     "xla_gpu_all_gather_combine_threshold_bytes=134217728",
     "xla_gpu_reduce_scatter_combine_threshold_bytes=134217728",
 )
+
+
+def xla_options(mesh: Mesh | None) -> tuple[str, ...]:
+    """Returns the XLA options of a step whose parameters are sharded over several devices of a mesh; empty for other steps."""
+    return XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,41 @@ def shard_specs(
         length = 0 if axis is None else leaf.shape[axis]
         specs[name] = ShardSpec(axis, length, -(-length // ranks) * ranks, experts.get(name, 1))
     return specs
+
+
+class Sharding(Protocol):
+    """The choices of a strategy with the axis `fsdp`, as `FullySharded` documents them."""
+
+    @property
+    def shard_rules(self) -> tuple[str, ...]: ...
+    @property
+    def annotations(self) -> Mapping[str, Any]: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def shards(self) -> Sharded: ...
+
+
+def chosen_axes(tree: Tree, ranks: int, choices: Sharding) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the axes to shard that the user, the model or the experts determine, by the names of parameters.
+
+    Args:
+        tree: Shapes of the parameters.
+        ranks: Size of the axis `fsdp`.
+        choices: The choices of the strategy.
+
+    Returns:
+        The axes from rules and annotations, and the axes of arrays of experts if experts are spread over devices.
+
+    Raises:
+        ConfigError: If a rule, an annotation or `experts` does not fit the parameters.
+    """
+    names = leaf_names(tree)
+    axes = asked_axes(names, choices.shard_rules, choices.annotations)
+    if choices.experts == 1 and choices.shards == "everything":
+        return axes, {}
+    shapes = dict(zip(names, jax.tree.leaves(tree), strict=True))
+    return axes, expert_axes(shapes, axes, ranks, choices.experts)
 
 
 def expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, devices: int) -> dict[str, int]:

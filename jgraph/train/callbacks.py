@@ -162,7 +162,7 @@ class Metrics(Callback):
             "skipped": checks.skipped,
             "seconds": self._clock.seconds,
             "zero_gradients": len(checks.zeros(metrics)),
-            **statistics.summary(state.model_state),
+            **statistics.summary(state.carried),
         }
         self._warn_of_dead_experts(done, state)
         if self._evaluates(done):
@@ -172,7 +172,7 @@ class Metrics(Callback):
 
     def _warn_of_dead_experts(self, done: int, state: TrainState) -> None:
         """Warns once of each layer with experts that have received no token for 100 steps."""
-        for layer, experts in statistics.starved(state.model_state).items():
+        for layer, experts in statistics.starved(state.carried).items():
             if layer not in self._warned:
                 self._warned.add(layer)
                 some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"

@@ -12,7 +12,6 @@ from jgraph.errors import ConfigError
 from jgraph.interop.folder import Folder
 from jgraph.interop.load import load
 from jgraph.step.state import TrainState
-from jgraph.strategies.objective import WithHistory
 from jgraph.train import origin
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import restart_schedule
@@ -63,8 +62,10 @@ def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | No
         return InitialWeights(asked.init_from, None, partial(_of_folder, folder))
     path, step = origin.run_of(asked.continue_from)
     theirs = RunDir(path).saved_config(field="continue_from", module=config.module)
-    if path.resolve() == run_dir.path.resolve():
-        raise ConfigError(f"`run_dir` is {run_dir.path}: must be another directory than `continue_from`", field="run_dir")
+    if path.resolve() == Path(config.output.run_dir).resolve():
+        raise ConfigError(
+            f"`run_dir` is {config.output.run_dir}: must be another directory than `continue_from`", field="run_dir"
+        )
     origin.check_alike(config.model, theirs.model, f"as `continue_from` {asked.continue_from} has it")
     saved = SavedRun(path, step, module=config.module, field="continue_from")
     about = f"{path} after {saved.step} steps"
@@ -86,15 +87,14 @@ def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     """
     config, like = setup.config, setup.step.canonical.shapes()
     same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8 and saved.has_histories_of_batch
-    carried = like.carried if same else like.model_state
+    parts = {"params": like.params, "carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.initial.continue_with == "weights":
-        return setup.step.init(**saved.place(params=like.params, carried=carried))
-    found = saved.place(params=like.params, carried=carried, opt_state=like.opt_state)
+        return setup.step.init(**saved.place(**parts))
+    found = saved.place(**parts, opt_state=like.opt_state)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
-    if isinstance(like.carried, WithHistory) and not same:
-        found["carried"] = WithHistory(found["carried"], jax.tree.map(zeros, like.carried.fp8))
+    found.setdefault("observed", jax.tree.map(zeros, like.observed))
     found["opt_state"] = restart_schedule(found["opt_state"])
     return setup.step.canonical.back(TrainState(zeros(like.step), zeros(like.skipped), **found))

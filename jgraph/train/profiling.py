@@ -5,6 +5,7 @@ The traced steps are steps of the run on its own state, so no work is wasted.
 
 import gzip
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -24,12 +25,11 @@ from jgraph.step.state import StepMetrics, TrainState
 from jgraph.train.capacity import is_halted
 from jgraph.train.config import TrainConfig
 from jgraph.train.console import Reporter
-from jgraph.train.describe import memory, pipeline_of
 from jgraph.train.loop import Callback
 from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.presets import PRESETS
 from jgraph.train.rundir import RunDir, flatten, versions
-from jgraph.train.setup import TrainSetup
+from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
 from jgraph.xla.launches import profiler_options
 
@@ -160,9 +160,9 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "flags": _flags(config),
-        "memory": memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
+        "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    if (pipeline := pipeline_of(setup)) is not None:
+    if (pipeline := getattr(setup.step.bound, "pipeline", None)) is not None:
         ranks = pipeline.mesh.devices[0].reshape(pipeline.schedule.num_ranks, -1)[:, 0]
         about["pipeline"] = {
             "runtime": pipeline.runtime,
@@ -170,6 +170,28 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
             "devices": [device.local_hardware_id or 0 if device.platform == "gpu" else device.id for device in ranks],
         }
     return about
+
+
+def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
+    """Returns bytes per device: `pools` by use, `predicted_peak` of a pipeline or None, `compiled_peak` or None.
+
+    The pool `temporaries` has the temporary arrays of the compiled step that are not predicted.
+    """
+
+    def size(tree: Any) -> int:
+        shards = [
+            leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)
+        ]
+        return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
+
+    held = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
+    found = setup.step.bound.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
+    pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
+    predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
+    if (memory := compiled.memory) is not None:
+        pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
+    pools = {name: size for name, size in (held | pools).items() if size}
+    return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
 
 def _flags(config: TrainConfig) -> str:

@@ -205,6 +205,10 @@ class RunDir:
             flatten(fields)  # raises RecursionError if it is nested too deeply
         except (ValueError, RecursionError) as e:
             raise self._error(f"its config.json is damaged ({e}); name another `run_dir`") from e
+        model = fields.get("model")
+        if isinstance(model, dict) and "module" in model:  # written by earlier versions
+            module = model.pop("module")
+            fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
         if fields.get("graph") == "measure":  # removed
             fields["graph"] = "auto"
         if isinstance(fields.get("data"), str):  # written by earlier versions

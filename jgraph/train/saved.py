@@ -12,7 +12,6 @@ from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.modules import FunctionalModel
-from jgraph.strategies.objective import WithHistory
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import functional_model
@@ -80,27 +79,19 @@ class SavedRun:
 
     def read_carried(self, path: Any) -> np.ndarray:
         """Returns the saved leaf of the carried state at a path of keys."""
-        return self._reader.read(f"{self._carried}{jax.tree_util.keystr(path)}")
+        return self._reader.read(f".carried{jax.tree_util.keystr(path)}")
 
     def place(self, **like: Tree) -> dict[str, Tree]:
         """Reads parts of the state with other dtypes and shardings. Collective: every process must call it.
 
         Args:
-            like: `params`, `carried` or `opt_state` as arrays or shapes with the dtypes and shardings to use. If `carried` has
-                FP8 histories, the run must have the same FP8 recipe.
+            like: `params`, `carried`, `observed` or `opt_state` as shapes with the dtypes and shardings to use.
 
         Returns:
             The parts by name.
         """
-        prefixes = {name: f".{name}" for name in like}
-        if not isinstance(like.get("carried"), WithHistory):
-            prefixes["carried"] = self._carried
-
-        def leaf_name(path: Any) -> str:
-            return f"{prefixes[path[0].key]}{jax.tree_util.keystr(path[1:])}"
-
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
-        names = [leaf_name(path) for path, _ in paths]
+        names = [f".{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
         found = self._reader.place({name: leaf for name, (_, leaf) in zip(names, paths, strict=True)})
         leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
         return structure.unflatten(leaves)
@@ -113,11 +104,6 @@ class SavedRun:
         """
         config = self.config
         return not self._reader.has_old_units or config.parallel.dp * config.parallel.fsdp * config.input.num_microbatches == 1
-
-    @property
-    def _carried(self) -> str:
-        """The name of the model's carried state in the checkpoint, which may hold FP8 histories, too."""
-        return ".carried.model" if self.config.is_delayed else ".carried"
 
     def close(self) -> None:
         """Stops the threads of the reader."""

@@ -28,15 +28,12 @@ from jgraph.schedule import Choice, generate
 from jgraph.step import TrainStep, elementwise, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.step.train_step import in_fp8
 from jgraph.strategies import FullySharded, Loss, Replicated, Strategy
-from jgraph.strategies import sharding as fsdp
-from jgraph.strategies.base import Binding
+from jgraph.strategies.objective import Objective
 from jgraph.train.config import InputConfig, ParallelConfig, TrainConfig
 from jgraph.train.model import find_model, model_errors
 from jgraph.train.optimizer import adamw
-from jgraph.xla import compiler_options
-from jgraph.xla.options import OptionValue, known
+from jgraph.xla.options import OptionValue
 
 Tree: TypeAlias = Any
 _T = TypeVar("_T")
@@ -102,18 +99,13 @@ class TrainSetup:
 
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
-        options = (*self.chosen_options(jax.default_backend()), *self.config.compile.xla_options)
         with _errors_by_flag(self.config):
-            return self.step.compile(self.batch(), graph=self.config.compile.graph, xla_options=options)
+            how = self.config.compile
+            return self.step.compile(self.batch(), graph=how.graph, xla_options=how.xla_options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns all options with which the step is compiled on a platform."""
-        options = (*self.chosen_options(platform), *self.config.compile.xla_options)
-        return compiler_options(self.config.compile.graph, options, platform=platform, num_devices=self.step.num_devices)
-
-    def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the XLA options chosen for sharded parameters and FP8, if the installed XLA has them."""
-        return (*known(fsdp.XLA_OPTIONS * (self.config.parallel.shards > 1), platform), *self.step.chosen_options(platform))
+        return self.step.options(platform, graph=self.config.compile.graph, xla_options=self.config.compile.xla_options)
 
     def compile_init(self) -> Callable[[], TrainState]:
         """Starts to compile the program that makes the first state, in a thread.
@@ -133,7 +125,7 @@ class TrainSetup:
 
     def new_carried(self) -> Tree:
         """Returns the model's initial carried state, sharded as in a checkpoint."""
-        return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().model_state))
+        return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().carried))
 
     def inference_state(self, params: Tree, carried: Tree) -> TrainState:
         """Returns a state without optimizer state.
@@ -348,11 +340,16 @@ def _predictor(
     config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel
 ) -> Callable[[int | None], Choice]:
     num_microbatches = config.input.num_microbatches
-    binding = Binding(num_microbatches=num_microbatches, carried=found.carried, reductions=found.reductions)
-    if (fp8 := fp8_recipe(config)) is not None:
-        with _errors_by_flag(config):
-            binding = in_fp8(binding, fp8, model, pipelined, batch_shapes(config.input, config.input.batch_size))
-    pipeline = pipelined.pipeline(model, binding)
+    objective = Objective(
+        loss=model,
+        num_microbatches=num_microbatches,
+        carried=found.carried,
+        reductions=found.reductions,
+        fp8=fp8_recipe(config),
+        batch=batch_shapes(config.input, config.input.batch_size),
+    )
+    with _errors_by_flag(config):
+        pipeline, _ = pipelined.pipeline(objective)
     params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
     args = pipeline, params, batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
     parts = measure(

@@ -23,7 +23,7 @@ from jgraph.errors import ConfigError, os_errors
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.train import callbacks, capacity, describe, origin, profiling, trackers, validation
+from jgraph.train import callbacks, capacity, origin, profiling, trackers, validation
 from jgraph.train.config import InputConfig, OutputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
 from jgraph.train.engine import settle_engine
@@ -32,7 +32,7 @@ from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, replace_json, versions
 from jgraph.train.saved import check_histories
-from jgraph.train.setup import TrainSetup
+from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.signals import StopRequest
 from jgraph.train.watchdog import Wait, Watchdog, hang_message
 from jgraph.xla import cache, compiler_options
@@ -199,13 +199,13 @@ class _Run:
             # Linux lets a CPU device allocate more memory than there is, and kills the process later.
             devices = setup.step.num_devices // jax.process_count()
             _check_memory(setup.config.input, devices * step.memory.total, "a step")
-        if chosen := setup.chosen_options(jax.default_backend()):
+        if chosen := setup.step.chosen_options(jax.default_backend()):
             self.reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
         if step.capture is not None:
             self.reporter.line(str(step.capture))
-        for line in (describe.about_pipeline(setup, step), describe.about_fp8(setup, step)):
-            if line:
-                self.reporter.line(line)
+        shapes = batch_shapes(setup.config.input, setup.config.input.batch_size)
+        for line in setup.step.bound.describe(shapes, step.gradients, step.executables, step.memory):
+            self.reporter.line(line)
         return step
 
     def _write(self, engine: dict[str, Any], *, begins: bool) -> None:

@@ -33,12 +33,12 @@ _TEMPERATURE = 0.8
 
 def loss(setup: TrainSetup, state: TrainState, batch: Tree) -> Array:
     """Returns the mean next-token loss of a state in evaluation mode, in nats."""
-    return setup.model.evaluate("loss", setup.step.bound.unpack(state.params), state.model_state, batch)
+    return setup.model.evaluate("loss", setup.step.bound.unpack(state.params), state.carried, batch)
 
 
 def logits(setup: TrainSetup, state: TrainState, tokens_BT: Array) -> Array:
     """Returns the logits (B, T, V) of a state in evaluation mode."""
-    return setup.model.evaluate("logits", setup.step.bound.unpack(state.params), state.model_state, tokens_BT)
+    return setup.model.evaluate("logits", setup.step.bound.unpack(state.params), state.carried, tokens_BT)
 
 
 def flops_per_step(setup: TrainSetup) -> float:
@@ -155,7 +155,7 @@ def decoder(setup: TrainSetup) -> Decoder:
         return windowed(lambda weights, tokens_BT: logits(setup, weights[0], tokens_BT))
 
     def prepare(state: TrainState) -> Tree:
-        return own.prepare(setup.step.bound.unpack(state.params), state.model_state)
+        return own.prepare(setup.step.bound.unpack(state.params), state.carried)
 
     if setup.step.num_devices == 1:
         return replace(own, prepare=lambda state, _: prepare(state))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jgraph
 from jgraph.errors import ConfigError
 from jgraph_models.gpt import GPT, GPTConfig, attention_kernel
 
@@ -205,7 +204,7 @@ def test_what_is_made_again_is_not_kept_and_gives_the_same_gradients(scan_layers
     ],
 )
 def test_a_preset_has_the_number_of_parameters_that_names_it(preset, published):
-    config = jgraph.preset(preset).model
+    config = preset(preset).model
 
     def count(num_layers: int) -> int:
         sized = dataclasses.replace(config, num_layers=num_layers)

@@ -107,7 +107,7 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
             **LAYOUTS[layout],
         )
     )
-    assert setup.num_devices == RANKS
+    assert setup.step.num_devices == RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
     metrics, state = played(setup.step, state, STEPS)
     return metrics | weights.named(setup.step.bound.unpack(state.params))

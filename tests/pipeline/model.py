@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.pipeline import Pipeline, PipelineModel
 from jgraph.pipeline.dispatched import dispatched
 from jgraph.schedule import Schedule
+from jgraph.strategies.objective import Carry
 
 Tree = Any
 D, F, V, B, T = 8, 16, 12, 4, 3
@@ -136,10 +137,10 @@ def played(pipe: Pipeline) -> tuple[Any, Tree]:
     stacked, unpack = placed(pipe, *params(pipe.layout.num_layers)), lambda params: params
     batches = jax.device_put([batch(M, seed) for seed in (1, 0)], NamedSharding(pipe.mesh, PartitionSpec(None, "data")))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (stacked, batches))
-    gradients = dispatched(pipe, shapes[0], {}, unpack, shapes[1][0], key, {})
+    gradients = dispatched(pipe, shapes[0], Carry({}, {}), unpack, shapes[1][0], key, {})
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     for one in batches:
-        results = gradients(stacked, {}, step, one)
+        results = gradients(stacked, Carry({}, {}), step, one)
     loss, grads, *_ = jax.device_get(jax.jit(gradients.collect)(results))
     return loss, pipe.unstack(grads)
 

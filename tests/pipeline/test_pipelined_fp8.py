@@ -245,13 +245,13 @@ def hosted():
 
 @pytest.mark.once
 def test_a_product_that_is_made_again_does_not_wait_with_the_other_engine(hosted):
-    (replica,) = hosted.gradients.replicas
+    (replica,) = hosted.gradients.dispatched.replicas
     assert not [leaf for stage in replica.stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
 
 @pytest.mark.once
 def test_a_weight_waits_for_a_steps_stages_in_fp8_alone(hosted):
-    weights = [leaf for leaf in hosted.gradients.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
+    weights = [leaf for leaf in hosted.gradients.dispatched.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns
 
 
@@ -289,7 +289,7 @@ def test_sharded_weights_are_gathered_as_bytes_alone():
 def test_a_pattern_that_means_every_layer_keeps_a_product_in_all():
     config = replace(DELAYED, keep=("*embed*", "*head*", "blocks/*/up"))
     step = piped(config=config)
-    assert step.binding.carried.fp8.used.shape == (LAYERS, 3)
+    assert step.bound.observed.used.shape == (LAYERS, 3)
     assert_same(trained(step), expected(config, "plain", M, M * B))
 
 

@@ -10,7 +10,7 @@ import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
 from jgraph.kernels.grouped import grouped_dot
-from jgraph.precision.report import about
+from jgraph.precision.report import describe
 from jgraph.xla.explain import FP8Products
 from tests.autodiff.stages import grouped_mlp, grouped_params
 
@@ -165,7 +165,7 @@ def test_the_report_counts_a_grouped_product_without_its_wgrad():
         "experts/down": "",
     }
     assert [product.sizes for product in products[2:]] == [(2 * B, 32, 128), (2 * B, 64, 32)]
-    line = about(products, FP8Config(), FP8Products(7, 0))
+    line = describe(products, FP8Config(), FP8Products(7, 0))
     assert "3 of 4 products with parameters; 1 not: a router, 7 with their gradients; compiled: 7," in line
     needs = {product.kept for product in products_in("hybrid")[2:]}
     old = jax.__version_info__ < (0, 12)

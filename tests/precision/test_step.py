@@ -75,7 +75,7 @@ def in_float32(params, batch, key):
 
 @cache
 def alone():
-    return trained(made("one", loss=in_float32, transform=SGD))[1].carried.fp8.window
+    return trained(made("one", loss=in_float32, transform=SGD))[1].observed.window
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def alone():
     ],
 )
 def test_histories_are_the_same_on_every_strategy(name, microbatches, options):
-    found = trained(made(name, microbatches=microbatches, loss=in_float32, transform=SGD, **options))[1].carried.fp8.window
+    found = trained(made(name, microbatches=microbatches, loss=in_float32, transform=SGD, **options))[1].observed.window
     np.testing.assert_allclose(found, alone(), rtol=1e-6)
 
 
@@ -99,8 +99,8 @@ def test_histories_of_a_loss_object_do_not_depend_on_devices_and_microbatches(we
         mean, rows = loss(params, batch, key), len(batch["x"])
         return jgraph.Loss(rows * mean, rows) if weighted else jgraph.Loss(mean, aux={"mean": mean})
 
-    wanted = trained(made("one", loss=of_rows), 1)[1].carried.fp8.window
-    found = trained(made("dp", microbatches=2, loss=of_rows), 1)[1].carried.fp8.window
+    wanted = trained(made("one", loss=of_rows), 1)[1].observed.window
+    found = trained(made("dp", microbatches=2, loss=of_rows), 1)[1].observed.window
     np.testing.assert_allclose(found, wanted, rtol=1e-2)
 
 
@@ -128,7 +128,7 @@ def test_histories_of_experts_over_devices_are_those_of_one_device():
         state = {"carried": model.carried, "reductions": model.reductions}
         config = FP8Config(recipe="delayed", format="e4m3", history=2)
         step = jgraph.train_step(loss, SGD, strategy, fp8=config, batch=BATCH, **state)
-        return norms(step, step.init(*model.init()), [BATCH] * 2)[1].carried.fp8.window
+        return norms(step, step.init(*model.init()), [BATCH] * 2)[1].observed.window
 
     spread = jgraph.FullySharded(mesh(data=2, fsdp=4), model.shapes, experts=2)
     np.testing.assert_allclose(window(spread), window(jgraph.Replicated(None, model.shapes)), rtol=1e-6)
@@ -191,7 +191,7 @@ def test_histories_of_an_earlier_version_need_the_number_of_losses_they_were_mad
         checkpoints.restore_latest(state)
     _, found = checkpoints.restore_latest(state, old_num_losses=8)
     checkpoints.close()
-    for leaf in found.carried.fp8:
+    for leaf in found.observed:
         np.testing.assert_array_equal(leaf, jnp.full(leaf.shape, 24).at[..., 2].set(3))
     jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
 
@@ -202,7 +202,7 @@ def test_the_amax_of_a_step_is_the_largest_of_all_microbatches_and_devices(name,
     run, state = step.compile(BATCH), step.init(PARAMS)
     for first, last in ((30, -50), (-60, 40)):
         state, _ = run(state, step.place(BATCH | {"x": BATCH["x"].at[0, 0].set(first).at[-1, 0].set(last)}))
-    assert state.carried.fp8.window[:2, 0, 0].tolist() == [60, 50]
+    assert state.observed.window[:2, 0, 0].tolist() == [60, 50]
 
 
 def test_a_skipped_step_leaves_the_history_as_it_was():
@@ -244,8 +244,8 @@ def test_the_loss_may_carry_state_of_its_own():
     )
     run, state = step.compile(BATCH), step.init(PARAMS, {"seen": jnp.zeros(())})
     state, _ = run(state, BATCH)
-    assert float(state.model_state["seen"]) == 1
-    assert float(state.carried.fp8.window[0, 0, 0]) > 0
+    assert float(state.carried["seen"]) == 1
+    assert float(state.observed.window[0, 0, 0]) > 0
 
 
 def test_a_step_in_fp8_needs_the_shapes_of_a_batch():

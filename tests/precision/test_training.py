@@ -37,13 +37,13 @@ def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(
 
 
 def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
-    from jgraph.train import strategy
+    from jgraph.train import setup
 
-    monkeypatch.setattr(strategy.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ConfigError) as error:
-        strategy.recipe_of(TrainConfig.of(precision="fp8"))
+        setup.fp8_recipe(TrainConfig.of(precision="fp8"))
     assert error.value.field == "precision"
-    assert strategy.recipe_of(TrainConfig.of(precision="fp8", fp8=FP8Config(emulate=True))) is not None
+    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
 @pytest.mark.once

@@ -150,7 +150,7 @@ def test_a_step_that_halts_leaves_histories_of_fp8_as_they_are():
     step = train_step(counting, optax.sgd(0.1), precision.strategy("dp"), **given)
     good, _ = run(step, step.init(precision.PARAMS, CARRIED), rows[:1])
     state, _ = run(step, step.init(precision.PARAMS, CARRIED), [rows[0], rows[1], rows[0]])
-    assert int(state.model_state["overflow"]) == NEEDED
+    assert int(state.carried["overflow"]) == NEEDED
     assert_same(canonical(step, step.resumed(state)), canonical(step, good))
 
 

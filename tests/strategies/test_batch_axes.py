@@ -115,7 +115,7 @@ def test_products_in_fp8_are_found_where_a_batch_norm_reduces_over_the_batch_axe
         model = jgraph.functional(lambda: Wide(axis_name, nnx.Rngs(0)))
         step = step_of(layout, model, fp8=jgraph.FP8Config(recipe="delayed", emulate=True), batch=WIDE)
         run, state = step.compile(WIDE), step.init(*model.init())
-        before = jax.tree.map(np.asarray, state.carried.fp8)
+        before = jax.tree.map(np.asarray, state.observed)
         state, metrics = run(state, step.place(WIDE))
         return jax.tree.map(np.shape, before), float(metrics.loss)
 

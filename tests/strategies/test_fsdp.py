@@ -20,8 +20,7 @@ from jgraph.step.transform import state_shardings
 from jgraph.strategies import Replicated, overlap
 from jgraph.strategies import sharding as fsdp
 from jgraph.strategies.accumulate import accumulate
-from jgraph.strategies.base import Binding
-from jgraph.strategies.objective import Sums
+from jgraph.strategies.objective import Carry, Objective, Sums
 from jgraph.strategies.sharding import ShardSpec
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
@@ -293,7 +292,7 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
     setup = TrainSetup.of(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
-    _, sums = jax.eval_shape(setup.step.bound.loss_and_grads, state.params, tokens_BS, jax.random.key(0), {})
+    _, sums = jax.eval_shape(setup.step.bound.loss_and_grads, state.params, tokens_BS, jax.random.key(0), state.carry)
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype(grads)}
 
 
@@ -342,11 +341,11 @@ def product(params, tokens_BS):
 def test_replicas_sum_their_gradients_in_float32(num_microbatches):
     shapes = {"w": jax.ShapeDtypeStruct((1,), FLOAT)}
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    asked = Binding(num_microbatches=num_microbatches, packing="nothing")
-    bound = Replicated(mesh, shapes).bind(lambda p, t, key: product(p, t) / t.size, asked)
+    objective = Objective(loss=lambda p, t, key: product(p, t) / t.size, num_microbatches=num_microbatches, packing="nothing")
+    bound = Replicated(mesh, shapes).bind(objective)
     tokens_MBS = np.asarray([[[256], [1]]] * num_microbatches, np.int32)
     tokens_MBS = jax.device_put(tokens_MBS, NamedSharding(mesh, PartitionSpec(None, "data")))
-    _, grads = jax.jit(bound.loss_and_grads)(bound.pack({"w": jnp.ones(1)}), tokens_MBS, jax.random.key(0), {})
+    _, grads = jax.jit(bound.loss_and_grads)(bound.pack({"w": jnp.ones(1)}), tokens_MBS, jax.random.key(0), Carry({}, {}))
     assert grads["w"] == 257 / 2
 
 
@@ -417,7 +416,7 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == 7
     assert setup.options("cpu") == {threshold: 7}
-    assert TrainSetup.of(config()).chosen_options("gpu") == ()
+    assert TrainSetup.of(config()).step.chosen_options("gpu") == ()
 
 
 @pytest.mark.once

@@ -28,7 +28,7 @@ def setup_of(**fields: Any) -> TrainSetup:
     model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
     fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
     setup = TrainSetup.of(TrainConfig.of(**fields, model=model))
-    return dataclasses.replace(setup, step=setup.step.on(aot.devices(8)[: setup.num_devices]))
+    return dataclasses.replace(setup, step=setup.step.on(aot.devices(8)[: setup.step.num_devices]))
 
 
 def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:

@@ -148,7 +148,7 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "fields", "field", "message"), WRONG, ids=[f"{w[2]}-{i}" for i, w in enumerate(WRONG)])
 def test_a_value_that_cannot_work_is_refused_with_its_name_and_what_is_allowed(kind, fields, field, message):
     with pytest.raises(ConfigError) as error:
-        kind(**fields)
+        getattr(kind, "of", kind)(**fields)
     assert (error.value.field, str(error.value)) == (field, message)
 
 
@@ -219,7 +219,9 @@ def test_a_config_cannot_be_changed_after_its_checks(kind):
     ],
 )
 def test_what_lies_just_inside_the_limits_is_taken(kind, fields):
-    assert {name: getattr(kind(**fields), name) for name in fields} == fields
+    config = getattr(kind, "of", kind)(**fields)
+    taken = getattr(config, "to_dict", lambda: vars(config))()
+    assert {name: taken[name] for name in fields} == fields
 
 
 def test_an_error_of_the_configuration_is_one_of_the_family():
@@ -227,12 +229,12 @@ def test_an_error_of_the_configuration_is_one_of_the_family():
 
 
 def test_tokens_of_a_step_are_those_that_are_predicted():
-    assert TrainConfig.of(batch_size=4, seq_len=32, num_microbatches=2).tokens_per_step == 128
+    assert TrainConfig.of(batch_size=4, seq_len=32, num_microbatches=2).input.tokens_per_step == 128
 
 
 def test_the_run_directory_follows_the_preset_unless_named():
-    assert TrainConfig.of(preset="gpt-124m").run_dir == "runs/gpt-124m"
-    assert TrainConfig.of(preset="gpt-124m", run_dir="elsewhere").run_dir == "elsewhere"
+    assert TrainConfig.of(preset="gpt-124m").output.run_dir == "runs/gpt-124m"
+    assert TrainConfig.of(preset="gpt-124m", run_dir="elsewhere").output.run_dir == "elsewhere"
 
 
 def through_json(config):
@@ -281,7 +283,7 @@ def test_a_preset_carries_its_own_name(name):
 
 
 def test_a_configuration_without_a_preset_claims_none():
-    assert (TrainConfig().preset, TrainConfig().run_dir) == ("", "runs/GPT")
+    assert (TrainConfig().preset, TrainConfig().output.run_dir) == ("", "runs/GPT")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cpu-tiny", "gpt-moe-tiny"}))

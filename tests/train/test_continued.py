@@ -16,9 +16,11 @@ from jgraph.data import load as load_corpus
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.report import __main__ as report
-from jgraph.train import continued, origin
+from jgraph.train import origin
 from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
+from jgraph.train.initial import initial_weights
+from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from tests import tiny
@@ -56,12 +58,13 @@ def written(path, config):
 def begun(path, config, **fields):
     """The canonical state before the first step of a run that begins with the one at a path."""
     config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
-    saved = continued.opened(config, RunDir(path.with_name("more")))
+    weights = initial_weights(config, RunDir(path.with_name("more")))
+    assert weights is not None
     setup = TrainSetup.of(config)
     try:
-        return setup.step.canonical.of(continued.load(setup, saved))
+        return setup.step.canonical.of(weights.load(setup))
     finally:
-        saved.close()
+        weights.close()
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +160,9 @@ def test_weights_of_other_bits_than_were_saved_are_not_begun_with(tmp_path, monk
 def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
     path, _ = one
     told = {name: value.replace("RUN", str(path)) if isinstance(value, str) else value for name, value in fields.items()}
+    fields = {"continue_from": str(path)} | told
     with pytest.raises((ConfigError, CheckpointError)) as error:
-        continued.opened(dataclasses.replace(config_of(**FIELDS), **{"continue_from": str(path)} | told), RunDir(path / "new"))
+        initial_weights(config_of(**FIELDS).changed(**fields), RunDir(path / "new"))
     assert error.value.field == field
     assert "\n" not in str(error.value)
 
@@ -166,9 +170,9 @@ def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
 def test_another_compute_dtype_is_a_matter_of_precision(one):
     config = config_of(**FIELDS)
     model = dataclasses.replace(config.model, compute_dtype="bfloat16")
-    saved = continued.opened(config.changed(model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
-    assert saved is not None
-    saved.close()
+    weights = initial_weights(config.changed(model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
+    assert weights is not None
+    weights.close()
 
 
 def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
@@ -176,7 +180,7 @@ def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
     flags = ["--run-dir", str(tmp_path / "new"), "--steps", "5"]
     config = parse(["--continue-from", str(path / "checkpoints" / "7"), *flags])
     assert config.model == config_of(**FIELDS).model
-    assert (config.steps, config.input.batch_size, config.preset) == (5, jgraph.preset("cpu-tiny").batch_size, "cpu-tiny")
+    assert (config.steps, config.input.batch_size, config.preset) == (5, preset("cpu-tiny").input.batch_size, "cpu-tiny")
     with pytest.raises(ConfigError) as error:
         parse(["--continue-from", str(path.with_name("none")), *flags])
     assert error.value.field == "continue_from"

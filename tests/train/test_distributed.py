@@ -247,7 +247,7 @@ def amax_history(run_dir):
     checkpoints = Checkpoints(run_dir / "checkpoints", 1)
     _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
     checkpoints.close()
-    return jax.device_get(state.carried.fp8)
+    return jax.device_get(state.observed)
 
 
 @pytest.fixture(scope="module")

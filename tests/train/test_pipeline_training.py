@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jgraph.pipeline import autotune, choose
 from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.schedule import NAMES, generate, write
 from jgraph.step.state import TrainState
+from jgraph.train import validation
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
@@ -104,8 +106,8 @@ def assert_evaluated_as(ours: Trained, theirs: Trained):
     batch = batches_of(ours.setup.config)[0].astype(np.int32)
     held, one = (
         [
-            jax.jit(run.setup.loss)(run.state, run.setup.place_whole(batch)),
-            jax.jit(run.setup.logits)(run.state, run.setup.place_whole(batch[:1])),
+            jax.jit(partial(validation.loss, run.setup))(run.state, validation.place_whole(run.setup, batch)),
+            jax.jit(partial(validation.logits, run.setup))(run.state, validation.place_whole(run.setup, batch[:1])),
         ]
         for run in (ours, theirs)
     )
@@ -129,7 +131,7 @@ def test_a_pipeline_trains_and_is_evaluated_as_one_device_does():
     assert isinstance(ours.setup.step.bound, BoundPipeline)
     pipeline = ours.setup.step.bound.pipeline
     assert (pipeline.schedule.name, pipeline.runtime) == ("zb-h1", "general")
-    assert ours.setup.num_devices == 4
+    assert ours.setup.step.num_devices == 4
     assert all(leaf.sharding.device_set == set(jax.devices()[:4]) for leaf in jax.tree.leaves(ours.state))
     assert_same(ours, of_one_device(3, "untied"))
     assert_evaluated_as(ours, of_one_device(3, "untied"))
@@ -151,7 +153,7 @@ def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
         rope_scaling="llama3",
         rope_original_length=16,
     )
-    one, ours = (trained(dataclasses.replace(config_of(**ranks), model=model)) for ranks in ({}, {"pp": 2, "fsdp": 2}))
+    one, ours = (trained(config_of(**ranks).changed(model=model)) for ranks in ({}, {"pp": 2, "fsdp": 2}))
     assert_same(ours, one)
     assert any("bias" in name for name in one.weights())
 

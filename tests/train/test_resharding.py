@@ -108,7 +108,7 @@ def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
 def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
     setup = TrainSetup.of(config_of(num_layers=9, num_microbatches=2, **fields))
     shapes = setup.step.canonical.shapes()
-    ranks = setup.num_devices // fields.get("dp", 1)
+    ranks = setup.step.num_devices // fields.get("dp", 1)
     # No device holds more than its share.
     assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
     random = np.random.default_rng(0)

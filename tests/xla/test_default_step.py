@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 
-import jgraph
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compiler_options
 
@@ -16,7 +15,7 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 def config_of(preset, **changes):
     """The preset with XLA's attention, as the GPU would run it otherwise; changes are of the model."""
-    config = jgraph.preset(preset)
+    config = preset(preset)
     return config.changed(model=dataclasses.replace(config.model, attention="xla", **changes))
 
 

@@ -1,0 +1,149 @@
+"""The layout of a batch: rows grouped by microbatch, each microbatch sharded over the data ranks."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.errors import ShapeError
+from jgraph.mesh import batch_axes, num_data_ranks
+from jgraph.strategies import checks
+from jgraph.tree import path_name
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Places the rows of a batch on devices.
+
+    Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
+    every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded over the data ranks. On one device,
+    a placed batch is the batch itself.
+
+    Attributes:
+        mesh: The devices; None for one device.
+        num_microbatches: M.
+    """
+
+    mesh: Mesh | None
+    num_microbatches: int
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """Sharding of the leaves of a placed batch. None on one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
+
+    def rows(self, count: int) -> np.ndarray:
+        """Returns the indices of the rows that this process feeds, int64 in ascending order, of a batch of `count` rows.
+
+        Raises:
+            ShapeError: If the microbatches and data ranks cannot share the rows equally.
+        """
+        self.microbatch(jax.ShapeDtypeStruct((count,), jnp.int32))  # raises ShapeError
+        index_MB = np.arange(count).reshape(self.num_microbatches, -1)
+        if self.sharding is None:
+            return index_MB.ravel()
+        parts = self.sharding.addressable_devices_indices_map(index_MB.shape).values()
+        return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
+
+    def place(self, batch: Tree) -> Tree:
+        """Puts the rows of this process on its devices. Sends no row to another process.
+
+        Args:
+            batch: Leaves [B, ...]. With several processes, the rows that `rows` lists for this process.
+
+        Raises:
+            ShapeError: If the microbatches and data ranks cannot share the rows equally.
+        """
+        sharding, num_microbatches = self.sharding, self.num_microbatches
+        if sharding is None:
+            return batch
+        own, total = self._data_ranks
+
+        def place(leaf: Any) -> Array:
+            rows = np.asarray(leaf)
+            if rows.ndim == 0 or len(rows) % (num_microbatches * own):
+                raise ShapeError(
+                    f"`batch` has an array of shape {list(rows.shape)}: its first axis must be divisible by num_microbatches "
+                    f"{num_microbatches} x {own} data ranks of this process"
+                )
+            shape = (num_microbatches, len(rows) // num_microbatches, *rows.shape[1:])
+            whole = (shape[0], shape[1] * total // own, *shape[2:])
+            return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
+
+        return jax.tree.map(place, batch)
+
+    def placed_shapes(self, batch: Tree) -> Tree:
+        """Returns the shapes and shardings of a placed batch.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, [B, ...], or of a placed batch.
+
+        Raises:
+            ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
+        """
+        sharding, num_microbatches = self.sharding, self.num_microbatches
+
+        def is_placed(leaf: Any) -> bool:
+            where = getattr(leaf, "sharding", None)
+            if sharding is None or not isinstance(where, NamedSharding):
+                return False
+            # Not the devices: a batch placed for one mesh also describes the batch of a mesh of other devices (`on`).
+            alike = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
+            return alike and leaf.shape[0] == num_microbatches
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            lead = (num_microbatches, leaf.shape[0] // num_microbatches)
+            placed = leaf.shape if sharding is None or is_placed(leaf) else (*lead, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
+
+        checks.check_batch(batch)
+        if not all(map(is_placed, jax.tree.leaves(batch))):
+            self.microbatch(batch)  # raises ShapeError
+        return jax.tree.map(shape, batch)
+
+    def microbatch(self, batch: Tree) -> Tree:
+        """Returns the shapes of one device's microbatch.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, leaves [B, ...].
+
+        Raises:
+            ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
+        """
+        checks.check_batch(batch)
+        ranks = num_data_ranks(self.mesh)
+
+        def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            if leaf.ndim == 0 or leaf.shape[0] % (self.num_microbatches * ranks):
+                raise ShapeError(
+                    f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
+                    f"divisible by num_microbatches {self.num_microbatches} x {ranks} data ranks",
+                    field="batch",
+                )
+            return jax.ShapeDtypeStruct((leaf.shape[0] // (self.num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(share, batch)
+
+    def by_microbatch(self, placed: Tree) -> Tree:
+        """Returns a placed batch with leaves [M, B/M, ...] on one device too. Called in the step's program."""
+        if self.mesh is not None:
+            return placed
+        return by_microbatch(placed, self.num_microbatches)
+
+    @cached_property
+    def _data_ranks(self) -> tuple[int, int]:
+        """The number of data ranks that this process feeds, and the number of all."""
+        total = num_data_ranks(self.mesh)
+        return len(self.rows(self.num_microbatches * total)) // self.num_microbatches, total
+
+
+def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
+    """Returns the batch with leaves [M, B/M, ...] instead of [B, ...]."""
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

@@ -1,0 +1,266 @@
+"""Gradients over devices with different parts of the batch: replicated and fully sharded parameters."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.mesh import Axis, batch_axes, num_data_ranks, with_batch_axes
+from jgraph.packing import Packing
+from jgraph.precision import product
+from jgraph.precision.loss import FP8Loss, PlainLoss, StepLoss
+from jgraph.strategies import sharding
+from jgraph.strategies.accumulate import accumulate
+from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools
+from jgraph.strategies.batches import BatchLayout
+from jgraph.strategies.checks import check_function
+from jgraph.strategies.objective import Carry, Objective, Sums, finished, is_mean, summed
+from jgraph.strategies.sharding import ShardSpec
+from jgraph.tree import is_router, leaf_names
+from jgraph.xla.explain import Memory
+
+Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallel:
+    """A `BoundStrategy` over devices with different parts of the batch. Each device computes the whole model.
+
+    With sharded parameters, a microbatch gathers parameters and sums gradients over the axis `fsdp`, so that no device holds a
+    whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
+
+    Attributes:
+        mesh: The devices; None for one.
+        objective: The choices of the step.
+        loss: The loss function.
+        packing: The packing of the parameters; packed arrays are then sharded.
+        shards: How each array is sharded over the axis `fsdp`; empty without this axis.
+        compute_dtype: As in `FullySharded`.
+        reshard_after_forward: As in `FullySharded`.
+    """
+
+    mesh: Mesh | None
+    objective: Objective
+    loss: StepLoss
+    packing: Packing
+    shards: Mapping[str, ShardSpec]
+    compute_dtype: Any = None
+    reshard_after_forward: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh | None,
+        shapes: Tree,
+        objective: Objective,
+        *,
+        shard: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, ShardSpec]] | None = None,
+        alone: Collection[str] = (),
+        **choices: Any,
+    ) -> Self:
+        """Binds a loss function.
+
+        Args:
+            mesh: The devices; None for one.
+            shapes: Shapes of the parameters, in the model's own tree.
+            objective: The loss function and the choices of the step.
+            shard: Shards the packed arrays; None replicates them.
+            alone: Names of parameters that must not be packed with others.
+            choices: The remaining attributes.
+
+        Raises:
+            ConfigError: If the loss is not a function, or no matmul of it can be in FP8.
+        """
+        check_function(objective.loss)
+        loss = _step_loss(objective, shapes, mesh)
+        if objective.packing == "nothing":
+            packing = Packing.of(shapes, alone=leaf_names(shapes))
+        else:
+            packing = Packing.of(shapes, alone=() if shard is None else {*alone, *loss.prepared})
+        shards = {} if shard is None else shard(jax.eval_shape(packing.pack, shapes))
+        return cls(mesh, objective, loss, packing, shards, **choices)
+
+    # --- Layout ---
+
+    @property
+    def is_matrix(self) -> Tree:
+        return self.packing.decay_mask()
+
+    @property
+    def batches(self) -> BatchLayout:
+        return BatchLayout(self.mesh, self.objective.num_microbatches)
+
+    @property
+    def observed(self) -> Tree:
+        return self.loss.observed
+
+    @property
+    def xla_options(self) -> tuple[str, ...]:
+        in_fp8 = product.XLA_OPTIONS if self.objective.fp8 else ()
+        return (*sharding.xla_options(self.mesh), *in_fp8)
+
+    def on(self, mesh: Mesh) -> Self:
+        return replace(self, mesh=mesh)
+
+    def pack(self, tree: Tree) -> Tree:
+        packed = self.packing.pack(tree)
+        return {name: self.shards[name].pad(leaf) for name, leaf in packed.items()} if self.shards else packed
+
+    def unpack(self, params: Tree) -> Tree:
+        whole = {name: self.shards[name].unpad(leaf) for name, leaf in params.items()} if self.shards else params
+        return self.packing.unpack(whole)
+
+    def shardings(self, params: Tree) -> Tree:
+        if self.mesh is None:
+            return jax.tree.map(lambda _: None, params)
+        return {name: NamedSharding(self.mesh, spec) for name, spec in self._specs.items()}
+
+    @cached_property
+    def _specs(self) -> dict[str, PartitionSpec]:
+        if not self.shards:
+            return {name: PartitionSpec() for name, _ in self.packing.groups}
+        return {name: shard.spec() for name, shard in self.shards.items()}
+
+    # --- Gradients ---
+
+    def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+        return InProgram(self, batch)
+
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+        if self.mesh is None:
+            return self._local(params, batch, key, carry)
+        run = jax.shard_map(
+            self._on_device,
+            mesh=self.mesh,
+            in_specs=(self._specs, PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(), self._specs),
+            check_vma=False,
+        )
+        return run(params, batch, key, carry)
+
+    def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+        assert self.mesh is not None
+        axes = batch_axes(self.mesh)
+        return self._local(params, batch, jax.random.fold_in(key, jax.lax.axis_index(axes)), carry, axes)
+
+    def _local(self, params: Tree, batch: Tree, key: Array, carry: Carry, axes: tuple[str, ...] = ()) -> tuple[Sums, Tree]:
+        """Computes one device's part, and sums it over the devices of `axes`."""
+        objective = self.objective
+        reductions = objective.reductions_with(self.observed)
+        sums_and_grads = self._sums_and_grads(params, batch, key, carry)
+        sums, grads = accumulate(
+            sums_and_grads, objective.num_microbatches, dtype=objective.grads_dtype, reductions=reductions
+        )(params, batch, key)
+        sums = finished(reductions, sums, objective.num_microbatches, axes, self.mesh.size if self.mesh else 1)
+        if axes:
+            # Sharded gradients are already summed over `fsdp`, microbatch by microbatch.
+            grads = jax.tree.map(lambda g: g.astype(objective.grads_dtype), grads)
+            grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
+        return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
+
+    def _sums_and_grads(
+        self, params: Tree, batch: Tree, key: Array, carry: Carry
+    ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+        """Returns the function of a microbatch, after the work that all microbatches share."""
+        objective, shards = self.objective, self.shards
+        state = (carry.model,) if jax.tree.leaves(carry.model) else ()
+        first = jax.tree.map(lambda leaf: leaf[0], batch)
+        tree = self.packing.unpack(params) if not shards else None
+        # Without shards, an FP8 matmul may return a weight gradient in bfloat16: half the bytes for the kernel that casts it.
+        # If gradients are summed over devices at once, they leave the matmul in the dtype of the sum.
+        sent = self.mesh is not None and objective.num_microbatches == 1 and objective.grads_dtype == jnp.float32
+        prepared = self.loss.prepare(
+            jax.eval_shape(self._whole, params),
+            params if shards else dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)),
+            carry.observed,
+            (first, key, *state),
+            over_devices=(lambda _, amax: jax.lax.pmax(amax, sharding.AXIS)) if shards else None,
+            uncast=bool(shards) or sent,
+        )
+
+        def loss(whole: Tree, observed: Tree, *args: Tree) -> Any:
+            gathered = {name: shards[name].gather(part) for name, part in prepared.parts.items()}
+            return prepared.apply(whole, observed, gathered, *args, *state)
+
+        run = self.loss.traced(self._differentiated(loss, prepared.parts))
+
+        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+            sums, grads, observed = run(params, carry.observed, batch, key)
+            return replace(sums, carried=Carry(sums.carried, observed)), grads
+
+        return sums_and_grads
+
+    def _differentiated(
+        self, loss: Callable[..., Any], replaced: Collection[str]
+    ) -> Callable[[Tree, Tree, Tree, Array], tuple[Sums, Tree, Tree]]:
+        """Returns a function that computes the sums, gradients and observed state of a microbatch.
+
+        Args:
+            loss: `loss(params, observed, batch, key)`.
+            replaced: Names of the parameters that the loss gathers itself. Their gradients are in the dtype of the sums.
+        """
+        sums_dtype = self.objective.grads_dtype
+
+        def differentiate(params: Tree, observed: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree, Tree]:
+            def of(arrays: Tree, observed: Tree) -> tuple[Array, Sums]:
+                return summed(loss)(self.packing.unpack(arrays), observed, batch, key)
+
+            if self.shards:
+                dtypes = self._gathered_dtypes(params)
+                return sharding.value_and_grads(
+                    of,
+                    params,
+                    self.shards,
+                    dtypes | {name: jnp.promote_types(dtypes[name], sums_dtype) for name in replaced},
+                    observed,
+                    grads_dtype=sums_dtype,
+                    reshard_after_forward=self.reshard_after_forward,
+                    # FP8 matmuls are too short to hide sums beside wgrads alone. bfloat16 matmuls hide them, and lose 2 to 4%
+                    # by barriers (notes/develop/measurements.md).
+                    sums="in turn" if replaced else "scheduled",
+                )
+            (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, observed)
+            return sums, grads, after
+
+        return differentiate
+
+    def _gathered_dtypes(self, params: Tree) -> dict[str, Any]:
+        """Returns the dtypes in which arrays are gathered."""
+        cast, matrices = self.compute_dtype, self.is_matrix
+        return {name: cast if cast and matrices[name] and not is_router(name) else part.dtype for name, part in params.items()}
+
+    def _whole(self, params: Tree) -> Tree:
+        """Returns the parameters as the loss function takes them."""
+        if not self.shards:
+            return self.packing.unpack(params)
+        return self.packing.unpack(sharding.gathered(params, self.shards, self._gathered_dtypes(params)))
+
+    # --- Reports ---
+
+    def predict_memory(self, batch: Tree) -> Pools:
+        arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
+        ranks = self.mesh.shape.get(Axis.FSDP, 1) if self.mesh else 1
+        is_sharded = {name: name in self.shards and self.shards[name].axis is not None for name in arrays}
+        size = sum(leaf.size // (ranks if is_sharded[name] else 1) for name, leaf in arrays.items())
+        return Pools({"main_grad": size * jnp.dtype(self.objective.grads_dtype).itemsize}, "some")
+
+    def describe(
+        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
+    ) -> list[str]:
+        again = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
+        return [line + again for line in self.loss.describe(executables)]
+
+
+def _step_loss(objective: Objective, shapes: Tree, mesh: Mesh | None) -> StepLoss:
+    """Returns the loss function of an objective, in FP8 if the objective has a recipe."""
+    fn = with_batch_axes(objective.loss)
+    if objective.fp8 is None:
+        return PlainLoss(fn, {})
+    microbatch = BatchLayout(mesh, objective.num_microbatches).microbatch(objective.batch)
+    loss = FP8Loss.of(fn, objective.fp8, shapes, (microbatch, *objective.loss_args))
+    return loss.averaged(objective.num_microbatches * num_data_ranks(mesh)) if is_mean(loss.result) else loss

@@ -1,0 +1,79 @@
+"""Data parallelism with parameters, gradients and optimizer state sharded over the axis `fsdp`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import jax
+from jax.sharding import Mesh
+
+from jgraph.errors import check_choice
+from jgraph.mesh import Axis, checked
+from jgraph.strategies.base import summary
+from jgraph.strategies.checks import check_count, float_dtype
+from jgraph.strategies.data_parallel import DataParallel
+from jgraph.strategies.objective import Objective
+from jgraph.strategies.sharding import Sharded, ShardSpec, chosen_axes, shard_specs
+
+Tree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class FullySharded:
+    """Gives every device its part of each parameter and of the batch, as PyTorch's `fully_shard` does (ZeRO stage 3).
+
+    >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    >>> jgraph.FullySharded(mesh, shapes, shard_rules=("w=1",))
+    FullySharded(fsdp=1, 32 parameters)
+
+    Attributes:
+        mesh: A mesh with the axis `fsdp`; may also have the axis `data`.
+        shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+        shard_rules: Rules `PATTERN=AXIS`. A matching parameter is sharded along this axis. Other parameters are sharded by
+            `annotations`, or else by their shapes.
+        annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
+        compute_dtype: Dtype in which matrices are gathered, except those of routers. None gathers them as they are stored.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying
+            gathered. Weights in FP8 stay gathered.
+        experts: Number of devices that the experts of `jgraph.MoE` are spread over, a divisor of the size of `fsdp`. Tokens
+            are sent to the devices of their experts.
+        shards: Shard `everything`, or only `experts`; other parameters are then on every device.
+    """
+
+    mesh: Mesh
+    shapes: Tree
+    shard_rules: tuple[str, ...] = ()
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+    compute_dtype: Any = None
+    reshard_after_forward: bool = False
+    experts: int = 1
+    shards: Sharded = "everything"
+
+    def __repr__(self) -> str:
+        how = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
+        return f"FullySharded({summary(self.mesh, self.shapes)}{how})"
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
+        check_count("experts", self.experts)
+        if self.compute_dtype is not None:
+            float_dtype("compute_dtype", self.compute_dtype)
+        check_choice("shards", self.shards, get_args(Sharded))
+
+    def bind(self, objective: Objective) -> DataParallel:
+        ranks = self.mesh.shape[Axis.FSDP]
+        axes, experts = chosen_axes(self.shapes, ranks, self)
+
+        def shard(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ShardSpec]:
+            spread = dict.fromkeys(experts, self.experts)
+            return shard_specs(arrays, ranks, axes | experts, experts=spread, shards=self.shards)
+
+        return DataParallel.of(
+            self.mesh,
+            self.shapes,
+            objective,
+            shard=shard,
+            alone={*axes, *experts},
+            compute_dtype=self.compute_dtype,
+            reshard_after_forward=self.reshard_after_forward,
+        )
