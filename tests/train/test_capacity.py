@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.train import capacity
+from jgraph.train import capacity, trainer
 from jgraph.train.__main__ import main
 from jgraph.train.capacity import Halt
 from jgraph.train.config import TrainConfig
-from jgraph.train.loop import Loop
 from jgraph.train.rundir import RunDir
 from tests import own, tiny
 
@@ -72,12 +71,15 @@ def test_a_run_that_was_killed_goes_on_with_the_room_that_it_grew_to(tmp_path, c
 
 
 def test_a_run_that_is_stopped_before_it_has_looked_is_saved_before_the_step_that_halted(tmp_path, capsys, wanted, monkeypatch):
-    def stops(self, done, stop):
-        stop.name = "SIGTERM" if done == OVERFULL + 1 else ""
-        return bool(stop.name)
+    def agreed_stop(stop, watchdog, every):
+        def stops(done):
+            stop.name = "SIGTERM" if done == OVERFULL + 1 else ""
+            return bool(stop.name)
+
+        return stops
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_stops", stops)
+        patch.setattr(trainer, "agreed_stop", agreed_stop)
         assert run(tmp_path, "--log-every", "14") == 143
     out = capsys.readouterr().out
     assert len(told(out)) == 1
