@@ -24,7 +24,6 @@ from jgraph.dispatch import in_turn
 from jgraph.pipeline import Pipeline, Pipelined
 from jgraph.pipeline.dispatched import dispatched
 from jgraph.precision.product import XLA_OPTIONS
-from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.tables import tabulate
@@ -49,7 +48,7 @@ def time_schedule(asked: Row) -> None:
     stacked = pipe.stack(model.ends, model.layers)
     params = jax.device_put(stacked, pipe.shardings(stacked))
     inputs, history = jax.device_put(
-        (model.inputs, pipe.fp8.state(len(model.layers)) if pipe.fp8 else {}), NamedSharding(mesh, PartitionSpec())
+        (model.inputs, pipe.precision.state(len(model.layers))), NamedSharding(mesh, PartitionSpec())
     )
     del stacked
     model.layers.clear()  # they would count as the first device's memory
@@ -57,7 +56,7 @@ def time_schedule(asked: Row) -> None:
     runtime = "dispatched" if asked["engine"] == "dispatch" else pipe.runtime
     answer(device=f"{ranks} x {devices[0].device_kind}", runtime=runtime)
 
-    chosen = known(XLA_OPTIONS, platform) if pipe.fp8 else ()
+    chosen = known(XLA_OPTIONS, platform) if pipe.precision.weights else ()
     options = compiler_options(asked["graph"], (*chosen, *asked["xla_options"]), platform=platform, num_devices=ranks)
     if platform == "gpu":  # or command buffers are left aside while launches are counted
         options["xla_enable_command_buffers_during_profiling"] = True
@@ -66,7 +65,7 @@ def time_schedule(asked: Row) -> None:
     run()
     wait()
     # Where microbatches' losses are not weighted, a dispatched schedule leaves their sum.
-    count = size.microbatches if pipe.fp8 and runtime == "dispatched" else 1
+    count = size.microbatches if pipe.precision.weights and runtime == "dispatched" else 1
     loss = float(latest[0][0].addressable_data(0).ravel()[0]) / count
     # Of the first device only what is more than the whole model took there, before it was spread.
     peaks = [peak if n or peak > held_before else 0 for n, peak in enumerate(map(peak_memory_bytes, devices))]
@@ -142,7 +141,7 @@ def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, optio
     histories = gradients.results["histories"]
 
     def finish(histories: Any) -> Any:
-        return pipe.fp8.finish(histories, (), pipe.layout) if pipe.fp8 else {}
+        return pipe.precision.finish(histories, (), pipe.layout)
 
     specs = jax.tree.map(lambda shape: shape.sharding.spec, histories)
     mapped = jax.shard_map(finish, mesh=pipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
@@ -163,7 +162,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     layers = pipe.layout.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
     shapes, (x, *_) = pipe.layer_shapes(params, inputs)
-    [layer], extra = shapes[0] if pipe.fp8 else shapes
+    ([layer], extra), _, _ = shapes
 
     def forward(stage: Any, x: jax.Array) -> Any:
         made = []
@@ -191,11 +190,10 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     def milliseconds(call: Callable[[], Any]) -> float:
         return alone_ms(call, clock) / calls
 
-    stage = own = ([like(layer, 0.02, key) for key in range(layers)], extra)
+    own = ([like(layer, 0.02, key) for key in range(layers)], extra)
     x, dy = like(x), like(x, key=1)
-    if pipe.fp8 is not None and isinstance(function, FP8Function):
-        state = pipe.fp8.state(layers)
-        stage = own, state, function.quantize(own, state, x)
+    state = pipe.precision.state(layers)
+    stage = own, state, function.quantize(own, state, x) if pipe.precision.weights else None
     call_forward = compiled(forward, stage, x)
     residuals, _ = call_forward(stage, x)
     call_dgrad = compiled(dgrad, stage, residuals, dy)
@@ -204,7 +202,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     alone["dgrad_ms"] = milliseconds(lambda: call_dgrad(stage, residuals, dy))
     kept = [held.after_dgrad() for held in residuals]
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), own)
-    grads = [(sums, None, None) if pipe.fp8 else sums]
+    grads = [(sums, None, None)]
     call_wgrad = compiled(wgrad, grads[0], stage, kept, stashes, donate=(0,))
 
     def add() -> Any:

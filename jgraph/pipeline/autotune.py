@@ -19,7 +19,6 @@ from jgraph.mesh import num_data_ranks
 from jgraph.pipeline.ends import End
 from jgraph.pipeline.program import Pipeline
 from jgraph.precision.product import XLA_OPTIONS
-from jgraph.precision.transform import FP8Function
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Engine, Schedule, best, generate, read
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known
@@ -147,12 +146,13 @@ def measure(
     # In one program the loss takes the same with every schedule.
     wanted = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or "dispatch" in engines}
     platform = jax.default_backend()
-    options = compiler_options("auto", known(XLA_OPTIONS, platform) if pipeline.fp8 else (), platform=platform)
+    chosen = known(XLA_OPTIONS, platform) if pipeline.precision.weights else ()
+    options = compiler_options("auto", chosen, platform=platform)
 
     lowered = [jitted.lower(*shapes) for jitted, shapes in wanted.values()]
     with ThreadPoolExecutor(len(wanted)) as threads:
         # At once: compiling takes longer than timing.
-        programs = list(threads.map(lambda one: compile_and_report(one, options if pipeline.fp8 else {}), lowered))
+        programs = list(threads.map(lambda one: compile_and_report(one, options if chosen else {}), lowered))
     compiled = dict(zip(wanted, programs, strict=True))
     seconds: dict[str, float] = {}
     for part, (_, shapes) in wanted.items():
@@ -172,9 +172,8 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
     """Returns what is timed, with the shapes of its arguments: a layer's parts, in a loop, and the loss with its gradients."""
     stage, (x, *context) = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
-    own = stage[0] if pipeline.fp8 else stage
-    if isinstance(function, FP8Function):
-        stage = (*stage[:2], jax.eval_shape(function.quantize, *stage[:2], x, *context))
+    given, observed, _ = stage
+    stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
 
     def forward(stage: Tree, x: Array, *context: Tree) -> Any:
         first = x, _zeros(split.forward, stage, x, *context)[1]
@@ -189,8 +188,7 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
 
     y, residuals = jax.eval_shape(lambda *given: split.forward(*given)[:2], stage, x, *context)
     stash = jax.eval_shape(split.dgrad, stage, residuals, y)[-1]
-    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), own)
-    sums = (sums, None, None) if pipeline.fp8 else sums
+    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), given), None, None
     parts = {
         "forward": (jax.jit(forward), (stage, x, *context)),
         "dgrad": (jax.jit(dgrad), (stage, residuals, y)),

@@ -28,7 +28,6 @@ from jgraph.pipeline.ends import End, part_shape
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.replica import Replica
 from jgraph.pipeline.stages import Chunk, Stage, shard, stages_of
-from jgraph.precision.transform import FP8Function, Plan
 from jgraph.strategies.objective import Carry
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
@@ -130,9 +129,8 @@ class Dispatched:
                     found[i] = found[i] + gradient if i in found else gradient
             outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
-            count, after, histories = pipeline.schedule.num_microbatches, [], {}
-            if pipeline.fp8 is not None:
-                histories = pipeline.fp8.finish(results["histories"], data, pipeline.layout)
+            count, after = pipeline.schedule.num_microbatches, []
+            histories = pipeline.precision.finish(results["histories"], data, pipeline.layout)
             if results["carried"]:
                 total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
                 after = pipeline.carried.finish(total, count, data, pipeline.layout)
@@ -175,8 +173,8 @@ class Dispatched:
             leaves, structure = jax.tree.flatten(shapes)
             return [structure.unflatten([of(c, n, s) for n, s in enumerate(leaves)]) for c in range(len(self.chunks))]
 
-        state, fp8 = self.pipeline.carried.layer, self.pipeline.fp8
-        history = jax.eval_shape(partial(fp8.state, self.pipeline.layout.layers_per_stage)) if fp8 else {}
+        state, precision = self.pipeline.carried.layer, self.pipeline.precision
+        history = jax.eval_shape(partial(precision.state, self.pipeline.layout.layers_per_stage))
         return {
             "carried": of_chunks(of_state, state) if jax.tree.leaves(state) else [],
             "histories": of_chunks(of_history, history),
@@ -211,10 +209,9 @@ def dispatched(
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    alone = pipeline.fp8.weights if pipeline.fp8 else ()  # a product in FP8 has a parameter for its weight, not a part of one
+    alone = pipeline.precision.weights  # a product in FP8 has a parameter for its weight, not a part of one
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
-    plan = _plan(pipeline, shapes, batch, key) if pipeline.fp8 else None
-    program, step = _begin(pipeline, chunks, unpack, key, plan), jax.ShapeDtypeStruct((), jnp.int32)
+    program, step = _begin(pipeline, chunks, unpack, key, (shapes, batch)), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun["batch"][0])
     embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
@@ -248,14 +245,12 @@ def _check(pipeline: Pipeline) -> None:
         raise ConfigError(f"`engine` is dispatch: must be program {wrong}", field="engine")
 
 
-def _plan(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> Plan:
-    """Returns the products of a stage, of as many layers as the longest one has and without embedding."""
+def _stage_args(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> tuple[Tree, ...]:
+    """Returns the shapes of the arguments of a stage: of the longest one, without the embedding."""
     layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
     extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
-    function = pipeline.stage(jax.random.key_impl(key), len(layers))
-    assert isinstance(function, FP8Function), "it has products in FP8"
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
-    return function.plan((layers, extra), *pipeline.inputs(shapes, batch), *keys)
+    return (layers, extra), *pipeline.inputs(shapes, batch), *keys
 
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
@@ -267,14 +262,16 @@ def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
 
 
 def _begin(
-    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, plan: Plan | None
+    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: tuple[Tree, Tree]
 ) -> Callable[..., Tree]:
     """Returns the program before the schedule; each rank gets its chunks' parameters, the microbatches, the step's key.
 
-    In FP8, where `plan` has the products of a stage, a rank gets its chunks' histories and weights too.
+    A rank also gets the observed state and the prepared weights of its chunks. `shapes` are those of parameters and batch.
     """
     mesh, impl = pipeline.mesh, jax.random.key_impl(key)
     batch_spec = batch_axes(mesh) or None
+    args = _stage_args(pipeline, *shapes, key)
+    function = pipeline.stage(impl, len(args[0][0]))
 
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
@@ -283,10 +280,10 @@ def _begin(
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(pipeline.schedule.num_microbatches)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
-            if pipeline.fp8 is not None and plan is not None:
-                parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
-                own["state"] = pipeline.fp8.pick(history, table_CN)
-                own["weights"] = jax.tree.map(jnp.atleast_1d, pipeline.fp8.quantize(plan, parts, own["state"], shards, ()))
+            parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
+            own["state"] = pipeline.precision.pick(history, table_CN)
+            weights = pipeline.precision.prepare(function, args, parts, own["state"], shards, ())
+            own["weights"] = jax.tree.map(jnp.atleast_1d, weights)
             if states:
                 bits = pipeline.carried.pick(states, table_CN)
                 own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
@@ -304,7 +301,7 @@ def _begin(
         out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
         out_specs |= {"key": PartitionSpec(batch_spec)} if pipeline.model.takes_key else {}
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
-        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE)) if plan else {}
+        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE))
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return run(whole["layers"], states, carry.observed, batch, data)
 

@@ -1,8 +1,8 @@
-"""Products in FP8 in a pipeline: which of a layer's, a rank's weights, and where its layers are in the histories of all.
+"""The precision of a pipeline's stages: as the model computes, or with matmuls in FP8, behind one interface.
 
-All ranks run one program, so a product is in FP8 in every layer or in none. Histories lie on every rank as one device has them,
-in the order of the products in the whole model. A rank picks its layers' entries out of them and takes the maximum of what its
-dgrads give; at the end of the step the ranks put theirs together.
+All ranks run one program, so a matmul is in FP8 in every layer or in none. Each rank holds the amax histories of all layers,
+in the order of the matmuls in the whole model. A rank selects the entries of its layers, and takes the maximum over its
+dgrads. At the end of the step, the ranks combine their entries.
 """
 
 # P ranks, C chunks, N places of a stage, L layers, S entries of a layer in a history
@@ -10,7 +10,8 @@ dgrads give; at the end of the step the ranks put theirs together.
 import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from fractions import Fraction
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +31,126 @@ from jgraph.strategies import sharding as fsdp
 Tree = Any
 
 
-@dataclass(frozen=True, eq=False)
-class StagePrecision:
-    """Says which products of a layer are in FP8.
+class StagePrecision(Protocol):
+    """Makes stage functions of `(given, observed, weights)`, the work of a step before the schedule, and the observed state.
 
     Attributes:
-        config: the recipe.
-        kept: paths of a layer's parameters whose products stay as they are.
-        weights: paths of a layer's parameters that are multiplied with in FP8.
-        entries: int32 [L, S], which entries of the histories are a layer's.
-        is_stacked: whether the model has a weight of all layers in one array, which has one scale.
-        num_losses: Number of losses that are averaged into a batch's loss.
+        weights: Paths of the parameters of a layer that are quantized once per step.
+    """
+
+    @property
+    def weights(self) -> frozenset[str]: ...
+
+    def function(self, stage: Callable[..., Tree], layers: int) -> Any:
+        """Returns a stage of so many layers for `split_backward`; its first argument is `(given, observed, weights)`."""
+        ...
+
+    def state(self, layers: int) -> Tree:
+        """Returns the observed state of so many layers before the first step."""
+        ...
+
+    def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
+        """Returns the observed state of each chunk of a rank, from the state of all layers and a table of its layers."""
+        ...
+
+    def finish(self, states: Sequence[Tree], axes: Sequence[str], layout: StageAssignment) -> Tree:
+        """Returns the observed state of all layers, from the states of a rank's chunks; reduced over mesh axes too."""
+        ...
+
+    def prepare(
+        self,
+        function: Any,
+        args: Sequence[Tree],
+        stages: Sequence[Tree],
+        states: Sequence[Tree],
+        shards: Sequence[Tree],
+        axes: Sequence[str],
+    ) -> list[Any]:
+        """Returns the weights of every chunk, gathered.
+
+        Args:
+            function: The stage function.
+            args: Its arguments for one microbatch; the first is the pair of parameters and other inputs of a stage.
+            stages: For each chunk, this device's parts of the parameters of its layers.
+            states: For each chunk, the observed state.
+            shards: For each chunk, the shard specs of the parameters.
+            axes: Mesh axes that the parts are spread over.
+        """
+        ...
+
+    def weight_shapes(self, function: Any, args: Sequence[Tree], observed: Tree) -> Any:
+        """Returns the shapes of the weights of one chunk. Takes the arguments of `prepare` for one chunk, as shapes."""
+        ...
+
+    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
+        """Returns a stage of so many layers as `function` does, for parameters with these names.
+
+        The leaf of parameter `path` of layer j is `layers/j/path`.
+        """
+        ...
+
+    def first_weights(self, function: Any, args: Sequence[Tree], weights: Any, share: Fraction) -> Any:
+        """Returns the weights of the first layers of a chunk, in the order of the matmuls of a shorter stage.
+
+        Args:
+            function: The shorter stage, from `named_function`.
+            args: Shapes of its arguments.
+            weights: Weights of the chunk, as `prepare` returns them for a chunk without an embedding.
+            share: Number of layers of the shorter stage over that of the chunk.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelPrecision:
+    """The `StagePrecision` of a model that computes as it is written."""
+
+    weights: frozenset[str] = frozenset()
+
+    def function(self, stage: Callable[..., Tree], layers: int) -> Callable[..., Tree]:
+        return lambda params, *args: stage(params[0], *args)
+
+    def state(self, layers: int) -> Tree:
+        return {}
+
+    def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
+        return [{}] * len(layers_CN)
+
+    def finish(self, states: Sequence[Tree], axes: Sequence[str], layout: StageAssignment) -> Tree:
+        return {}
+
+    def prepare(
+        self,
+        function: Any,
+        args: Sequence[Tree],
+        stages: Sequence[Tree],
+        states: Sequence[Tree],
+        shards: Sequence[Tree],
+        axes: Sequence[str],
+    ) -> list[Any]:
+        return [None] * len(stages)
+
+    def weight_shapes(self, function: Any, args: Sequence[Tree], observed: Tree) -> None:
+        return None
+
+    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Callable[..., Tree]:
+        return self.function(stage, layers)
+
+    def first_weights(self, function: Any, args: Sequence[Tree], weights: Any, share: Fraction) -> None:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class FP8Precision:
+    """The `StagePrecision` of layers with matmuls in FP8.
+
+    Attributes:
+        config: The recipe.
+        kept: Paths of the parameters of a layer that are multiplied with as they are.
+        weights: Paths of the parameters of a layer that are multiplied with in FP8.
+        entries: For each layer, the indices of its entries in the histories, int32 [L, S].
+        is_stacked: True if one array holds a weight of all layers. It has one scale.
+        num_losses: Number of losses that are averaged into the loss of a batch.
     """
 
     config: FP8Config
@@ -52,15 +162,16 @@ class StagePrecision:
 
     @classmethod
     def of(cls, layer: Callable[..., Any], own: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
-        """Finds the products of a layer.
+        """Finds the matmuls of a layer.
 
         Args:
             layer: `layer(own, *args)`.
-            own, args: of a layer, as shapes.
-            whole: of all layers, one after another.
+            own: Shapes of the parameters of a layer.
+            whole: The plan of all layers, one after another.
+            args: Shapes of the other arguments.
 
         Raises:
-            ConfigError: the recipe's `keep` or `blocks` mean only some of the layers.
+            ConfigError: If `keep` or `blocks` of the recipe select only some of the layers.
         """
         config = replace(whole.config, keep=(), blocks="all")
         one = FP8Function(layer, config).plan(own, *args)
@@ -92,21 +203,17 @@ class StagePrecision:
         return cls(config, tuple(kept), weights, entries.astype(np.int32), is_stacked, whole.num_losses)
 
     def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
-        """Returns a stage of so many layers in FP8; its first argument is a pair of their parameters and others."""
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Tree:
-        """Returns the state of a stage of so many layers before the first step."""
         return {} if self.config.recipe == "current" else History.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, history: Tree, layers_CN: Array) -> list[Tree]:
-        """Returns the state of the stages whose layers are in a table."""
         entries = jnp.asarray(self.entries)[layers_CN]
         return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), history) for of in entries]
 
     def finish(self, states: Sequence[Tree], axes: Sequence[str], layout: StageAssignment) -> Tree:
-        """Returns the histories of all layers, from those of every chunk of this rank; the maximum over mesh axes."""
         width = self.entries.shape[1]
         where = np.zeros(self.entries.size, np.int32)
         for own, (rank, chunk, place) in zip(self.entries, layout.places(), strict=True):
@@ -120,17 +227,34 @@ class StagePrecision:
 
         return jax.tree.map(whole, *states)
 
+    def prepare(
+        self,
+        function: FP8Function,
+        args: Sequence[Tree],
+        stages: Sequence[Tree],
+        states: Sequence[Tree],
+        shards: Sequence[Tree],
+        axes: Sequence[str],
+    ) -> list[list[Weight | None]]:
+        return self.quantize(function.plan(*args), stages, states, shards, axes)
+
+    def weight_shapes(self, function: FP8Function, args: Sequence[Tree], observed: Tree) -> list[Weight | None]:
+        return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
+
+    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
+        weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in self.weights}
+        config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
+        return FP8Function(stage, config, self.num_losses)
+
+    def first_weights(self, function: FP8Function, args: Sequence[Tree], weights: list[Any], share: Fraction) -> list[Any]:
+        own = weights[: int(len(weights) * share)]
+        # The matmuls of an embedding come first. They are not in FP8.
+        return [None] * (len(function.plan(*args).sites) - len(own)) + own
+
     def quantize(
         self, plan: Plan, stages: Sequence[Tree], states: Sequence[Tree], shards: Sequence[Tree], axes: Sequence[str]
     ) -> list[list[Weight | None]]:
-        """Returns the weights of every chunk in FP8, whole.
-
-        Args:
-            plan: of a stage.
-            stages, shards: for each chunk, this device's parts of its layers' parameters, and how they are sharded.
-            states: of the chunks.
-            axes: mesh axes that parts are spread over.
-        """
+        """Returns the weights of every chunk in FP8, gathered. Takes the plan of a stage, and arguments of `prepare`."""
         named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
         of_all: dict[int, Array] = {}

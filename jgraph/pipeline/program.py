@@ -17,10 +17,10 @@ from jgraph.mesh import batch_axes
 from jgraph.pipeline import aligned, general, sharding
 from jgraph.pipeline.carried import Carried
 from jgraph.pipeline.partition import PipelineModel, StageAssignment
-from jgraph.pipeline.precision import StagePrecision
+from jgraph.pipeline.precision import FP8Precision, ModelPrecision, StagePrecision
 from jgraph.pipeline.runtime import RankRuntime
 from jgraph.pipeline.stage import AXIS, StageExecutor
-from jgraph.precision.transform import FP8Function, Plan
+from jgraph.precision.transform import Plan
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
@@ -52,7 +52,7 @@ class Pipeline:
         axes: the axis that the axis `fsdp` shards of some parameters, as `shard_as` finds it.
         experts, shards: over how many devices of `fsdp` experts are spread, and what else is sharded.
         carried: what a layer carries.
-        fp8: which products of a layer are in FP8; None: none are.
+        precision: Precision of the stages.
     """
 
     model: PipelineModel
@@ -66,7 +66,7 @@ class Pipeline:
     experts: int = 1
     shards: fsdp.Sharded = "everything"
     carried: Carried = field(default_factory=Carried)
-    fp8: StagePrecision | None = None
+    precision: StagePrecision = field(default_factory=ModelPrecision)
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
@@ -123,7 +123,7 @@ class Pipeline:
             *(jax.eval_shape(self.model.split_carried, state)[0] for state in carried),
         ]
         return replace(
-            self, fp8=StagePrecision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
+            self, precision=FP8Precision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
         )
 
     def layers(self, tree: Tree, x: Array, context: tuple[Tree, ...], key: Array, *carried: Tree) -> Array:
@@ -189,8 +189,8 @@ class Pipeline:
         run = partial(self._local, shards=self._shards(params), impl=None if key is None else jax.random.key_impl(key))
         out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
-        if history is None and self.fp8:
-            history = self.fp8.state(self.layout.num_layers)
+        if history is None:
+            history = self.precision.state(self.layout.num_layers)
         return self._mapped(run, params, out_specs)(params, inputs, data, list(carried), history)
 
     def bytes_per_rank(self, params: Tree, inputs: Tree) -> dict[str, int]:
@@ -217,15 +217,15 @@ class Pipeline:
             lambda path, leaf: jax.ShapeDtypeStruct((leaf.size // (1 if self._axis(path) is None else ranks),), leaf.dtype),
             params["outer"],
         )
-        stages = [self._in_fp8_or_not(layer) for stage in own for layer in stage]
-        in_fp8, rest = ([part[i] for part in stages] for i in range(2))
+        stages = [self._by_precision(layer) for stage in own for layer in stage]
+        quantized, rest = ([part[i] for part in stages] for i in range(2))
         matrices = [leaf for leaf in jax.tree.leaves(rest) if leaf.ndim > 1]
         is_cast = self.compute_dtype not in (None, jnp.float32)
         cast = of([matrices, outer], self.compute_dtype) if is_cast else 0
         gathered = 0 if self.mesh.shape.get(fsdp.AXIS, 1) == 1 else of(outer if is_cast else [rest, outer], None)
         if not (is_cast or self.layout.is_even):
-            cast = of([self._in_fp8_or_not(stage[-1])[1] for stage in own], None)
-        cast += 2 * of(in_fp8, jnp.int8)
+            cast = of([self._by_precision(stage[-1])[1] for stage in own], None)
+        cast += 2 * of(quantized, jnp.int8)
         return pools | {"main_grad": of([own, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
     def slot_bytes(self, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
@@ -243,9 +243,9 @@ class Pipeline:
         return self._stage_shapes([layer]), self.inputs(params, inputs)
 
     def _stage_shapes(self, layers: list[Tree]) -> Tree:
-        """Returns shapes of what a stage takes as its parameters; in FP8, without the weights."""
+        """Returns shapes of the first argument of a stage, without prepared weights."""
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
-        return (given, jax.eval_shape(partial(self.fp8.state, len(layers))), None) if self.fp8 else given
+        return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
 
     def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
         """Returns shapes of what passes between stages, and of the context where layers take one."""
@@ -298,16 +298,14 @@ class Pipeline:
             whole = jax.tree.map(lambda shard, part: shard.gather(part), shards["layers"][c], self.cast(own))
             stages.append((whole, extra))
         function, head_outer = self.stage(impl, layout.layers_per_stage), self.cast(outer)
-        if self.fp8 and isinstance(function, FP8Function):
-            first = jax.tree.map(lambda leaf: leaf[0], inputs)
-            context = jax.eval_shape(self.model.context_of, first)
-            plan = function.plan(
-                stages[0], jax.eval_shape(self.model.embed, outer, first), *context, *[] if key is None else [key]
-            )
-            histories = self.fp8.pick(history, table_CN)
-            over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
-            weights = self.fp8.quantize(plan, layers, histories, shards["layers"], over)
-            stages = list(zip(stages, histories, weights, strict=True))
+        first = jax.tree.map(lambda leaf: leaf[0], inputs)
+        x = jax.eval_shape(self.model.embed, outer, first)
+        context = jax.eval_shape(self.model.context_of, first)
+        observed = self.precision.pick(history, table_CN)
+        over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
+        args = (stages[0], x, *context, *([] if key is None else [key]))
+        weights = self.precision.prepare(function, args, layers, observed, shards["layers"], over)
+        stages = list(zip(stages, observed, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
         rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self._tables(), layout.num_stages)
@@ -315,8 +313,7 @@ class Pipeline:
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self._axis(path) is not None else lax.psum(g, AXIS), state.outer
         )
-        of_stages = [grads[0] for grads in state.grads] if self.fp8 else state.grads
-        grads = {"outer": summed, "layers": [_without_padding(own, extra) for own, extra in of_stages]}
+        grads = {"outer": summed, "layers": [_without_padding(*given) for given, _ in state.grads]}
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
         # The mean is taken last: so a microbatch's loss is differentiated as it is, which histories and attached losses need.
@@ -324,7 +321,7 @@ class Pipeline:
         grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch) / count
         after = self.carried.finish(state.carried, self.schedule.num_microbatches, batch, layout) if carried else []
-        histories = self.fp8.finish([after for _, after in state.grads], batch, layout) if self.fp8 else history
+        histories = self.precision.finish([after for _, after in state.grads], batch, layout)
         return loss, grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}, after, histories
 
     def _shards(self, params: Tree) -> Tree:
@@ -345,7 +342,7 @@ class Pipeline:
         return split_backward(self.stage(impl, layers), has_aux=True, recompute=self.recompute)
 
     def stage(self, impl: Any, layers: int) -> Any:
-        """Returns the function of a stage, in FP8 if its products are."""
+        """Returns the function of a stage for `split_backward`."""
 
         has_context = self.model.context is not None
 
@@ -354,11 +351,11 @@ class Pipeline:
             context, keys = args[:has_context], [jax.random.wrap_key_data(data, impl=impl) for data in args[has_context:]]
             return self.through(own, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
 
-        return self.fp8.function(stage, layers) if self.fp8 else stage
+        return self.precision.function(stage, layers)
 
-    def _in_fp8_or_not(self, layer: Tree) -> tuple[list[Any], list[Any]]:
-        """Returns the parameters of a layer that are multiplied with in FP8, and the others."""
-        weights = self.fp8.weights if self.fp8 else ()
+    def _by_precision(self, layer: Tree) -> tuple[list[Any], list[Any]]:
+        """Returns the parameters of a layer that are quantized once per step, and the others."""
+        weights = self.precision.weights
         named = list(zip(leaf_names(layer), jax.tree.leaves(layer), strict=True))
         return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]
 

@@ -60,8 +60,7 @@ class StageExecutor:
         Args:
             model, split, carried: the model; one of its stages, split; what a layer carries.
             outer, head_outer: parameters of embedding and head, as they are kept and as the head reads them.
-            stages: for each chunk, what the stage function takes as its parameters: a pair of the layers' and others. In FP8,
-                that pair, the state and the weights.
+            stages: For each chunk, the first argument of the stage function: `(given, observed, weights)`.
             inputs: of the microbatches, leaves [M, ...].
             key: key data of a random key of the kind `impl`, or None.
         """
@@ -81,14 +80,9 @@ class StageExecutor:
     def num_chunks(self) -> int:
         return len(self._stages)
 
-    @property
-    def in_fp8(self) -> bool:
-        """Whether stages come with histories and weights."""
-        return len(self._stages[0]) == 3
-
     @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
-        """Float32 zeros as each chunk's parameters, and as its histories; what has no gradient stays as it is."""
+        """Returns float32 zeros like the parameters and the observed state of each chunk. Integers stay as they are."""
         stages = tuple(stage[:2] for stage in self._stages)
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, stages)
 
@@ -118,8 +112,7 @@ class StageExecutor:
         """`grads` with the delayed gradients added to those of the chunk."""
 
         def of(c: int, total: Tree) -> Tree:
-            given = (*total, None)[: len(self._stages[c])]
-            return self._split.accumulate(given, self._stages[c], residuals, stash)[:2]
+            return self._split.accumulate((*total, None), self._stages[c], residuals, stash)[:2]
 
         if self.num_chunks == 1:
             return (of(0, grads[0]),)
@@ -131,7 +124,7 @@ class StageExecutor:
 
         The "gradient" of a history is the one after this microbatch: of these it is the maximum.
         """
-        added = len(jax.tree.leaves(self._stages[0][0] if self.in_fp8 else self._stages[0]))
+        added = len(jax.tree.leaves(self._stages[0][0]))
         kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
 
         def of(c: int, leaves: list[Any]) -> list[Any]:

@@ -1,8 +1,8 @@
 """The stages of a pipeline as functions of what one rank holds, for executables that a rank runs by itself."""
 
-import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Self
 
 import jax
@@ -12,9 +12,7 @@ from jax import Array
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.packing import Packing
 from jgraph.pipeline.ends import End
-from jgraph.pipeline.precision import StagePrecision
 from jgraph.pipeline.program import Pipeline
-from jgraph.precision.transform import FP8Function
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -142,13 +140,11 @@ def stages_of(
         ]
         fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
         args = (() if s == 0 else x, jax.tree.map(shape, extra[0]))
-        if pipeline.fp8 is not None:
-            fn = _in_fp8(fn, pipeline.fp8, count, leaf_names(shapes))
-            weights = numbers["weights"][c][: len(numbers["weights"][c]) * count // chunks[c].places]
-            if s == 0:  # the products of embedding come first
-                weights = [None] * (len(fn.plan(shapes, *args).sites) - len(weights)) + weights
-            more = (numbers["state"][c], weights)
-            params, shapes = (params, *more), (shapes, *jax.tree.map(shape, more))
+        fn = pipeline.precision.named_function(fn, count, leaf_names(shapes))
+        share = Fraction(count, chunks[c].places)
+        weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers["weights"][c], share)
+        more = (numbers["state"][c], weights)
+        params, shapes = (params, *more), (shapes, *jax.tree.map(shape, more))
         name = (s == 0, count, c)
         if name not in traced:
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
@@ -185,10 +181,3 @@ def _function(
         return pipeline.through(chunk.unpack(params["layers"])[:count], x, context, key, first, extra["carried"])
 
     return stage
-
-
-def _in_fp8(fn: Callable[..., Tree], precision: StagePrecision, layers: int, names: Sequence[str]) -> FP8Function:
-    """Returns a stage of so many layers with products in FP8, from the names of its parameters: of those of layers alone."""
-    weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in precision.weights}
-    config = replace(precision.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
-    return FP8Function(fn, config, precision.num_losses)

@@ -195,8 +195,7 @@ class BoundPipeline:
 
     @property
     def observed(self) -> Tree:
-        precision = self.pipeline.fp8
-        return {} if precision is None else jax.eval_shape(partial(precision.state, self.pipeline.layout.num_layers))
+        return jax.eval_shape(partial(self.pipeline.precision.state, self.pipeline.layout.num_layers))
 
     @property
     def xla_options(self) -> tuple[str, ...]:

@@ -1,148 +1,144 @@
-"""Checks with random values that an optax transform is elementwise: that it may see packed, padded and stacked parameters."""
+"""Checks that an optax transform is elementwise: that it may see packed, padded and stacked parameters.
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+The check reads traces of the transform, and runs nothing. An expression describes how an output is computed from gradient,
+parameter and state, without shapes. A transform is elementwise if its update has the same expression for a parameter of the
+model as for a packed array with this parameter, and no output mixes the elements of an array.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
-from jgraph.autodiff.host import evaluate
+from jgraph.autodiff import replay
 from jgraph.errors import ConfigError
 from jgraph.packing import Packing
 from jgraph.step.transform import Elementwise, apply_transform, make_transform
 from jgraph.tree import is_matrix, leaf_names, path_name
 
 Tree = Any
+Expression: TypeAlias = str | frozenset[str]
 
 _MAX_LEAVES = 8
-_MAX_STEPS = 64
-_CHANGING_STEPS = 8  # Prodigy keeps its first rate for four
-_TOLERANCE = 1e-6  # of the largest update of a leaf: NumPy may round the last elements of an array differently
-_MAX_DIFFERING = 0.01  # of a leaf's elements: a bfloat16 state can turn such a difference into a large one
+_MIXED = "mixed"  # the expression of values that depend on the layout of an array
+_SAME = ("broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "squeeze", "stop_gradient")
+_SETS = ("and", "concatenate", "or", "reduce_and", "reduce_or")  # of conditions on several arrays
+_MIXING = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "iota", "rev", "scan", "sort", "while")
 
 
 def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
     """Checks that a transform is elementwise.
 
-    Trains a small tree in two layouts: the model's own, and one flat array each for matrices and vectors, with half of the
-    elements replaced. The updates of the other half must agree. This detects transforms that depend on shapes, on names, or
-    on other elements. Nothing is compiled: the transform is traced, and the trace is evaluated on the host (18 to 43 ms for
-    AdamW).
-
     Args:
         declared: The transform.
-        shapes: The model's parameters. The small tree is a sample of them.
+        shapes: The model's parameters. A sample of them is traced.
 
     Raises:
-        ConfigError: If updates differ, or the transform fails.
+        ConfigError: If updates differ between separate and packed parameters, or the transform fails.
     """
     own = _sample(shapes)
     if not jax.tree.leaves(own):
         return
-    packing = Packing.of(own, small=2**31)
+    packing = Packing.of(own, small=2**62)
     matrices = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), own)
-    (params, *grads), (other_params, *other_grads), kept = _random_values(packing.leaves)
-
-    def joined(leaves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        mixed = [np.where(*each).ravel() for each in zip(kept, leaves, others, strict=True)]
-        return {name: np.concatenate([mixed[i] for i in indices]) for name, indices in packing.groups}
-
-    unflatten = packing.treedef.unflatten
-    flat_grads = [joined(*each) for each in zip(grads, other_grads, strict=True)]
     try:
-        # Updates overflow at huge learning rates, here as in training.
-        with jax.default_device(_host()), np.errstate(all="ignore"):
-            separate = _updates(make_transform(declared, matrices), unflatten(params), [unflatten(each) for each in grads])
-            shared = _updates(make_transform(declared, packing.decay_mask()), joined(params, other_params), flat_grads)
-            equal = _agree(separate, shared, kept, packing)
+        separate = _updates(make_transform(declared, matrices), own)
+        packed = _updates(make_transform(declared, packing.decay_mask()), jax.eval_shape(packing.pack, own))
     except ConfigError:
         raise
     except Exception as e:  # the transform's own, of any type
         reason = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise _not_elementwise(f"fails on parameters that share an array ({reason})") from e
-    if not equal:
+    together = dict(zip(sorted(name for name, _ in packing.groups), packed, strict=True))  # a dict's leaves are sorted
+    group_of = {i: name for name, indices in packing.groups for i in indices}
+    if _MIXED in packed or any(separate[i] != together[name] for i, name in group_of.items()):
         raise _not_elementwise("gives other updates to parameters that share an array than to separate ones")
 
 
-def _host() -> Any:
-    """Returns the CPU; None, for the default device, if JAX has none (`JAX_PLATFORMS=cuda`)."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
-
-
 def _sample(shapes: Tree) -> Tree:
-    """Returns the shapes of a few small leaves of different names and ranks, with None in place of the other leaves.
-
-    Two matrices may have 128 rows and columns, because `optax.scale_by_factored_rms` does not factor smaller ones.
-    """
+    """Returns the shapes of a few leaves of different names and ranks, with None in place of the other leaves."""
     leaves, structure = jax.tree.flatten(shapes)
     kinds = [(name.rpartition("/")[2], leaf.ndim) for name, leaf in zip(leaf_names(shapes), leaves, strict=True)]
     chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:_MAX_LEAVES]
-    large = [i for i in chosen if leaves[i].ndim > 1][:2]
-
-    def small(i: int) -> jax.ShapeDtypeStruct:
-        shape, longest = leaves[i].shape, 128 if i in large else 8
-        return jax.ShapeDtypeStruct((*(min(n, 2) for n in shape[:-2]), *(min(n, longest) for n in shape[-2:])), np.float32)
-
-    return structure.unflatten([small(i) if i in chosen else None for i in range(len(leaves))])
+    return structure.unflatten(
+        [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if i in chosen else None for i, leaf in enumerate(leaves)]
+    )
 
 
-def _random_values(shapes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[np.ndarray]]:
-    """Returns (parameters, gradient, second gradient), three others, and masks that are True for about half the elements."""
-    rng = np.random.default_rng(0)
-
-    def normal(scale: float) -> list[np.ndarray]:
-        return [scale * rng.standard_normal(shape.shape, np.float32) for shape in shapes]
-
-    def values() -> Sequence[Any]:
-        # Large, so that their norm exceeds a clipping threshold, and alike, so that estimates of a rate grow.
-        first, noise = normal(10), normal(3)
-        return normal(1), first, [a + b for a, b in zip(first, noise, strict=True)]
-
-    return values(), values(), [rng.random(shape.shape) < 0.5 for shape in shapes]
-
-
-def _updates(transform: Any, params: Tree, grads: Sequence[Tree]) -> Iterator[list[np.ndarray]]:
-    """Yields the leaves of the updates, step by step. The gradients alternate."""
-    value, (leaves, structure) = np.float32(2.0), jax.tree.flatten(params)
+def _updates(transform: Any, params: Tree) -> list[Expression]:
+    """Returns the expressions of the updates, in the order of the leaves. An update is mixed if any new state is."""
     start, state = jax.make_jaxpr(transform.init, return_shape=True)(params)
+    value = jax.ShapeDtypeStruct((), jnp.float32)
     step, (updates, _) = jax.make_jaxpr(
-        lambda params, state, grads, value: apply_transform(transform, grads, state, params, value=value), return_shape=True
-    )(params, state, grads[0], value)
-    if jax.tree.structure(updates) != structure:
-        raise ValueError(f"its updates are {jax.tree.structure(updates)}, its parameters {structure}")
-    state = evaluate(start, leaves)
-    for index in range(_MAX_STEPS):
-        outputs = evaluate(step, [*leaves, *state, *jax.tree.leaves(grads[index % 2]), value])
-        updates, state = outputs[: len(leaves)], outputs[len(leaves) :]
-        leaves = [param + update for param, update in zip(leaves, updates, strict=True)]
-        yield updates
+        lambda grads, params, state, value: apply_transform(transform, grads, state, params, value=value), return_shape=True
+    )(params, params, state, value)
+    if (found := jax.tree.structure(updates)) != (wanted := jax.tree.structure(params)):
+        raise ValueError(f"its updates are {found}, its parameters {wanted}")
+    count = wanted.num_leaves
+    given = _expressions(start.jaxpr, start.consts, ["parameter"] * count)
+    outputs = _expressions(step.jaxpr, step.consts, [*["gradient"] * count, *["parameter"] * count, *given, "loss"])
+    return [_MIXED] * count if _MIXED in outputs else outputs[:count]
 
 
-def _agree(
-    separate: Iterator[list[np.ndarray]], shared: Iterator[list[np.ndarray]], kept: Sequence[np.ndarray], packing: Packing
-) -> bool:
-    """Compares updates in both layouts until a few of them are not zero: a rate may start at zero, gradients be accumulated."""
-    changing = 0
-    for own, flat in zip(separate, shared, strict=True):
-        for (_, indices), array in zip(sorted(packing.groups), flat, strict=True):  # sorted, as the leaves of a dict are
-            ends = np.cumsum([own[i].size for i in indices])[:-1]
-            for i, part in zip(indices, np.split(array, ends), strict=True):
-                if not _close(own[i].ravel(), part, kept[i].ravel()):
-                    return False
-        changing += any(np.any(leaf) for leaf in own)
-        if changing == _CHANGING_STEPS:
-            break
-    return True
+def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], given: Sequence[Expression]) -> list[Expression]:
+    """Returns the expression of every output of a jaxpr."""
+    known: dict[Any, Expression] = dict(zip(jaxpr.invars, given, strict=True))
+    known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+
+    def read(atom: Any) -> Expression:
+        return _constant(atom.val) if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _close(a: np.ndarray, b: np.ndarray, kept: np.ndarray) -> bool:
-    """True if almost all kept elements of two arrays are equal up to rounding."""
-    largest = np.max(np.abs(a), initial=0, where=np.isfinite(a))
-    equal = np.isclose(a, b, rtol=0, atol=_TOLERANCE * float(largest), equal_nan=True)
-    return bool(np.sum(kept & ~equal) <= _MAX_DIFFERING * a.size)
+def _of_equation(eqn: core.JaxprEqn, given: list[Expression]) -> Sequence[Expression]:
+    """Returns the expression of every result of an equation."""
+    name = eqn.primitive.name
+    if name == "cond":
+        index, *operands = given
+        branches = [_expressions(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
+        return [_MIXED if _MIXED in (index, *each) else _digest(name, index, each) for each in zip(*branches, strict=True)]
+    if name in (*replay.JITS, *replay.CHECKPOINTS, *replay.CUSTOM):
+        inner = eqn.params["call_jaxpr" if name in replay.CUSTOM else "jaxpr"]
+        return _expressions(replay.body(eqn), getattr(inner, "consts", ()), given)
+    if _MIXED in given:
+        return [_MIXED] * len(eqn.outvars)
+    if name in _SAME and len(given) == 1:
+        return given
+    if name in _SETS:
+        return [frozenset().union(*({each} if isinstance(each, str) else each for each in given))]
+    shapes = {atom.aval.shape for atom in eqn.invars if atom.aval.size != 1}  # pyright: ignore[reportAttributeAccessIssue]
+    results = {var.aval.shape for var in eqn.outvars}  # pyright: ignore[reportAttributeAccessIssue]
+    if name in _MIXING or len(shapes) > 1 or (shapes and results != shapes):
+        return [_MIXED] * len(eqn.outvars)
+    return [_digest(name, _choices(eqn.params), given, i) for i in range(len(eqn.outvars))]
+
+
+def _digest(*parts: Any) -> str:
+    """Returns a short expression made of others. Nested expressions would grow exponentially."""
+    ordered = [
+        [sorted(one) if isinstance(one, frozenset) else one for one in part] if isinstance(part, list | tuple) else part
+        for part in parts
+    ]
+    return hashlib.blake2b(repr(ordered).encode(), digest_size=16).hexdigest()
+
+
+def _choices(params: Mapping[str, Any]) -> str:
+    """Returns the parameters of an equation that do not describe shapes."""
+    kept = {name: value for name, value in params.items() if isinstance(value, bool | int | float | str | np.dtype)}
+    return repr(sorted(kept.items(), key=lambda item: item[0]))
+
+
+def _constant(value: Any) -> Expression:
+    array = np.asarray(value)
+    is_uniform = array.size == 1 or len({*array.ravel().tolist()}) == 1
+    return f"{array.dtype} {array.ravel()[0].item()}" if is_uniform else _MIXED
 
 
 def _not_elementwise(problem: str) -> ConfigError:
