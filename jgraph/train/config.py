@@ -7,7 +7,6 @@ names. This module does not import jax, so that an invalid flag is reported at o
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from tyro.conf import OmitArgPrefixes, arg
@@ -51,9 +50,13 @@ class InputConfig:
             object.__setattr__(self, "data", (self.data,))
         check_types(self)
         require_positive(self, "batch_size seq_len num_microbatches")
-        must = partial(_must, self, "")
         require(all(self.data) and bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
-        must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
+        _must(
+            self,
+            "num_microbatches",
+            self.batch_size % self.num_microbatches == 0,
+            f"a divisor of `batch_size` {self.batch_size}",
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -88,12 +91,11 @@ class ParallelConfig:
         """Checks the fields. Raises ConfigError."""
         check_types(self)
         require_positive(self, "dp fsdp ep pp")
-        must = partial(_must, self, "")
         among, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
         both = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
-        must("ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
-        must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
-        must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
+        _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
+        _must(self, "reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
+        _must(self, "shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
             require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS, AXIS counted from 0")
@@ -130,13 +132,12 @@ class PipelineConfig:
         """Checks the fields. Raises ConfigError."""
         check_types(self)
         require_positive(self, "chunks")
-        must = partial(_must, self, "")
-        must("memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
-        must("memory_limit", self.schedule == "auto" or not self.memory_limit, "0 unless `schedule` is auto")
+        _must(self, "memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
+        _must(self, "memory_limit", self.schedule == "auto" or not self.memory_limit, "0 unless `schedule` is auto")
         if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
-            must("chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which sets the number of chunks")
+            _must(self, "chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which sets the number of chunks")
         if self.schedule == "interleaved-1f1b":
-            must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; for 1, use `schedule` 1f1b")
+            _must(self, "chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; for 1, use `schedule` 1f1b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +156,15 @@ class DtypeConfig:
     """If the two dtypes differ without `decoupled_grad`: raise an error, or cast the gradient to the parameter dtype."""
 
     def __post_init__(self):
-        """Checks the types of the fields. `TrainConfig` checks the dtypes. Raises ConfigError."""
+        """Checks the types of the fields. `check` checks the dtypes. Raises ConfigError."""
         check_types(self)
+
+    def check(self) -> None:
+        """Checks that the optimizer can read the gradient. Called last, because a pipeline gives other advice."""
+        differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
+        advice = f"set `decoupled_grad` (the optimizer reads {self.main_grads_dtype}) or `on_dtype_mismatch` copy"
+        allowed = f"`main_params_dtype` {self.main_params_dtype}; or {advice} (casts the gradient)"
+        _must(self, "main_grads_dtype", not differ or self.on_dtype_mismatch == "copy", allowed)
 
     @property
     def read_dtype(self) -> DtypeName:
@@ -206,10 +214,9 @@ class InitialConfig:
     def __post_init__(self):
         """Checks the fields. Raises ConfigError."""
         check_types(self)
-        must = partial(_must, self, "")
-        must("continue_from", not (self.continue_from and self.init_from), "empty if `init_from` is set")
+        _must(self, "continue_from", not (self.continue_from and self.init_from), "empty if `init_from` is set")
         is_default = self.continue_with == "weights"
-        must("continue_with", bool(self.continue_from) or is_default, "weights unless `continue_from` is set")
+        _must(self, "continue_with", bool(self.continue_from) or is_default, "weights unless `continue_from` is set")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,12 +265,13 @@ class MonitorConfig:
         """Checks the fields. Raises ConfigError."""
         check_types(self)
         require_positive(self, "log_every eval_every eval_batches")
-        must = partial(_must, self, "")
-        must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
-        must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
+        _must(self, "sample_tokens", self.sample_tokens >= 0, "0 or positive")
+        _must(self, "hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
         if self.profile:
             first, stop = self.profile_steps
-            must("profile", self.profile.replace(":", "", 1).isdecimal() and first < stop, "FIRST:STOP with FIRST < STOP")
+            _must(
+                self, "profile", self.profile.replace(":", "", 1).isdecimal() and first < stop, "FIRST:STOP with FIRST < STOP"
+            )
 
     @property
     def profile_steps(self) -> tuple[int, int]:
@@ -306,14 +314,15 @@ class OptimizerConfig:
         """Checks the fields. Raises ConfigError."""
         check_types(self, prefix="optimizer.")
         require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
-        must = partial(_must, self, "optimizer.")
-        must("warmup_steps", self.warmup_steps >= 0, "0 or positive")
-        must("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
-        must("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
-        must("final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
-        must("decay_steps", self.decay_steps >= 0, "0 or positive")
-        must("decay_steps", self.extend != "cosine" or not self.decay_steps, "0 if `optimizer.extend` is cosine")
-        must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
+        _must(self, "optimizer.warmup_steps", self.warmup_steps >= 0, "0 or positive")
+        _must(self, "optimizer.beta1", 0 <= self.beta1 < 1, "in [0, 1)")
+        _must(self, "optimizer.beta2", 0 <= self.beta2 < 1, "in [0, 1)")
+        _must(self, "optimizer.final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
+        _must(self, "optimizer.decay_steps", self.decay_steps >= 0, "0 or positive")
+        _must(
+            self, "optimizer.decay_steps", self.extend != "cosine" or not self.decay_steps, "0 if `optimizer.extend` is cosine"
+        )
+        _must(self, "optimizer.weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,14 +347,13 @@ class DistributedConfig:
             require(value is not None, f"distributed.{name}", value, f"set together with `distributed.{given[0]}`")
         if self.num_processes is None or self.process_id is None:
             return
-        must = partial(_must, self, "distributed.")
-        must("setup", self.setup != "off", "auto if `distributed.coordinator` is set")
+        _must(self, "distributed.setup", self.setup != "off", "auto if `distributed.coordinator` is set")
         host, _, port = self.coordinator.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        must("coordinator", is_address, "HOST:PORT of process 0")
+        _must(self, "distributed.coordinator", is_address, "HOST:PORT of process 0")
         require_positive(self, "num_processes", prefix="distributed.")
         allowed = f"at least 0 and less than `distributed.num_processes` {self.num_processes}"
-        must("process_id", 0 <= self.process_id < self.num_processes, allowed)
+        _must(self, "distributed.process_id", 0 <= self.process_id < self.num_processes, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,24 +387,16 @@ class TrainConfig:
     def __post_init__(self):
         """Checks what components decide together and fills in fields that depend on others. Raises ConfigError."""
         check_types(self)
-        must = partial(_must, self, "")
-        must("module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
+        _must(self, "module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
             object.__setattr__(self, "model", kind())
         require_positive(self, "steps")
-        must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
+        _must(self, "seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
         self._check_batch()
         self._check_experts()
         if self.is_pipeline:
             self._check_pipeline()
-        must = partial(_must, self.dtypes, "")
-        differ = self.dtypes.main_params_dtype != self.dtypes.main_grads_dtype and not self.dtypes.decoupled_grad
-        must(
-            "main_grads_dtype",
-            not differ or self.dtypes.on_dtype_mismatch == "copy",
-            f"`main_params_dtype` {self.dtypes.main_params_dtype}; or set `decoupled_grad` (the optimizer reads "
-            f"{self.dtypes.main_grads_dtype}) or `on_dtype_mismatch` copy (casts the gradient)",
-        )
+        self.dtypes.check()
         remat = self.compile.remat
         require(self.is_pipeline or remat != "wide", "remat", remat, "nothing or layer without a pipeline")
         if self.dtypes.precision == "bf16" and self.fp8 != FP8Config():
@@ -566,6 +566,6 @@ def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
-def _must(config: Any, prefix: str, name: str, condition: bool, allowed: str) -> None:
-    """Raises ConfigError if `condition` is false for a field."""
-    require(condition, prefix + name, getattr(config, name), allowed)
+def _must(config: Any, name: str, condition: bool, allowed: str) -> None:
+    """Raises ConfigError if `condition` is false for a field. The name may have a prefix."""
+    require(condition, name, getattr(config, name.rpartition(".")[2]), allowed)
