@@ -112,8 +112,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
     config = training(work, options)
     if options.sizes == "full" and work in LAYERS:
         config = config.changed(model=replace(config.model, num_layers=LAYERS[work]))
-    return replace(
-        config,
+    return config.changed(
         batch_size=ranks * (options.sequences or SEQUENCES[work]),
         fsdp=ranks,
         graph=options.graph,

@@ -28,9 +28,8 @@ def choice(config: TrainConfig) -> Row:
     return {
         "device": f"{len(devices)} x {devices[0].device_kind}",
         "build_s": time.perf_counter() - start,
-        "phases": "  ".join(f"{name} {seconds:.1f} s" for name, seconds in told.get("seconds", {}).items()),
         "chosen": f"{chosen.pipeline.schedule}:{chosen.pipeline.chunks} engine={chosen.pipeline.pp_engine}",
-        "table": ["  ".join(line.values()).rstrip() for line in told.get("table", [])],
+        "table": told.get("table", []),
     }
 
 

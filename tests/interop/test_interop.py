@@ -594,7 +594,7 @@ def test_data_of_other_tokens_than_the_weights_is_told(tmp_path):
     assert "is read as bytes" in origin.tokenizer_warning(of_bytes)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "train-0.bin").touch()
-    of_tokens = dataclasses.replace(of_bytes, data=str(tmp_path / "tokens"))
+    of_tokens = of_bytes.changed(data=str(tmp_path / "tokens"))
     for place in ("f", "tokens"):
         (tmp_path / place / "tokenizer.json").write_text("{}")
     assert origin.tokenizer_warning(of_tokens) == ""

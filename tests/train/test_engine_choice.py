@@ -127,12 +127,9 @@ def test_the_best_of_both_engines_are_timed_with_a_layer_a_stage_and_count_as_pr
     config, told, _ = settled(tmp_path, schedule="auto")
     assert sorted(prepared) == [("dispatch", "zb-v", 4), ("program", "aligned", 4)]
     assert (config.pipeline.pp_engine, config.pipeline.schedule, config.pipeline.chunks) == ("dispatch", "zb-v", 2)
-    measured = {line["engine"].strip(): line["measured"].strip() for line in reversed(told["table"])}
-    assert measured == {
-        "program": "measured 1300.00, from 130.00 with 4 layers",
-        "dispatch": "measured 1100.00, from 110.00 with 4 layers",
-    }
-    assert set(told["seconds"]) == {"parts", "compiling", "timing"}
+    measured = {line.split()[0]: line for line in reversed(told["table"])}
+    assert "measured 1300.00, from 130.00 with 4 layers" in measured["program"]
+    assert measured["dispatch"].endswith("measured 1100.00, from 110.00 with 4 layers taken")
 
 
 def test_an_engine_far_behind_is_not_compiled_and_the_table_says_so(tmp_path, predicted):
@@ -141,7 +138,7 @@ def test_an_engine_far_behind_is_not_compiled_and_the_table_says_so(tmp_path, pr
     config, _, said = settled(tmp_path, schedule="auto")
     assert sorted(prepared) == [("program", "aligned", 4), ("program", "gpipe", 2)]
     assert config.pipeline.schedule == "gpipe"
-    assert "5.7 x the least: not measured" in said
+    assert "5.7 x the fastest: not measured" in said
 
 
 def test_what_is_handed_over_takes_the_host_as_long_as_was_measured():
@@ -156,7 +153,7 @@ def test_of_all_schedules_the_best_of_each_engine_is_timed(tmp_path, monkeypatch
     monkeypatch.setattr(engine, "_NEAR", float("inf"))
     assert tiny.train(tmp_path / "run", *FLAGS, "--schedule", "auto") == 0
     found = kept(tmp_path / "run")
-    timed = [row for row in found["table"] if "measured" in row["measured"]]
-    assert sorted(row["engine"].strip() for row in timed) == ["dispatch", "program"]
-    assert all("predicted" in row["predicted"] for row in found["table"])
+    timed = [row for row in found["table"] if "measured" in row]
+    assert sorted(row.split()[0] for row in timed) == ["dispatch", "program"]
+    assert all("predicted" in row for row in found["table"])
     assert len(found["table"]) > 8
