@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.pipeline.strategy import BoundPipeline
+from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
 from jgraph.step.transform import state_shardings
-from jgraph.strategies import Replicated, overlap
+from jgraph.strategies import FullySharded, Replicated, overlap
 from jgraph.strategies import sharding as fsdp
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.objective import Carry, Objective, Sums
@@ -417,6 +418,21 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     assert options[threshold] == 7
     assert setup.options("cpu") == {threshold: 7}
     assert TrainSetup.of(config()).step.chosen_options("gpu") == ()
+
+
+@pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
+def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
+    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), **fields))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+
+    def loss(params, batch, key):
+        return setup.model.loss(params, batch, key, None)[0]
+
+    batch = jax.ShapeDtypeStruct((setup.config.batch_size, setup.config.seq_len + 1), jnp.int32)
+    recipe = FP8Config() if fields else None
+    step = train_step(loss, optax.sgd(0.1), FullySharded(mesh, setup.model.shapes), fp8=recipe, batch=batch)
+    assert step.options("gpu") == setup.options("gpu")
+    assert step.options("cpu") == setup.options("cpu")
 
 
 @pytest.mark.once

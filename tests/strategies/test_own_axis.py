@@ -1,0 +1,47 @@
+"""A strategy with an axis of its own trains, compiles in place and is saved like the library's strategies."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jgraph
+from tests.strategies import partitioned
+
+PARAMS = {"up": jnp.linspace(-1, 1, 32).reshape(4, 8), "down": jnp.linspace(-1, 1, 16).reshape(8, 2), "bias": jnp.zeros(3)}
+BATCH = {"x": np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4), "y": np.ones((4, 2), np.float32)}
+
+
+def loss(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+    return jnp.mean((hidden - batch["y"]) ** 2) + jnp.sum(params["bias"] ** 2)
+
+
+def trained(strategy, transform, steps=3):
+    step = jgraph.train_step(loss, transform, strategy, num_microbatches=2, clip_norm=1.0)
+    run, state, losses = step.compile(BATCH), step.init(PARAMS), []
+    for _ in range(steps):
+        state, metrics = run(state, step.place(BATCH))
+        losses.append(float(metrics.loss))
+    return losses, step.canonical.of(state)
+
+
+@pytest.mark.parametrize("transform", [optax.adam(0.1), jgraph.elementwise(optax.adam(0.1))], ids=["tree", "elementwise"])
+def test_parameters_sharded_over_an_own_axis_train_as_on_one_device(transform):
+    mesh = Mesh(np.array(jax.devices()[:2]), (partitioned.AXIS,))
+    strategy = partitioned.Partitioned(mesh, PARAMS)
+    losses, state = trained(strategy, transform)
+    wanted, other = trained(jgraph.Replicated(None, PARAMS), transform)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, other.params)
+    bound = jgraph.train_step(loss, transform, strategy).bound
+    assert bound.shardings(bound.pack(PARAMS))["up"].spec == jax.sharding.PartitionSpec(None, "toy")
+
+
+def test_no_file_of_the_library_knows_the_own_axis():
+    sources = Path(jgraph.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if f'"{partitioned.AXIS}"' in path.read_text()]
