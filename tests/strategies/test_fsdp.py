@@ -412,7 +412,7 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
 
 def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
-    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), xla_options=(f"{threshold}=7",)))
+    setup = TrainSetup.of(config(fsdp=2, xla_options=(f"{threshold}=7",)))
     options = setup.options("gpu")
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == 7
@@ -422,13 +422,13 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
 def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
-    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), **fields))
+    setup = TrainSetup.of(config(fsdp=2, **fields))
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 
     def loss(params, batch, key):
         return setup.model.loss(params, batch, key, None)[0]
 
-    batch = jax.ShapeDtypeStruct((setup.config.batch_size, setup.config.seq_len + 1), jnp.int32)
+    batch = jax.ShapeDtypeStruct((setup.config.input.batch_size, setup.config.input.seq_len + 1), jnp.int32)
     recipe = FP8Config() if fields else None
     step = train_step(loss, optax.sgd(0.1), FullySharded(mesh, setup.model.shapes), fp8=recipe, batch=batch)
     assert step.options("gpu") == setup.options("gpu")
