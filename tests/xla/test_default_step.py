@@ -45,7 +45,7 @@ def test_the_default_step_is_a_single_command_buffer_that_updates_its_state_in_p
     check_identity(compiled, state)
 
 
-SMALL = dataclasses.replace(config_of("cpu-tiny", num_layers=1, compute_dtype="bfloat16"), batch_size=16)
+SMALL = config_of("cpu-tiny", num_layers=1, compute_dtype="bfloat16").changed(batch_size=16)
 
 
 @pytest.mark.once
