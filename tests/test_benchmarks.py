@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-from dataclasses import asdict
 from itertools import count
 
 import numpy as np
@@ -282,7 +281,7 @@ def cells_of():
     """Cells of GPT 1.3B on four GPUs by head, a dict each row, from milliseconds by system and variant."""
 
     def cells_of(times: dict[tuple[str, str], float]) -> tuple[list[dict[str, str]], dict]:
-        config = asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
+        config = fsdp.config_of("gpt-1b3", 4, fsdp.Options()).to_dict()
         timed = [
             {"system": system, "variant": variant, "ranks": 1 if system == "one GPU" else 4, "ms": ms, "repeats_ms": [ms]}
             for (system, variant), ms in times.items()

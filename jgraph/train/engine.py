@@ -143,7 +143,7 @@ def _with(config: TrainConfig, row: Candidate) -> TrainConfig:
 def _line(row: Candidate, note: str, verdict: str) -> str:
     predicted = "" if row.makespan is None else f"predicted {1e3 * row.makespan:.2f}"
     chunks = f"{row.chunks} chunk{'s' * (row.chunks > 1)}"
-    return f"{row.engine:10}{row.name:19}{chunks:10}{predicted:20}{note:19}{verdict}".rstrip()
+    return f"{row.engine:10}{row.name:19}{chunks:10}{predicted:20}{note:17}  {verdict}".rstrip()
 
 
 def _prepared(config: TrainConfig, sources: Sequence[Source], *, layers: int | None) -> Callable[[], float]:

@@ -129,7 +129,7 @@ def test_the_best_of_both_engines_are_timed_with_a_layer_a_stage_and_count_as_pr
     assert (config.pipeline.pp_engine, config.pipeline.schedule, config.pipeline.chunks) == ("dispatch", "zb-v", 2)
     measured = {line.split()[0]: line for line in reversed(told["table"])}
     assert "measured 1300.00, from 130.00 with 4 layers" in measured["program"]
-    assert measured["dispatch"].endswith("measured 1100.00, from 110.00 with 4 layers taken")
+    assert measured["dispatch"].endswith("measured 1100.00, from 110.00 with 4 layers  taken")
 
 
 def test_an_engine_far_behind_is_not_compiled_and_the_table_says_so(tmp_path, predicted):

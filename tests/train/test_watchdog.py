@@ -57,7 +57,7 @@ def test_a_wait_longer_than_the_limit_is_told_of_once_with_what_was_waited_for(w
     with watchdog.over(lambda: "step 3", program):
         assert told.event.wait(60)
         time.sleep(0.3)
-    ((what, of),) = [(wait.told(), wait.program) for wait in told.waits]
+    ((what, of),) = [(wait.about(), wait.program) for wait in told.waits]
     assert (what, of) == ("step 3", program)
 
 
