@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.rows import Row
@@ -33,7 +33,7 @@ class Flags(Options):
 
 def works(options: Flags) -> Iterator[Work]:
     for work in options.work:
-        config = asdict(config_of(work, options))
+        config = config_of(work, options).to_dict()
         entrant = Entrant({"system": "jgraph", "variant": "--pp-engine auto"}, "benchmarks.programs.engine", {"config": config})
         # Asked when the work has begun, so that a work of before is kept until then.
         rows = (ask(one, timeout=options.timeout) for one in [entrant])

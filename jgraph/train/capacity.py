@@ -1,4 +1,4 @@
-"""Larger expert capacities for a run whose step halted because a device received too many rows.
+"""Increases the expert capacity of a run after a step halted because a device received too many rows.
 
 A halted step changes nothing, nor do the steps dispatched after it. The run compiles a step with a larger capacity and
 continues from the step before, with the same batches: they are a pure function of seed and step.
@@ -42,7 +42,7 @@ def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
 
 
 def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
-    """Increases the expert capacity to what the halted step needed.
+    """Increases the expert capacity until the rows of the halted step fit.
 
     Args:
         config: The configuration of the run.

@@ -1,4 +1,4 @@
-"""Ends a run whose devices hang, with one line about what may be stuck.
+"""Ends a run if its devices hang, with one line about the likely cause.
 
 A thread that waits for a hung device in the runtime cannot be interrupted. Another thread therefore counts the time of every
 wait. Compiling, reading data and writing files do not count.
@@ -92,7 +92,7 @@ class Watchdog:
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
-    """Describes a hang in one line: the unfinished program, its collectives, the last checkpoint, and what to do next.
+    """Describes a hang in one line: the unfinished program, its collectives, the last checkpoint, and the next command.
 
     Args:
         wait: The wait that took too long.
