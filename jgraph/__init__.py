@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from jgraph.mesh import BATCH_AXES as BATCH_AXES
     from jgraph.modules import Decoder as Decoder
     from jgraph.modules import functional as functional
-    from jgraph.moe.config import MoEConfig as MoEConfig
-    from jgraph.moe.layer import MoE as MoE
+    from jgraph.moe import MoEConfig as MoEConfig
+    from jgraph.moe._layer import MoE as MoE
     from jgraph.pipeline import Pipelined as Pipelined
     from jgraph.pipeline import PipelineModel as PipelineModel
     from jgraph.pipeline import split_embedding as split_embedding
@@ -73,7 +73,7 @@ _MODULES = {
     "inference.generate": "generate stream",
     "modules": "Decoder functional",
     "moe.config": "MoEConfig",
-    "moe.layer": "MoE",
+    "moe._layer": "MoE",
     "pipeline": "PipelineModel Pipelined split_embedding",
     "step": "elementwise train_step",
     "strategies": "FullySharded Loss Replicated",

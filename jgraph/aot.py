@@ -1,36 +1,32 @@
-"""The compiler for NVIDIA GPUs that are not here, which `python -m jgraph.inspect capture` needs for a target.
+"""Install the compiler for NVIDIA GPUs that this machine does not have, for `python -m jgraph.inspect capture --target`.
 
 python -m jgraph.aot install           # 133 MB, once for each jax version
 python -m jgraph.aot show --gpu b200
 """
 
-import functools
 import sys
-from collections.abc import Sequence
 from typing import Literal
 
-from jgraph.cli import Directory, fields_of, run, run_command
-
-_PROG = "python -m jgraph.aot"
+from jgraph.cli import Directory, command
 
 
 def install(*, directory: Directory = None) -> None:
-    """Download the compiler, unless it is there.
+    """Download the compiler, unless it is installed.
 
     Args:
-        directory: Where to; a cache under ~/.cache/jgraph by default.
+        directory: Directory to install to; by default a cache under ~/.cache/jgraph.
     """
-    from jgraph.xla import aot  # only now: jax takes its time
+    from jgraph.xla import aot  # imported here, because importing jax is slow
 
     print(aot.install(directory))
 
 
 def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory = None) -> None:
-    """Say where the compiler is and which GPU it compiles for.
+    """Print the path of the compiler and the GPU that it compiles for.
 
     Args:
-        gpu: The GPU.
-        directory: Where the compiler was installed; by default the environment and then the cache are searched.
+        gpu: The GPU to compile for.
+        directory: Directory of the compiler; by default the environment and then the cache are searched.
     """
     from jgraph.xla import aot
 
@@ -38,18 +34,7 @@ def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory 
     print(f"{device.device_kind}, compile only; jaxlib {aot.version()}; {aot.find_library(directory)}")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Runs the command.
-
-    Args:
-        argv: The arguments. Default: those of the process.
-        prog: The command as the user starts it, for the usage line and errors.
-
-    Returns:
-        The exit code, as in `jgraph.cli.run`.
-    """
-    return run(prog, functools.partial(run_command, (install, show), prog, __doc__ or ""), argv, fields_of(show))
-
+main = command("python -m jgraph.aot", __doc__, install, show)
 
 if __name__ == "__main__":
     sys.exit(main())

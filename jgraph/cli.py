@@ -4,7 +4,6 @@ The library names arguments (`model.num_heads`) in its errors. A command prints 
 """
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import inspect
@@ -14,9 +13,9 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 import tyro
 from rich.console import Console
@@ -24,15 +23,14 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 HUNG = os.EX_TEMPFAIL
 """Exit code (75) of a command that timed out while waiting for its devices. Running the same command again resumes."""
 _MESSAGE_TIMEOUT_SECONDS = 60
-_MODULE = "python -m "
 
 
-def optional(kind: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[T | None]:
+def optional(kind: Callable[[str], _T], metavar: str) -> PrimitiveConstructorSpec[_T | None]:
     """Returns a tyro type for a flag without a default value.
 
     tyro would show `int | None` as `{None}|INT` in the help and in its errors.
@@ -60,11 +58,10 @@ File = Annotated[Path | None, optional(Path, "FILE"), tyro.conf.arg(help_behavio
 Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(help_behavior_hint="")]
 
 
-def fields_of(kind: Any) -> set[str]:
-    """Returns the field names of a dataclass or the argument names of a function."""
-    if dataclasses.is_dataclass(kind):
-        return {field.name for field in dataclasses.fields(kind)}
-    return set(inspect.signature(kind).parameters)
+def fields_of(kind: Callable[..., object]) -> set[str]:
+    """Returns the names of the arguments that are flags: of a function, or of the constructor of a dataclass."""
+    parameters = inspect.signature(kind).parameters.items()
+    return {name for name, parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
 
 
 def flag(name: str) -> str:
@@ -138,6 +135,9 @@ def run(
         reader of stdout has closed it, as in `| head`. Errors are printed to stderr in one line. Exit code `HUNG` is returned
         by `end_at_once` instead.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Prints a question mark for each character that the encoding lacks, instead of raising.
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = act(list(sys.argv[1:] if argv is None else argv)) or 0
         sys.stdout.flush()
@@ -161,31 +161,7 @@ def _message(error: JgraphError | OSError) -> str:
 
 
 def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
-    return f"{prog.removeprefix(_MODULE)}: error: {as_flags(' '.join(message.split()), fields)}"
-
-
-def run_options(
-    kind: Any, act: Callable[[Any], None], prog: str, about: str | None, argv: Sequence[str] | None, *, positional: str
-) -> int:
-    """Runs a command with a dataclass of options.
-
-    Args:
-        kind: The dataclass.
-        act: Runs the command with an instance of `kind`.
-        prog: The command as the user starts it.
-        about: The text of its help.
-        argv: The arguments. Default: those of the process.
-        positional: The field that has no flag.
-
-    Returns:
-        The exit code, as in `run`.
-    """
-
-    def parsed(args: list[str]) -> None:
-        if (options := parse(kind, prog, about, args)) is not None:
-            act(options)
-
-    return run(prog, parsed, argv, fields_of(kind) - {positional})
+    return f"{prog.removeprefix('python -m ')}: error: {as_flags(' '.join(message.split()), fields)}"
 
 
 def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
@@ -210,24 +186,50 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
         os._exit(HUNG)
 
 
-def run_command(acts: Iterable[Callable[..., None]], prog: str, about: str, args: Sequence[str]) -> None:
-    """Calls the function named by the first argument with the remaining arguments.
+class Main(Protocol):
+    """The `main` function of a command."""
+
+    def __call__(self, argv: Sequence[str] | None = None, prog: str = ...) -> int:
+        """Runs the command.
+
+        Args:
+            argv: The arguments. Default: those of the process.
+            prog: The command as the user starts it, for the usage line and errors.
+
+        Returns:
+            The exit code, as in `run`.
+        """
+        ...
+
+
+def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Main:
+    """Returns the `main` function of a command.
 
     Args:
-        acts: The functions. Their names are the subcommands and their arguments are the flags.
-        prog: The command as the user starts it.
+        prog: Default name of the command, for example `python -m jgraph.sample`.
         about: The text of its help.
-        args: The arguments.
+        acts: One function, or one function per subcommand, which has the name of the function. Arguments are flags, except
+            positional-only ones. Docstrings are the help of the flags.
 
-    Raises:
-        ConfigError: If the arguments cannot be parsed.
+    Returns:
+        The function.
     """
 
     def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+        # tyro only binds the arguments, because it would report errors of `act` as errors in the arguments.
         return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
 
-    if call := parse({act.__name__: later(act) for act in acts}, prog, about, args):
-        call()
+    kind = later(acts[0]) if len(acts) == 1 else {act.__name__: later(act) for act in acts}
+    fields = set().union(*map(fields_of, acts))
+
+    def main(argv: Sequence[str] | None = None, prog: str = prog) -> int:
+        def parse_and_act(args: list[str]) -> None:
+            if call := parse(kind, prog, about, args):
+                call()
+
+        return run(prog, parse_and_act, argv, fields)
+
+    return main
 
 
 _RULE = r"[─-]{3,}"

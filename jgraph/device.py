@@ -1,21 +1,21 @@
-"""What a GPU can do, by the name that the driver gives it. The only table of it: for MFU, rooflines and AOT targets."""
+"""The table of supported GPUs: rates for MFU and rooflines, compute capability, and compile-only targets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Device:
-    """The rates of a kind of GPU, each a second.
+    """The properties of a GPU model.
 
     Attributes:
-        name: jax's `device_kind`.
-        product_flops_per_second: of dense bfloat16 matrix products, without sparsity.
-        copy_bytes_per_second: read and written together.
-        link_bytes_per_second: received from the other devices in an all-gather; None where it is not known.
-        fp8_flops_per_second: of dense FP8 matrix products; None where the GPU has none.
+        name: JAX's `device_kind`.
+        product_flops_per_second: Dense bfloat16 matmuls, without sparsity.
+        copy_bytes_per_second: Bytes read plus bytes written.
+        link_bytes_per_second: Bytes received from other GPUs in an all-gather. None if unknown.
+        aot: The name of its description in `jgraph.xla.aot`. Empty if there is none.
+        source: The source of the rates.
+        fp8_flops_per_second: Dense FP8 matmuls. None if the GPU has none.
         capability: NVIDIA's compute capability.
-        aot: the target of that name, for which `jgraph.xla.aot` has a description; empty where there is none.
-        source: where the numbers come from.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Device:
 
     @property
     def has_fp8(self) -> bool:
-        """Returns whether the GPU has FP8 matrix products."""
+        """True if the GPU has FP8 matmuls."""
         return self.capability >= (8, 9)
 
 
-_MEASURED = "products: datasheet; copies and links: measured 2026-11-21, jax 0.11.2"
-# NVIDIA's datasheets: H100 (SXM, PCIe), H200, HGX B200 (its 4.5 PFLOP/s are sparse, its memory 7.7 TB/s a GPU), A100, L40S.
-# Where they give only the rate with sparsity, half of it.
+_MEASURED = "matmuls: datasheet; copies and links: measured 2026-11-21, jax 0.11.2"
+# From NVIDIA's datasheets of H100 (SXM, PCIe), H200, HGX B200 (4.5 PFLOP/s with sparsity, 7.7 TB/s per GPU), A100 and L40S.
+# If a datasheet gives only the rate with sparsity, half of it.
 DEVICES = (
     Device("NVIDIA H200", 989e12, 4.276e12, 3.276e11, "h200", _MEASURED, 1979e12),
     Device("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, None, "h100", fp8_flops_per_second=1979e12),
@@ -50,11 +50,11 @@ DEVICES = (
 
 
 def find(device_kind: str) -> Device | None:
-    """Returns the entry of `jax.Device.device_kind`; None for a device that is not in the table."""
+    """Returns the entry for a `jax.Device.device_kind`. None if the table has none."""
     return next((device for device in DEVICES if device.name == device_kind), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns dense bfloat16 FLOP/s by the datasheet; None for a device that is not in the table."""
+    """Returns the dense bfloat16 FLOP/s of a `jax.Device.device_kind`. None if the table does not have the device."""
     device = find(device_kind)
     return device.product_flops_per_second if device else None

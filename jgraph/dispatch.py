@@ -1,4 +1,4 @@
-"""Devices that programs are handed to: whether there are any, and whether the next may come before the last is done."""
+"""Checks that devices are available, and when the next program may be dispatched."""
 
 from typing import TypeVar
 
@@ -6,26 +6,27 @@ import jax
 
 from jgraph.errors import ConfigError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def check_devices() -> None:
-    """Starts the backend. Raises ConfigError where there is none, as with JAX_PLATFORMS=cuda and no GPU."""
+    """Starts the backend. Raises ConfigError if there is none, e.g. with JAX_PLATFORMS=cuda and no GPU."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as e:  # a platform that jax knows and has no plugin for is an assertion of jax's
+    except (RuntimeError, AssertionError) as e:  # JAX asserts that it has a plugin for the platform
         platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(e).strip() or "jax cannot use it here").splitlines()[0]
         raise ConfigError(
-            f"JAX_PLATFORMS is {platforms}: must name a platform whose devices are here, or be unset ({reason})", field=""
+            f"JAX_PLATFORMS is {platforms}: must name a platform with devices on this machine, or be unset ({reason})", field=""
         ) from e
 
 
-def in_turn(results: T) -> T:
-    """Returns the results of a program; waits for them first where the next program must not be handed over before.
+def in_turn(results: _T) -> _T:
+    """Returns the results of a program on several devices. On CPUs, waits for them first.
 
-    CPU devices share one pool of threads, and a rank that waits in a collective keeps its thread. Ranks of two programs can
-    so take all threads, each waiting for one that has none left. GPUs have queues: there, this returns at once.
+    CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
+    therefore occupy all threads with ranks that wait for ranks without a thread. GPUs have queues, so there this returns at
+    once.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":

@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one family, so that a caller can catch it and the command line can print it in one line."""
+"""The errors of this library. All derive from `JgraphError`; the command line prints their message in one line."""
 
 import contextlib
 import math
@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 
 class JgraphError(ValueError):
-    """Base of every jgraph error; a ValueError. The message names the thing, its value, what is allowed and what to change.
+    """Base of every jgraph error. The message names the argument, its value, the allowed values and the remedy.
 
     Attributes:
-        field: name of the argument at fault, dotted where it is a field of one (`model.num_heads`); empty where there is none.
+        field: The name of the invalid argument, with dots for nested fields (`model.num_heads`). Empty if there is none.
     """
 
     field: str = ""
@@ -26,51 +26,70 @@ class JgraphError(ValueError):
 
 
 class ConfigError(JgraphError):
-    """An argument or a field has a value that cannot work."""
+    """An argument or a configuration field has an invalid value."""
 
     def __init__(self, message: str, *, field: str):
         super().__init__(message, field=field)
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
-    """Raises ConfigError if the value of an argument is none of those allowed."""
+    """Raises ConfigError if an argument does not have one of the allowed values.
+
+    Args:
+        field: The name of the argument.
+        value: Its value.
+        allowed: The allowed values.
+    """
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"`{field}` is {value!r}: must be one of {', '.join(allowed)}", field=field)
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:
-    """Raises ConfigError where a field of a dataclass, named after `prefix`, does not have the type of its annotation.
+    """Raises ConfigError if a field of a dataclass does not have the type of its annotation.
 
-    Numbers, strings, bools, choices (`Literal`) and tuples of strings or choices are checked.
+    Checks numbers, strings, bools, `Literal`s, and tuples of strings or `Literal`s.
+
+    Args:
+        config: The dataclass.
+        prefix: A prefix of the field names in the error.
     """
     for name, kind in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
+        field, value, choices = prefix + name, getattr(config, name), typing.get_args(kind)
+        fits, allowed = True, ""
         if typing.get_origin(kind) is Literal:
-            check_choice(prefix + name, value, typing.get_args(kind))
-            continue
-        if typing.get_origin(kind) is tuple and typing.get_origin(typing.get_args(kind)[0]) is Literal:
+            check_choice(field, value, choices)
+        elif typing.get_origin(kind) is tuple and typing.get_origin(choices[0]) is Literal:
             for one in value:
-                check_choice(prefix + name, one, typing.get_args(typing.get_args(kind)[0]))
-            continue
-        if kind == tuple[str, ...]:
+                check_choice(field, one, typing.get_args(choices[0]))
+        elif kind == tuple[str, ...]:
             fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"
         elif kind in (int, float, str, bool):
             fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
             allowed = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}[kind]
-        else:
-            continue
-        if not fits:
-            raise ConfigError(f"`{prefix}{name}` is {value!r}: must be {allowed}", field=prefix + name)
+        require(fits, field, repr(value), allowed)
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
-    """Raises ConfigError if a field's value is not one that is allowed."""
+    """Raises ConfigError unless a condition holds.
+
+    Args:
+        condition: The condition.
+        field: The name of the argument.
+        value: Its value.
+        allowed: A description of the allowed values.
+    """
     if not condition:
         raise ConfigError(f"`{field}` is {value}: must be {allowed}", field=field)
 
 
 def require_positive(config: object, names: str, *, prefix: str = "") -> None:
-    """Raises ConfigError where one of the named fields (a blank between two) is not a positive, finite number."""
+    """Raises ConfigError if a field is not a positive, finite number.
+
+    Args:
+        config: The dataclass.
+        names: The names of the fields, separated by spaces.
+        prefix: A prefix of the field names in the error.
+    """
     for name in names.split():
         value = getattr(config, name)
         require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
@@ -121,33 +140,33 @@ class ShapeError(JgraphError):
 
 
 class DataError(JgraphError):
-    """A text, a tokenizer or token files cannot be used as they are."""
+    """A text, tokenizer or token file is invalid or does not match the others."""
 
 
 class CompilerOptionError(JgraphError):
-    """The installed XLA does not know an option, or refuses its value."""
+    """The installed XLA does not have an option, or refuses its value."""
 
 
 class TargetError(JgraphError):
-    """A program cannot be compiled for a GPU that is not here."""
+    """A program cannot be compiled for an absent GPU."""
 
 
 class DonationError(JgraphError):
-    """Donated arrays would be copied or change places in the compiled program, instead of being updated in place.
+    """The compiled program copies or swaps donated arrays instead of updating them in place.
 
     Attributes:
-        leaves: names of the leaves that are not updated in place.
+        leaves: The names of these leaves.
     """
 
     leaves: tuple[str, ...] = ()
 
 
 class OrderError(JgraphError):
-    """A pipeline order cannot run, or the parameters make none.
+    """A pipeline order cannot run, or no order exists for the given parameters.
 
     Attributes:
-        position: index of the entry at fault in its rank's order; None where no single entry is.
-        rank: the rank whose order it is; None for an order on its own.
+        position: The index of the invalid entry in the order of its rank. None if there is no single one.
+        rank: The rank of the order. None for a single order.
     """
 
     position: int | None = None
@@ -155,58 +174,64 @@ class OrderError(JgraphError):
 
     @classmethod
     def at(cls, position: int, problem: str) -> typing.Self:
-        """Returns the error of an entry that "is ..."."""
+        """Returns the error "entry {position} is {problem}"."""
         return cls(f"entry {position} is {problem}", position=position)
 
     @classmethod
     def of_rank(cls, rank: int, problem: str, position: int | None = None) -> typing.Self:
-        """Returns the error of a rank, or of an entry of its order: "rank 0 ..."."""
+        """Returns the error "rank {rank}{problem}".
+
+        Args:
+            rank: The rank.
+            problem: The message.
+            position: The index of the invalid entry in its order.
+        """
         return cls(f"rank {rank}{problem}", rank=rank, position=position)
 
 
 class SplitError(JgraphError):
-    """A stage's backward cannot be split as asked, or its parts do not belong together.
+    """The backward of a stage cannot be split as requested, or its parts are from different splits.
 
     Attributes:
-        path: of the parameter or input at fault, e.g. `embed/embedding`; empty where no single one is.
+        path: The parameter or input that causes it, e.g. `embed/embedding`. Empty if there is no single one.
     """
 
     path: str = ""
 
 
 class CallableError(JgraphError):
-    """Graphed callables cannot be built as asked, or are called with something else than they were built for.
+    """Graphed callables cannot be built as requested, or a call does not match the sample arguments.
 
     Attributes:
-        mismatches: one text with its path for everything that differs from what was built; empty for other errors.
+        mismatches: A message with the path of each mismatch. Empty for other errors.
     """
 
     mismatches: tuple[str, ...] = ()
 
 
 class OwnershipError(JgraphError):
-    """A buffer is read after its owner took it back, or is passed where its owner may update it.
+    """A buffer is read after its owner reused it, or is passed to a function that may run after its owner updates it.
 
     Attributes:
-        owner: whose it is, e.g. `main_grad of callable 0`.
+        owner: The owner, e.g. `main_grad of callable 0`.
     """
 
     owner: str = ""
 
 
 class CheckpointError(JgraphError):
-    """A checkpoint cannot be written or read, or does not belong to this run."""
+    """A checkpoint cannot be written or read, or is from another run."""
 
 
 class ProfileError(JgraphError):
-    """A recorded trace or program cannot be reported on."""
+    """A recorded trace or program is missing, damaged or incomplete."""
 
 
 class NonFiniteError(JgraphError):
     """The loss or a gradient became infinite or NaN.
 
     Attributes:
-        step: the number, from 1, of the step whose update was not applied.
+        step: The number of the step, from 1. Its update was not applied.
     """
 
     step: int = -1

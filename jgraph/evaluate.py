@@ -10,107 +10,77 @@ they train.
 """
 
 import dataclasses
-import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, File, Module, run_options
+from jgraph.cli import Count, File, Module, command
 from jgraph.errors import os_errors
 from jgraph.interop.folder import check_exists
 
-if TYPE_CHECKING:
-    from jgraph.train.evaluation import Evaluation
 
-_PROG = "python -m jgraph.evaluate"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of the command line."""
-
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_OR_DIR")]
-    """A run directory of `python -m jgraph.train`, or a Hugging Face folder."""
-    data: tuple[str, ...] = ()
-    """Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data."""
-    step: Count = None
-    """Step of the checkpoint to load; by default the newest. Runs only."""
-    module: Module = ""
-    """Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it."""
-    batch_size: Count = None
-    """Sequences per batch; by default the run's, or 8 for a folder."""
-    seq_len: Count = None
-    """Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024."""
-    eval_batches: Count = None
-    """Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder."""
-    dp: Count = None
-    """Data-parallel replicas; each evaluates a part of the batch."""
-    fsdp: Count = None
-    """Devices that the parameters are sharded over; each evaluates a part of the batch."""
-    json: File = None
-    """Also write the results to this file."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Runs the command.
+def evaluate(
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_OR_DIR")],
+    /,
+    *,
+    data: tuple[str, ...] = (),
+    step: Count = None,
+    module: Module = "",
+    batch_size: Count = None,
+    seq_len: Count = None,
+    eval_batches: Count = None,
+    dp: Count = None,
+    fsdp: Count = None,
+    json: File = None,
+) -> None:
+    """Evaluates the model, prints the results, and writes them to a file.
 
     Args:
-        argv: The arguments. Default: those of the process.
-        prog: The command as the user starts it, for the usage line and errors.
-
-    Returns:
-        The exit code, as in `jgraph.cli.run`.
-    """
-    return run_options(Options, evaluate_and_print, prog, __doc__, argv, positional="run")
-
-
-def evaluate_and_print(options: Options) -> None:
-    """Evaluates the model, prints the results, and writes them to `options.json` if it is set.
+        run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
+        data: Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data.
+        step: Step of the checkpoint to load; by default the newest. Runs only.
+        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        batch_size: Sequences per batch; by default the run's, or 8 for a folder.
+        seq_len: Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024.
+        eval_batches: Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder.
+        dp: Data-parallel replicas; each evaluates a part of the batch.
+        fsdp: Devices that the parameters are sharded over; each evaluates a part of the batch.
+        json: Also write the results to this file.
 
     Raises:
         JgraphError: If the model or the data cannot be used, or an option has a value that is not allowed.
     """
-    check_exists(options.run, field="run")
+    check_exists(run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
 
     from jgraph.dispatch import check_devices
-    from jgraph.train.evaluation import evaluate
+    from jgraph.train import evaluation
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    names = ("data", "batch_size", "seq_len", "eval_batches", "dp", "fsdp")
-    asked = {name: value for name in names if (value := getattr(options, name)) not in (None, ())}
-    evaluation = evaluate(options.run, options.step, module=options.module, **asked)
-    if options.json is not None:
-        with os_errors("json", options.json):
-            options.json.write_text(json.dumps(_fields(evaluation), indent=2) + "\n")
-    _print(evaluation)
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp}
+    given = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
+    found = evaluation.evaluate(run, step, module=module, **given)
+    if json is not None:
+        fields = dataclasses.asdict(found) | {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+        # JSON has no infinity or NaN.
+        valid = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields.items()}
+        with os_errors("json", json):
+            json.write_text(dumps(valid, indent=2) + "\n")
+    bits = "unknown: the tokens cannot be decoded" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+    print(f"model      {found.source}")
+    print(f"held out   {found.batches} x {found.batch_size} x {found.seq_len} tokens of {found.data}")
+    print(f"loss       {found.loss:.4f} nats/token")
+    print(f"perplexity {found.perplexity:.4g}")
+    print(f"bits/byte  {bits}")
 
 
-def _print(evaluation: "Evaluation") -> None:
-    bits = "unknown: the tokens cannot be decoded" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
-    rows = {
-        "model": evaluation.source,
-        "held out": f"{evaluation.batches} x {evaluation.batch_size} x {evaluation.seq_len} tokens of {evaluation.data}",
-        "loss": f"{evaluation.loss:.4f} nats/token",
-        "perplexity": f"{evaluation.perplexity:.4g}",
-        "bits/byte": bits,
-    }
-    for label, text in rows.items():
-        print(f"{label:11}{text}")
-
-
-def _fields(evaluation: "Evaluation") -> dict[str, Any]:
-    fields = dataclasses.asdict(evaluation) | {"perplexity": evaluation.perplexity, "bits_per_byte": evaluation.bits_per_byte}
-    # JSON has no infinity or NaN.
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
-
+main = command("python -m jgraph.evaluate", __doc__, evaluate)
 
 if __name__ == "__main__":
     sys.exit(main())

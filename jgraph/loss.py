@@ -1,12 +1,12 @@
-"""Next-token cross-entropy that computes its own gradient chunk by chunk, so that no logits outlive their chunk.
+"""Next-token cross-entropy that computes its gradient chunk by chunk, so that logits are never stored for the backward pass.
 
-The loss is a mean, so the gradient of a chunk's logits is known as soon as the chunk's losses are: softmax minus one-hot,
-over the number of tokens. Doing the two products of the backward pass there and then keeps no logits for it and recomputes
-none; what is saved is the gradient itself (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989). One
-exception: XLA of jax 0.10 fuses the chunks' last kernels into one, and so holds the logits' gradients of the whole batch.
+The loss is a mean, so the gradient of a chunk's logits is known as soon as its losses are: softmax minus one-hot, divided by
+the number of tokens. The forward pass therefore also computes the two matmuls of the backward pass, and saves the gradients
+instead of logits (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989). One exception: XLA of jax 0.10
+fuses the last kernels of all chunks, and holds the gradients of all logits.
 """
 
-# N tokens (B*T), D model, V vocabulary (of this device, where it is split), C tokens of a chunk
+# N tokens (B*T), D model, V vocabulary (of this device, if it is sharded), C tokens of a chunk
 
 import functools
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from jax import Array
 from jgraph.errors import ShapeError
 from jgraph.scopes import scope
 
-# Logits of this many elements are held at once when the caller does not say: 1 GiB in bfloat16, 2 GiB in float32.
+# Default limit of the logits that are held at once: 1 GiB in bfloat16, 2 GiB in float32.
 _AUTO_CHUNK_ELEMENTS = 2**29
 
-# exp() of a float32 overflows at 88.7. A logit that beats the label's by more counts as this much: such a token's loss reads
-# 70 nats at least and still pulls the label up and the others down.
+# exp() of a float32 overflows at 88.7. Larger margins over the label's logit are clipped: such a token has a loss of at least
+# 70 nats, and its gradient still increases the label's logit and decreases the others.
 _LARGEST_MARGIN = 70.0
 
 
-def auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
-    """Returns the largest divisor of `num_tokens` whose logits have at most 2**29 elements; of half of them in float32."""
+def _auto_chunk(num_tokens: int, vocab_size: int, dtype: jnp.dtype) -> int:
+    """Returns the largest divisor of `num_tokens` with at most 2**29 logits; in float32 also at most half of the tokens."""
     most = max(1, num_tokens // 2) if dtype == jnp.float32 else num_tokens
     limit = min(max(1, _AUTO_CHUNK_ELEMENTS // vocab_size), most)
     return next(chunk for chunk in range(limit, 0, -1) if num_tokens % chunk == 0)
@@ -44,31 +44,32 @@ def cross_entropy(
     vocab_size: int = 0,
     weights_BT: Array | None = None,
 ) -> Array:
-    """Returns the mean next-token loss in nats, from hidden states instead of logits.
+    """Computes the mean next-token loss in nats from hidden states.
 
-    As the mean of `optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)`, but float32 logits are never stored.
+    Equals the mean of `optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)`, without storing float32 logits.
 
     >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
     2.0794415
 
-    With `axis`, under `jax.shard_map`, each device of that axis has a part of the vocabulary and does that part of the work
-    (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3). Each gives its part of the gradient of x: sum them yourself.
+    With `axis`, under `jax.shard_map`, each device of that axis has a shard of the vocabulary and computes its part of the loss
+    (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3). The gradient of x is partial: sum it over the axis yourself.
 
     Args:
-        x_BTD: final hidden states, bfloat16 or float32.
-        head_DV: output projection, same dtype as `x_BTD`.
-        labels_BT: integer token ids in [0, V); any other id makes the loss NaN.
-        chunk: tokens whose logits (in the dtype of `x_BTD`) are held at once; must divide B*T; 0 for `auto_chunk`.
-        axis: of the mesh, over which the vocabulary is split; `x_BTD` and `labels_BT` are the same on all its devices.
-        vocab_size: columns of the whole head, over all devices, beyond it are padding; 0 where there is none.
-        weights_BT: constants that the tokens' losses are multiplied by, before the mean over all tokens; None for ones.
+        x_BTD: Final hidden states, bfloat16 or float32.
+        head_DV: Output projection, same dtype as `x_BTD`.
+        labels_BT: Integer token ids in [0, V). Any other id makes the loss NaN.
+        chunk: Tokens per chunk; must divide B*T. The logits of one chunk are held at once, in the dtype of `x_BTD`. 0 chooses
+            the largest chunk with at most 2**29 logits.
+        axis: Mesh axis over which the vocabulary is sharded. `x_BTD` and `labels_BT` are the same on all its devices.
+        vocab_size: Columns of the head over all devices that are not padding; 0 if none are padding.
+        weights_BT: Constant factors of the tokens' losses, applied before the mean over all tokens; None for ones.
 
     Returns:
-        Scalar float32, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`; products
-        accumulate in float32.
+        The loss, a float32 scalar, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`.
+        Matmuls accumulate in float32.
 
     Raises:
-        ShapeError: the shapes or dtypes disagree, there are no tokens, or `chunk` does not divide B*T.
+        ShapeError: If shapes or dtypes disagree, there are no tokens, or `chunk` does not divide B*T.
     """
     for name, array in (("x_BTD", x_BTD), ("head_DV", head_DV), ("labels_BT", labels_BT)):
         if not hasattr(array, "dtype"):
@@ -77,24 +78,24 @@ def cross_entropy(
     if not fits or not jnp.issubdtype(x_BTD.dtype, jnp.floating) or not jnp.issubdtype(labels_BT.dtype, jnp.integer):
         raise ShapeError(
             f"cross_entropy got x {x_BTD.dtype}{x_BTD.shape}, head {head_DV.dtype}{head_DV.shape}, labels {labels_BT.shape} of "
-            f"{labels_BT.dtype}: x must be labels' shape plus the first of the head's two axes, of the head's floating dtype, "
-            "and labels integers"
+            f"{labels_BT.dtype}: x must have the shape of labels plus the first of the head's two axes, and the floating dtype "
+            "of the head; labels must be integers"
         )
     d_model, width = head_DV.shape
     num_tokens = labels_BT.size
     if not num_tokens or not width:
-        raise ShapeError(f"cross_entropy got {num_tokens} tokens and {width} columns of the head: give at least one of each")
+        raise ShapeError(f"cross_entropy got {num_tokens} tokens and {width} columns of the head: pass at least one of each")
     if weights_BT is not None and weights_BT.shape != labels_BT.shape:
-        message = f"`weights_BT` is {weights_BT.shape}: must be as `labels_BT`, {labels_BT.shape}"
+        message = f"`weights_BT` has shape {weights_BT.shape}: must be that of `labels_BT`, {labels_BT.shape}"
         raise ShapeError(message, field="weights_BT")
     if not isinstance(vocab_size, Integral) or vocab_size < 0:
         raise ShapeError(f"`vocab_size` is {vocab_size!r}: must be a whole number, 0 or more", field="vocab_size")
-    chunk = chunk or auto_chunk(num_tokens, width, x_BTD.dtype)
+    chunk = chunk or _auto_chunk(num_tokens, width, x_BTD.dtype)
     if not isinstance(chunk, Integral) or chunk < 1 or num_tokens % chunk:
         raise ShapeError(f"`chunk` is {chunk!r}: must divide the {num_tokens} tokens of a microbatch", field="chunk")
     vocabulary = _Vocabulary(axis, vocab_size)
     with scope("loss"):
-        # Of a type that has all columns: those of the gradient are compared with the labels.
+        # int32 holds all columns, which the gradient compares with the labels.
         labels_N = jnp.asarray(labels_BT, jnp.int32).reshape(num_tokens)
         weights_N = None if weights_BT is None else jnp.asarray(weights_BT, jnp.float32).reshape(num_tokens)
         return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_N, weights_N, chunk, vocabulary)
@@ -102,7 +103,7 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Over which axis the vocabulary is split, if it is, and its whole size, if it is padded."""
+    """The mesh axis that shards the vocabulary, or None; and the size of a padded vocabulary, or 0."""
 
     axis: str | None
     size: int
@@ -111,7 +112,7 @@ class _Vocabulary:
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def own(self, labels_C: Array, width: int) -> Array:
-        """Labels as columns of this device; outside [0, width) where another one has them."""
+        """Returns labels as columns of this device, outside [0, width) for columns of other devices."""
         return labels_C if self.axis is None else labels_C - jax.lax.axis_index(self.axis) * width
 
 
@@ -168,11 +169,11 @@ def _sum(parts: list[Array]) -> Array:
 
 
 def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Array:
-    """Returns by how much each logit exceeds the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
+    """Returns each logit minus the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
     width = logits_CV.shape[1]
     own_C = vocabulary.own(labels_C, width)
     if vocabulary.axis is None:
-        # -1 would be the last column; without its sign it is beyond all of them, which is NaN.
+        # -1 would select the last column. Without its sign it is out of bounds, which gives NaN.
         columns_C = labels_C & jnp.iinfo(jnp.int32).max
         label_logits_C1 = jnp.take_along_axis(logits_CV, columns_C[:, None], axis=-1).astype(jnp.float32)
     else:
@@ -190,7 +191,7 @@ def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Arra
 def _losses(margins_CV: Array, vocabulary: _Vocabulary) -> Array:
     """Returns the loss of each token: log(sum(exp(margins))).
 
-    The usual log-sum-exp subtracts the largest logit, which takes a pass over the logits of its own to find. Subtracting the
-    label's is as safe from underflow, because the label's own term is exp(0) = 1, and needs one pass.
+    Log-sum-exp usually subtracts the largest logit, which needs another pass over the logits. Subtracting the label's logit
+    cannot underflow either, because the term of the label is exp(0) = 1.
     """
     return jnp.log(vocabulary.sum(jnp.sum(jnp.exp(margins_CV), axis=-1)))

@@ -1,4 +1,4 @@
-"""Names of mesh axes, and the axes that a batch is spread over."""
+"""Names of mesh axes, and the axes that a batch is sharded over."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -14,23 +14,24 @@ from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, JgraphError
 
-Tree = Any
+_T = TypeVar("_T")
+_AxisName: TypeAlias = Any
 
 
 class Axis(StrEnum):
-    """An axis of a mesh, by what its devices share."""
+    """An axis of a mesh."""
 
     DATA = "data"
-    """Devices with the same parameters and different parts of the batch."""
+    """Data parallelism: replicated parameters, sharded batch."""
     FSDP = "fsdp"
-    """Devices that share the parameters, with different parts of the batch."""
+    """Fully sharded data parallelism: sharded parameters, sharded batch."""
     PIPE = "pipe"
-    """Ranks of a pipeline, with different layers and the same part of the batch."""
+    """Pipeline parallelism: different layers on each rank, the same part of the batch."""
 
 
-# Any, because Flax annotates `axis_name` as a string although it takes a tuple.
-BATCH_AXES: Any = (Axis.DATA.value, Axis.FSDP.value)
-"""The mesh axes that a batch is spread over, as an `axis_name` for reductions over all rows of a microbatch.
+# Flax annotates `axis_name` as a string although it takes a tuple.
+BATCH_AXES: _AxisName = (Axis.DATA.value, Axis.FSDP.value)
+"""The mesh axes that a batch is sharded over, as an `axis_name` for reductions over all rows of a microbatch.
 
 Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.BATCH_AXES, rngs=rngs)`.
 """
@@ -46,11 +47,11 @@ def num_data_ranks(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
-def with_batch_axes(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
     """Lets a function reduce over `BATCH_AXES` on layouts that lack one of them.
 
-    The missing axes are bound with size one, but only if the function reduces over one: other functions are traced as they
-    are. A function that does is traced a second time, and the operations of its first trace are dead code.
+    Binds the missing axes with size one if the function reduces over one. Such a function is traced twice, and the operations
+    of the first trace are dead code. Other functions are traced once, without change.
 
     Args:
         fn: A function of trees of arrays. It raises a ConfigError if it reduces over an axis that cannot be bound.
@@ -60,7 +61,7 @@ def with_batch_axes(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """
 
     @functools.wraps(fn)
-    def bound(*args: Tree) -> Tree:
+    def bound(*args: Any) -> _T:
         try:
             return fn(*args)
         except NameError as e:
@@ -91,8 +92,8 @@ def _not_a_batch_axis(axis: str) -> ConfigError:
 
 
 def _unbound_axis(error: NameError) -> str:
-    """Returns the mesh axis that a NameError of JAX is about. Empty for Python's own NameErrors."""
-    found = re.search(r"unbound axis name: (\w+)", str(error))  # the error has no attribute for it
+    """Returns the mesh axis in a NameError of JAX. Empty for NameErrors of Python."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))  # the error has no attribute for the axis
     return found[1] if found else ""
 
 
@@ -105,19 +106,24 @@ def _is_bound(axis: str) -> bool:
     return True
 
 
-def _over_one(fn: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
+def _over_one(fn: Callable[..., _T], axis: str) -> Callable[..., _T]:
     """Binds a mesh axis with size one. No argument is mapped, so the operations of `fn` keep their shapes."""
     mapped = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)
     return lambda *args: jax.tree.map(lambda leaf: leaf[0], mapped(*args))
 
 
-def checked(mesh: Any, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
+def checked(mesh: object, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
     """Returns the mesh with automatic axes.
 
-    With the explicit axes that `jax.make_mesh` gives by default, arguments would have to lie where they belong before a call.
+    `jax.make_mesh` creates explicit axes by default. With those, the caller would have to place every argument.
+
+    Args:
+        mesh: A `jax.sharding.Mesh`.
+        needs: Axes that it must have.
+        allows: Axes that it may have.
 
     Raises:
-        ConfigError: `mesh` is no mesh, lacks an axis of `needs`, or has one that is neither in `needs` nor in `allows`.
+        ConfigError: If `mesh` is not a mesh, lacks an axis of `needs`, or has an axis that is not allowed.
     """
     allowed = (*needs, *allows)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) - set(allowed) or set(needs) - set(mesh.axis_names):

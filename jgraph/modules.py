@@ -1,7 +1,7 @@
-"""A Flax model as pure functions of its parameters: any NNX module, or a Linen one.
+"""Converts a Flax NNX or Linen module into pure functions of its parameters.
 
-Random number streams of the model (dropout) are seeded from the key of each call. What is neither a parameter nor a stream,
-such as running statistics, is carried: it goes in and comes out.
+The random number streams of the model (dropout) are seeded from the key of each call. Variables that are neither parameters nor
+streams, such as running statistics, are mutable state: an argument and a result of each call.
 """
 
 import inspect
@@ -27,7 +27,7 @@ Mode = Literal["train", "evaluate"]
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """The functions that generate text with a KV cache. A Flax module provides one by a method `cached_decoder()`.
+    """Functions that generate text with a KV cache. A Flax module provides them by a method `cached_decoder()`.
 
     Attributes:
         prepare: `prepare(params, carried)` returns the weights for the other two functions, for example cast and transposed.
@@ -49,14 +49,14 @@ class FunctionalModel:
     """A Flax model as pure functions. Made by `functional`.
 
     Attributes:
-        shapes: of the parameters, a nested dict of `jax.ShapeDtypeStruct`s.
-        carried: shapes of its other state; empty where it has none.
-        init: `init()` makes (parameters, carried state); can be jitted.
-        call: `call(name, mode, params, carried, key, *args)` returns a method's result and the carried state after it.
-        annotations: Flax's partition names, a PartitionSpec or None by the name of a parameter.
-        reductions: how the carried state is reduced, a tree of names for `train_step`: what an NNX variable has as `reduction`,
-            else "mean".
-        decoder: that of the module's `cached_decoder()`; None where it has none.
+        shapes: Parameters as a nested dict of `jax.ShapeDtypeStruct`.
+        carried: Shapes of the mutable state; empty if there is none.
+        init: `init()` returns (parameters, mutable state). Can be jitted.
+        call: `call(name, mode, params, carried, key, *args)` returns the result of a method and the mutable state after it.
+        annotations: Flax's partition names, a PartitionSpec or None for each parameter name.
+        reductions: How `train_step` reduces the mutable state, a tree of names: the `reduction` of an NNX variable, else
+            "mean".
+        decoder: Result of the module's `cached_decoder()`; None if it has no such method.
     """
 
     shapes: Tree
@@ -68,7 +68,7 @@ class FunctionalModel:
     reductions: Tree = field(default_factory=dict)
 
     def new_state(self, shardings: Tree = None) -> Tree:
-        """Returns the carried state as the model makes it, where it should lie. Makes no parameters."""
+        """Returns the initial mutable state with these shardings. Computes no parameters."""
         return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
@@ -78,13 +78,13 @@ class FunctionalModel:
             params: Parameters, like `shapes`.
             batch: The argument of the module's `loss`.
             key: Seeds dropout.
-            carried: Carried state, like `self.carried`; may be omitted if that is empty.
+            carried: Mutable state, like `self.carried`. Can be omitted if that is empty.
 
         Returns:
-            The loss, and the carried state after it.
+            The loss, and the mutable state after it.
 
         Raises:
-            ConfigError: If the model carries state and `carried` is empty.
+            ConfigError: If the model has mutable state and `carried` is empty.
         """
         carried = carried or {}
         if (names := leaf_names(self.carried)) and not jax.tree.leaves(carried):
@@ -96,15 +96,24 @@ class FunctionalModel:
         return with_batch_axes(partial(self.call, "loss", "train"))(params, carried, key, batch)
 
     def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
-        """Calls a method in evaluation: without dropout, with the running statistics, which stay. Returns its result."""
+        """Calls a method in evaluation mode: without dropout, with running statistics, without changes of the mutable state.
+
+        Args:
+            name: Name of the method.
+            params: Parameters, like `shapes`.
+            carried: Mutable state, like `self.carried`.
+            *args: Arguments of the method.
+
+        Returns:
+            The result of the method.
+        """
         return with_batch_axes(partial(self.call, name, "evaluate"))(params, carried, jax.random.key(0), *args)[0]
 
 
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
-    """Turns a Flax module into pure functions of its parameters, for `train_step`. Traces the module; computes nothing.
+    """Converts a Flax module into pure functions of its parameters, for `train_step`. Only traces the module.
 
-    Does the work of `nnx.split` and `nnx.merge` or of Linen's `init` and `apply`, in one way for both. Dropout takes the key
-    of each call.
+    Replaces `nnx.split` and `nnx.merge` for NNX, and `init` and `apply` for Linen. Dropout uses the key of each call.
 
     >>> class Line(nnx.Module):
     ...     def __init__(self, rngs):
@@ -116,26 +125,29 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
     >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
 
     Args:
-        make: A function without arguments that makes the NNX module, with its parameters, or the Linen module.
-        batch: Arrays or shapes of a batch, the argument of the module's `loss`. Required for a Linen module, which makes its
-            parameters from it.
+        make: A function without arguments that returns an NNX module, with its parameters, or a Linen module.
+        batch: Arrays or shapes of a batch, the argument of the module's `loss`. Required for a Linen module, to initialize its
+            parameters.
         key: Seed of the parameters of a Linen module.
 
     Returns:
-        A `FunctionalModel`: `shapes` of the parameters and `carried` state, `init`, `loss`, `evaluate`, Flax's `annotations`.
+        The model, with `shapes` of the parameters, `carried` state, `init`, `loss`, `evaluate` and Flax's `annotations`.
 
     Raises:
         ConfigError: If `make` is not such a function, or a Linen module has no `loss` or no `batch`.
     """
     _check_make(make)
     found: list[Any] = []
-    shapes = nnx.eval_shape(lambda: found.append(made := make()) or (made if isinstance(made, nnx.Module) else None))
-    made = found[0]
+
+    def build() -> nnx.Module | None:
+        found.append(make())
+        return found[0] if isinstance(found[0], nnx.Module) else None
+
+    shapes, made = nnx.eval_shape(build), found[0]
     if isinstance(made, nn.Module):
         if not callable(getattr(made, "loss", None)):
-            raise ConfigError(
-                f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)", field="make"
-            )
+            message = f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)"
+            raise ConfigError(message, field="make")
         if batch is None:
             raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
@@ -145,22 +157,17 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 
 
 def _check_make(make: Any) -> None:
-    """Raises ConfigError unless `make` can be called without arguments to make a module."""
+    """Raises ConfigError unless `make` can be called without arguments."""
     if isinstance(make, nnx.Module | nn.Module) or not callable(make):
         what = type(make).__name__ if callable(make) else repr(make)
-        raise ConfigError(
-            f"`make` is {what}: must be a function that makes a module, e.g. lambda: Model(nnx.Rngs(0))", field="make"
-        )
+        message = f"`make` is {what}: must be a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))"
+        raise ConfigError(message, field="make")
     try:
-        if isinstance(make, type):
-            inspect.signature(make.__init__).bind(None)
-        else:
-            inspect.signature(make).bind()
+        inspect.signature(partial(make.__init__, None) if isinstance(make, type) else make).bind()
     except TypeError as e:
         name = getattr(make, "__name__", repr(make))
-        raise ConfigError(
-            f"`make` is {name} ({e}): must take no arguments, e.g. lambda: {name}(nnx.Rngs(0))", field="make"
-        ) from None
+        message = f"`make` is {name} ({e}): must take no arguments, e.g. lambda: {name}(nnx.Rngs(0))"
+        raise ConfigError(message, field="make") from None
     except ValueError:  # a function without a signature
         pass
 
@@ -170,12 +177,15 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return graphdef, *map(nnx.to_pure_dict, states)
 
+    def reduction(variable: nnx.Variable) -> str:
+        return variable.get_metadata().get("reduction", "mean")
+
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, nnx.Param)))
     state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-    reductions = nnx.to_pure_dict(jax.tree.map(_reduction, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    reductions = nnx.to_pure_dict(jax.tree.map(reduction, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
     graphs = {}
-    for mode, turn in (("evaluate", model.eval), ("train", model.train)):
-        turn()
+    for mode, set_mode in (("evaluate", model.eval), ("train", model.train)):
+        set_mode()
         graphs[mode], shapes, streams, carried = split(model)
 
     def init() -> tuple[Tree, Tree]:
@@ -191,13 +201,9 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
 
 
 def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
-    """Returns PartitionSpecs by the name of their parameter."""
+    """Returns PartitionSpecs by parameter name."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     return dict(zip(leaf_names(shapes), leaves, strict=True))
-
-
-def _reduction(variable: nnx.Variable) -> str:
-    return variable.get_metadata().get("reduction", "mean")
 
 
 def _decoder(module: Any) -> Decoder | None:
@@ -206,7 +212,7 @@ def _decoder(module: Any) -> Decoder | None:
 
 
 def _seeded(streams: Tree, key: Array) -> Tree:
-    """Returns the random number streams of a model as a call begins: each with a key of its own, none drawn from."""
+    """Returns new random number streams for a call, each with its own key."""
 
     def seed(index: int, leaf: Any) -> Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -231,7 +237,7 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
         return split(boxed(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch)))
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
-        # Streams that are not named here begin from this one.
+        # Linen derives all other streams from `params`.
         how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
         if mode == "train" and carried:
             return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
@@ -245,5 +251,5 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:
-    """Returns `train=` for a method that takes it, as Linen's models tell training from evaluation."""
+    """Returns the argument `train` if the method has it: by convention, Linen modules take the mode as this argument."""
     return {"train": mode == "train"} if "train" in inspect.signature(getattr(module, name)).parameters else {}

@@ -1,9 +1,8 @@
-"""Small parameters side by side in one flat array, so that what is done to every parameter is a few kernels, not one each.
+"""Packs small parameters into flat arrays, so that an operation on all parameters runs a few kernels, not one for each.
 
-An optimizer step on a launch-bound model is hundreds of kernels of two microseconds: a cast, a norm and an update for each
-parameter. Packed, they are a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms, notes/develop/measurements.md). Large
-parameters stay arrays of their own: their kernels are long already, and concatenating their gradients would cost a pass over
-memory.
+The optimizer step of a launch-bound model consists of hundreds of kernels of two microseconds: a cast, a norm and an update for
+each parameter. Packing leaves a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms, notes/develop/measurements.md). Large
+parameters are not packed: their kernels are long, and concatenating their gradients would cost a pass over memory.
 """
 
 from collections.abc import Container
@@ -16,18 +15,20 @@ from jax import Array
 
 from jgraph.tree import is_matrix, is_router, leaf_names
 
-PyTree = Any
+Tree = Any
 
-# Up to here a kernel over a float32 leaf is mostly launch: 2 MiB at 4.3 TB/s is half a microsecond.
+# A kernel over a float32 leaf of this size is mostly launch overhead: 2 MiB at 4.3 TB/s take half a microsecond.
 _SMALL_LEAF = 2**19
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of a tree's parameters in a dict of arrays; made by `Packing.of`, the same for the same shapes.
+    """The positions of a tree's parameters in a dict of arrays. Made by `Packing.of`, the same for the same shapes.
 
-    `groups` are names with the numbers of the leaves that share an array: small ones that weight decay treats alike, or one
-    large leaf alone.
+    Attributes:
+        treedef: Structure of the tree.
+        leaves: Shapes and dtypes of its leaves.
+        groups: Names of the arrays, each with the indices of the leaves in it: several small leaves, or one large leaf.
     """
 
     treedef: Any
@@ -35,10 +36,13 @@ class Packing:
     groups: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
-        """Packs leaves of fewer than `small` elements by dtype, and by whether they are matrices and a router's.
+    def of(cls, params: Tree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
+        """Groups small leaves by dtype, by whether they are matrices (weight decay), and by whether they are a router's.
 
-        Other leaves stay as they are, and so do those that `alone` names, as `leaf_names` has them.
+        Args:
+            params: Arrays or shapes.
+            small: Leaves with fewer elements are packed.
+            alone: Names of leaves that are not packed, as `leaf_names` spells them.
         """
         members: dict[str, list[int]] = {}
         flat, treedef = jax.tree.flatten(params)
@@ -50,20 +54,20 @@ class Packing:
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
         return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))
 
-    def pack(self, params: PyTree) -> dict[str, Array]:
-        """Returns the array of each group, by name: 1-D for a group of several leaves, a leaf alone keeps its shape."""
+    def pack(self, params: Tree) -> dict[str, Array]:
+        """Returns the arrays by name. A group of several leaves is 1-D, a single leaf keeps its shape."""
         leaves = self.treedef.flatten_up_to(params)
         return {
             name: leaves[indices[0]] if len(indices) == 1 else jnp.concatenate([leaves[i].ravel() for i in indices])
             for name, indices in self.groups
         }
 
-    def unpack(self, packed: dict[str, Array]) -> PyTree:
-        """Inverts `pack`; its gradient is one concatenation per group."""
+    def unpack(self, packed: dict[str, Array]) -> Tree:
+        """Inverts `pack`. Its gradient is one concatenation per group."""
         leaves: list[Array | None] = [None] * len(self.leaves)
         for name, indices in self.groups:
             if len(indices) == 1:
-                leaves[indices[0]] = packed[name]  # of a device that has some of the experts, a part
+                leaves[indices[0]] = packed[name]  # not reshaped: it may be the shard of a device
                 continue
             parts = jax.lax.split(packed[name], [self.leaves[i].size for i in indices])
             for i, part in zip(indices, parts, strict=True):
@@ -71,6 +75,6 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
-        """Returns for each group whether weight decay applies to it: to matrices."""
+        """Returns for each array whether weight decay applies to it, that is, whether it holds matrices."""
         names = leaf_names(self.treedef.unflatten(self.leaves))
         return {name: is_matrix(names[indices[0]], self.leaves[indices[0]]) for name, indices in self.groups}

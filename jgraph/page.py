@@ -1,28 +1,28 @@
-"""Pages that open anywhere: one HTML file each, with its look, script and data in it, that asks nothing of any server.
+"""Renders HTML pages that need no server: each is one file with its style, script and data.
 
-`page.html` is what all have: the look, themes, tables, tips. A room with a page has `page.css` and `page.js`, which finds its
-data in `P` and ends with `build([...])` of its panels.
+`page.html` has the shared style, themes, tables and tooltips. A package with a page adds `page.css` and `page.js`. The script
+reads its data from `P` and ends with `build([...])` of its panels.
 """
 
 import importlib.resources
 import json
-from typing import Any
+from collections.abc import Mapping
 
 
-def render(room: str, data: dict[str, Any]) -> str:
+def render(package: str, data: Mapping[str, object]) -> str:
     """Returns the page of a package as HTML.
 
     Args:
-        room: the package, e.g. `jgraph.profile`.
-        data: what the page shows: a "title", and what its script reads.
+        package: The package, for example `jgraph.profile`.
+        data: The data of the page as JSON values: "title", and the fields that its script reads.
 
     Raises:
-        ValueError: the data has NaN or infinity, which JSON lacks.
+        ValueError: If the data contains NaN or infinity, which JSON lacks.
     """
-    # A name with "</script>" in it would end the script that holds the JSON.
+    # A name that contains "</script>" would end the script that holds the JSON.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    html = _read("jgraph", "page.html").replace("STYLE OF THE PAGE\n", _read(room, "page.css"), 1)
-    return html.replace("SCRIPT OF THE PAGE\n", _read(room, "page.js"), 1).replace("DATA AS JSON", text, 1)
+    html = _read("jgraph", "page.html").replace("STYLE OF THE PAGE\n", _read(package, "page.css"), 1)
+    return html.replace("SCRIPT OF THE PAGE\n", _read(package, "page.js"), 1).replace("DATA AS JSON", text, 1)
 
 
 def _read(package: str, name: str) -> str:

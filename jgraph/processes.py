@@ -1,6 +1,7 @@
-"""Several processes as one run: connected before a backend starts, and of one mind wherever they could go different ways.
+"""Connects the processes of a run, and lets them agree on values and errors.
 
-Arguments, Slurm or Open MPI say which processes there are; `jax.distributed` connects them. Alone, nothing here does anything.
+Arguments, Slurm or Open MPI identify the processes, and `jax.distributed` connects them before a backend starts. In a run of
+one process every function here returns at once.
 """
 
 import contextlib
@@ -8,7 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -16,14 +17,17 @@ from jax.experimental import multihost_utils
 
 from jgraph.errors import ConfigError
 
-# A job's processes start within this of one another; where one ends with an error, the others end this much later.
+Device: TypeAlias = Any  # type checkers take jax.Device for a variable
+
+# The processes of a job start within this time of each other.
 _PATIENCE_SECONDS = 300
+# If one process ends with an error, the others end after this time.
 _SHUTDOWN_SECONDS = 60
 
 
 def launcher(environ: Mapping[str, str]) -> Literal["slurm", "ompi"] | None:
-    """Returns jax's name for the launcher that started this process as one of several; None if none did."""
-    # In the shell of an allocation SLURM_NTASKS counts the tasks that a step could have; the step that the shell is has one.
+    """Returns JAX's name of the launcher that started this process as one of several. None if there is none."""
+    # In the shell of an allocation, SLURM_NTASKS is the number of tasks that a step may have, but the shell is a single task.
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
     if {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys() and int(tasks) > 1:
         return "slurm"
@@ -38,33 +42,33 @@ def connect(
     process_id: int | None = None,
     patience: float = _PATIENCE_SECONDS,
 ) -> None:
-    """Connects to the other processes, if there are any and nobody has done so before. No backend may have been started.
+    """Connects to the other processes, unless there are none or they are connected. Call it before a backend starts.
 
-    Under Slurm and Open MPI a process gets one GPU, that of its place on the machine; with a coordinator it gets all it sees.
+    Under Slurm and Open MPI, a process gets one GPU, by its local rank. With a coordinator it gets all visible GPUs.
 
     Args:
-        setup: connect where arguments, Slurm or Open MPI tell of other processes, or never.
-        coordinator: HOST:PORT at which process 0 can be reached; with it, the next two.
-        num_processes: processes of the run.
-        process_id: which of them this one is, from 0.
-        patience: seconds to wait for the others.
+        setup: `auto`: connect if arguments, Slurm or Open MPI identify other processes. `off`: never.
+        coordinator: HOST:PORT of process 0. Requires the next two arguments.
+        num_processes: The number of processes.
+        process_id: The index of this process, from 0.
+        patience: Seconds to wait for the others.
 
     Raises:
-        ConfigError: the others are not there in time, the port is taken, or the environment does not say enough.
+        ConfigError: If the others do not connect in time, the port is in use, or the environment lacks the coordinator.
     """
     found = launcher(os.environ) if setup == "auto" and not coordinator else None
     if jax.distributed.is_initialized() or not (coordinator or found):
         return
     if found == "ompi" and "OMPI_MCA_orte_hnp_uri" not in os.environ:
         raise ConfigError(
-            "`distributed.coordinator` is None: must be given, because Open MPI 5 does not say where process 0 is; as must "
-            "`distributed.num_processes` $OMPI_COMM_WORLD_SIZE and `distributed.process_id` $OMPI_COMM_WORLD_RANK",
+            "`distributed.coordinator` is None: must be HOST:PORT of process 0, because Open MPI 5 does not provide it; "
+            "also pass `distributed.num_processes` $OMPI_COMM_WORLD_SIZE and `distributed.process_id` $OMPI_COMM_WORLD_RANK",
             field="distributed.coordinator",
         )
     where = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
     if process_id == 0:
         _check_free(coordinator)
-    # SIGTERM is a wish to stop, which the trainer grants; jax's service would take it for itself.
+    # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
     error = _initialize(
         patience,
@@ -82,14 +86,15 @@ def connect(
         )
 
 
-def devices_of_ranks(count: int, *, flags: str) -> list[Any]:
-    """Returns a `jax.Device` for each rank, as many of every process, in the order of the processes.
+def devices_of_ranks(count: int, *, flags: str) -> list[Device]:
+    """Returns a `jax.Device` for each rank, the same number from every process, in the order of processes.
 
     Args:
-        count, flags: how many ranks, and the flags that ask for them, for the error.
+        count: The number of ranks.
+        flags: The flags that request them, for the error.
 
     Raises:
-        ConfigError: there are fewer devices, or some process would have none or fewer than another.
+        ConfigError: If there are fewer devices, or `count` is not a multiple of the number of processes.
     """
     processes, available = jax.process_count(), jax.device_count()
     needs = f"{flags} needs {count} device{'s' if count > 1 else ''}"
@@ -101,12 +106,12 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Any]:
 
 
 def is_process_zero() -> bool:
-    """Tells whether this process is the one that writes files and talks."""
+    """True for the process that writes files and prints."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def all_gather_scalar(value: int) -> list[int]:
-    """Returns the int32 that each process gives, by process: the same list for all, once all have given theirs."""
+    """Returns the int32 values of all processes. Collective: every process must call it."""
     if not jax.distributed.is_initialized():
         return [value]
     return np.ravel(multihost_utils.process_allgather(np.int32(value))).tolist()
@@ -114,10 +119,10 @@ def all_gather_scalar(value: int) -> list[int]:
 
 @contextlib.contextmanager
 def all_or_raise() -> Iterator[None]:
-    """Raises on every process if any process raised inside, where none may wait for another.
+    """Raises on every process if any process raises inside the block. The block must not contain collectives.
 
     Raises:
-        ConfigError: another process raised, and this one did not.
+        ConfigError: If another process raised and this one did not.
     """
     try:
         yield
@@ -126,12 +131,12 @@ def all_or_raise() -> Iterator[None]:
         raise
     failed = [process for process, has_failed in enumerate(all_gather_scalar(0)) if has_failed]
     if failed:
-        raise ConfigError(f"process {failed[0]} cannot go on, and says why; so this one does not either", field="")
+        raise ConfigError(f"process {failed[0]} failed and printed the reason; this one stops, too", field="")
 
 
 def _initialize(patience: float, **arguments: Any) -> str:
-    """Runs jax.distributed.initialize, and returns its error; empty if it has none."""
-    # In a thread, with no time-out of its own: jax would abort the process.
+    """Runs jax.distributed.initialize. Returns its error, or an empty string."""
+    # In a thread and with a longer timeout than `patience`, because JAX aborts the process when its own timeout expires.
     problem = [f"no connection after {patience:g} s"]
 
     def initialize():
@@ -150,7 +155,7 @@ def _initialize(patience: float, **arguments: Any) -> str:
 def _check_free(coordinator: str) -> None:
     port = int(coordinator.rpartition(":")[2])
     try:
-        socket.create_server(("", port)).close()  # jax would crash
+        socket.create_server(("", port)).close()  # otherwise JAX crashes
     except OSError as e:
         raise ConfigError(
             f"`distributed.coordinator` is {coordinator}: must have a port that is free on this machine ({e.strerror})",

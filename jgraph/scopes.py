@@ -1,4 +1,4 @@
-"""Names that the library gives to parts of its programs, so that a profile says what a kernel was for (`jgraph.profile`)."""
+"""Names of program parts. `jgraph.profile` uses them to assign kernels to categories."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,10 @@ PREFIX = "jgraph."
 
 @contextlib.contextmanager
 def scope(of: Scope) -> Iterator[None]:
-    """Names a part of a model, as `jax.named_scope` does, so that a profile shows its time on its own.
+    """Names a part of a model, as `jax.named_scope` does. A profile shows its time as a category of its own.
+
+    Args:
+        of: The category.
 
     >>> with jgraph.scope("attention"):
     ...     y = jax.nn.dot_product_attention(*[jnp.ones((1, 8, 2, 16))] * 3)

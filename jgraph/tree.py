@@ -1,51 +1,64 @@
-"""Trees of parameters: the name of a leaf, spelled one way everywhere, and the leaves that a pattern means."""
+"""Names of parameters: one spelling for every leaf of a tree, and patterns that select leaves."""
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from jgraph.errors import ConfigError
 
+PyTree: TypeAlias = Any
+"""A pytree of arrays or shapes. JAX has no type for it."""
+
 
 def path_name(path: Sequence[Any]) -> str:
-    """Returns the name of a leaf from its path of keys: `blocks/0/mlp/up/kernel`."""
+    """Returns the name of a leaf, e.g. `blocks/0/mlp/up/kernel`, from its path of JAX keys."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: PyTree) -> list[str]:
     """Returns the name of every leaf, in the order of `jax.tree.leaves`."""
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def is_router(name: str) -> bool:
-    """Tells whether a parameter is a router's, by its name: it is never rounded, which would send tokens to other experts."""
+    """True if a parameter belongs to a router. Routers stay in full precision, because rounding changes the chosen experts."""
     return "router" in name
 
 
-def is_matrix(name: str, leaf: Any) -> bool:
-    """Tells whether a parameter is a matrix, to which weight decay applies.
+def is_matrix(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """True if weight decay applies to a parameter, because it is a matrix.
 
-    It has two axes or more. Scales of norms and biases are none, also where layers are stacked in one array: they are told by
-    their names, which are Flax's.
+    A matrix has two axes or more. Norm scales and biases of stacked layers do, too, so they are excluded by their Flax names.
+
+    Args:
+        name: The name of the parameter.
+        leaf: The parameter or its shape.
     """
     return leaf.ndim > 1 and name.rpartition("/")[2] not in ("scale", "bias")
 
 
 def expert_axis(name: str, ndim: int) -> int | None:
-    """Returns the axis of a parameter that counts experts, by the parameter's name; None where it is not of experts.
+    """Returns the expert axis of an expert weight, or None for other parameters.
 
-    Arrays of layers that are stacked have an axis of layers in front of it.
+    Args:
+        name: The name of the parameter.
+        ndim: Its number of axes. Stacked layers have one more in front.
     """
     return ndim - 3 if name.rpartition("/")[2] in ("up_EDF2", "down_EFD") else None
 
 
 def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
-    """Returns the names that a pattern matches as a shell would, where `*` goes over `/` too.
+    """Returns the names that match a shell pattern.
+
+    Args:
+        pattern: The pattern. `*` also matches `/`.
+        names: The names of all parameters.
+        field: The argument that holds the pattern, for the error.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: If no name matches.
     """
     found = fnmatch.filter(names, pattern)
     if not found:

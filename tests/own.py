@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jgraph import BATCH_AXES, PipelineModel
-from jgraph.moe.config import places
+from jgraph.moe.config import rows_per_pair
 
 
 def next_token_loss(logits_BTV: Array, tokens_BS: Array) -> Array:
@@ -124,7 +124,7 @@ class Spilling(nnx.Module):
         x = self.embedding(tokens_BS[:, :-1])
         if not self.use_running_average:
             is_space = tokens_BS[:, :-1].reshape(-1) == ord(" ")
-            room, needed = places(self.capacity, is_space.size, 1), jnp.sum(is_space)
+            room, needed = rows_per_pair(self.capacity, is_space.size, 1), jnp.sum(is_space)
             self.overflow.set_value(jnp.where(needed > room, needed, 0))
             x *= (~is_space | (jnp.cumsum(is_space) <= room)).reshape(*x.shape[:-1], 1)
         return next_token_loss(self.head(x), tokens_BS)

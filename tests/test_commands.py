@@ -126,7 +126,7 @@ def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, 
 
 def test_a_profile_directory_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked, monkeypatch):
     monkeypatch.setattr("jgraph.profile.report.of_trace", lambda *args, **choices: {})
-    monkeypatch.setattr("jgraph.profile.summary.show", lambda *args: None)
+    monkeypatch.setattr("jgraph.profile._summary.show", lambda *args: None)
     line = refused(capsys, profile, blocked.parent, "--out", blocked)
     assert line == f"--out is {blocked}: cannot be written (Not a directory)"
 
@@ -145,8 +145,8 @@ def test_an_input_path_that_cannot_be_read_is_refused_with_its_flag(capsys, tmp_
 
 
 @pytest.mark.parametrize("name", ["no/such.csv", "no/such.txt"])
-def test_a_schedule_file_that_cannot_be_read_is_refused_with_its_flag(capsys, name):
-    assert refused(capsys, inspect_main, "schedule", "--order", name).startswith(f"--order is {name}: ")
+def test_a_schedule_file_that_cannot_be_read_is_refused_with_its_path(capsys, name):
+    assert refused(capsys, inspect_main, "schedule", name).startswith(f"{name}: ")
 
 
 def test_a_model_folder_that_cannot_be_created_is_refused_by_its_argument(blocked):

@@ -1,4 +1,4 @@
-"""The loss against optax in float64, its numbers at the edges, and the memory that it promises not to take."""
+"""Compares the loss with optax in float64, at extreme logits, and checks its memory."""
 
 from functools import partial
 
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 import jgraph
 from jgraph.errors import ShapeError
-from jgraph.loss import auto_chunk
+from jgraph.loss import _auto_chunk
 from jgraph.xla import aot
 
 # N tokens, D model, V vocabulary
 
-BF16_ROUNDING = 2**-9  # a bfloat16 has 8 significant bits: rounding moves a number by at most half of the last one
+BF16_ROUNDING = 2**-9  # a bfloat16 has 8 significant bits, so rounding changes it by at most half of the last bit
 
 
 def referee(x_BTD, head_DV, labels_BT):
-    """(loss, (dx, dhead)) of optax's cross-entropy of the same numbers in float64."""
+    """Returns (loss, (dx, dhead)) of optax's cross-entropy in float64."""
 
     def loss(x_BTD, head_DV):
         return optax.softmax_cross_entropy_with_integer_labels(x_BTD @ head_DV, labels_BT).mean()
@@ -33,7 +33,7 @@ def referee(x_BTD, head_DV, labels_BT):
 
 @partial(jax.jit, static_argnames="chunk")
 def ours(x_BTD, head_DV, labels_BT, chunk=0):
-    """(loss, (dx, dhead))."""
+    """Returns (loss, (dx, dhead))."""
 
     def loss(x_BTD, head_DV):
         return jgraph.cross_entropy(x_BTD, head_DV, labels_BT, chunk=chunk)
@@ -49,33 +49,29 @@ def example(batch=2, length=8, width=16, vocab=32, dtype=jnp.float32, seed=0):
 
 
 def exact_logits(logits_NV, labels_N, dtype=jnp.float32):
-    """(x, head, labels) whose product is these logits without any rounding: token n picks row n of the head."""
+    """Returns (x, head, labels) with these logits, unrounded: token n selects row n of the head."""
     logits_NV = jnp.asarray(logits_NV, dtype)
     return jnp.eye(len(logits_NV), dtype=dtype)[None], logits_NV, jnp.asarray(labels_N, jnp.int32)[None]
 
 
 def assert_close(actual, expected, rtol):
-    """Relative to the largest entry: the small ones are differences of large ones."""
+    """Compares relative to the largest entry, because small entries are differences of large numbers."""
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=rtol, atol=rtol * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 4, 16], ids=lambda chunk: f"chunk {chunk}")
-def test_the_loss_is_the_mean_cross_entropy(chunk):
+def test_loss_and_gradients_are_those_of_the_mean_cross_entropy(chunk):
     arrays = example()
-    assert_close(ours(*arrays, chunk=chunk)[0], referee(*arrays)[0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 4, 16], ids=lambda chunk: f"chunk {chunk}")
-def test_both_gradients_are_those_of_the_mean_cross_entropy(chunk):
-    arrays = example()
-    for actual, expected in zip(ours(*arrays, chunk=chunk)[1], referee(*arrays)[1], strict=True):
+    (loss, gradients), (expected_loss, expected_gradients) = ours(*arrays, chunk=chunk), referee(*arrays)
+    assert_close(loss, expected_loss, rtol=1e-6)
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
         assert_close(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.once
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 6), width=st.integers(1, 9), vocab=st.integers(1, 17))
-def test_any_shape_and_any_chunk_that_divides_the_tokens_will_do(data, batch, length, width, vocab):
+def test_every_shape_and_every_divisor_as_chunk_work(data, batch, length, width, vocab):
     arrays = example(batch, length, width, vocab, seed=data.draw(st.integers(0, 99)))
     chunk = data.draw(st.sampled_from([c for c in range(batch * length + 1) if c == 0 or batch * length % c == 0]))
     actual, expected = jax.tree.leaves(ours(*arrays, chunk=chunk)), jax.tree.leaves(referee(*arrays))
@@ -83,14 +79,14 @@ def test_any_shape_and_any_chunk_that_divides_the_tokens_will_do(data, batch, le
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_is_multiplied_by_what_comes_from_outside():
+def test_the_gradient_is_scaled_by_the_cotangent():
     arrays = example()
     gradient = jax.grad(lambda x: 3 * jgraph.cross_entropy(x, *arrays[1:]))(arrays[0])
     assert_close(gradient, 3 * referee(*arrays)[1][0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_evaluation_gives_the_loss_that_training_gives(dtype):
+def test_the_loss_without_gradients_is_the_same(dtype):
     arrays = example(dtype=dtype)
     evaluation = jax.jit(partial(jgraph.cross_entropy, chunk=4))(*arrays)
     assert evaluation == pytest.approx(float(ours(*arrays, chunk=4)[0]), rel=1e-6)
@@ -101,44 +97,44 @@ def test_evaluation_gives_the_loss_that_training_gives(dtype):
 
 @pytest.fixture
 def op_by_op():
-    """Compiled as a whole, a CPU may keep float32 where bfloat16 was asked for, and a mistake would not show."""
+    """Disables jit, because XLA on a CPU may compute in float32 in place of bfloat16."""
     with jax.disable_jit():
         yield
 
 
-def test_gradients_have_the_dtypes_of_what_they_belong_to_and_the_loss_is_float32():
+def test_gradients_have_the_dtypes_of_their_arguments_and_the_loss_is_float32():
     loss, gradients = jax.eval_shape(ours, *example(dtype=jnp.bfloat16))
     assert (loss.dtype, *(g.dtype for g in gradients)) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
 
 
 def test_statistics_of_bfloat16_logits_are_as_good_as_float32(op_by_op):
-    # Exact logits, so the statistics alone are rounded. In bfloat16 a sum of 1024 ones would stop at 256, log(4) too low.
+    # The logits are exact, so only the statistics are rounded. A bfloat16 sum of 1024 ones would stop at 256, log(4) too low.
     rng = np.random.default_rng(0)
     arrays = exact_logits(rng.standard_normal((64, 1024)), rng.integers(0, 1024, 64), jnp.bfloat16)
     assert_close(ours(*arrays)[0], referee(*arrays)[0], rtol=1e-6)
 
 
-def test_rounding_logits_to_bfloat16_moves_the_loss_by_no_more_than_it_moves_two_logits(op_by_op):
-    # Logits off by at most r move log-sum-exp by at most r and the label's logit by at most r: in each token, so in the mean.
+def test_rounding_logits_to_bfloat16_changes_the_loss_by_at_most_two_roundings(op_by_op):
+    # An error of at most r in the logits changes log-sum-exp and the label's logit by at most r each.
     arrays = example(8, 64, 32, 1024, dtype=jnp.bfloat16)
     largest = np.abs(np.einsum("btd,dv->btv", *(np.asarray(a).astype(np.float64) for a in arrays[:2]))).max()
     assert abs(ours(*arrays)[0] - referee(*arrays)[0]) <= 2 * BF16_ROUNDING * largest
 
 
 def test_gradients_of_the_head_are_summed_over_chunks_in_float32(op_by_op):
-    # Under a uniform softmax a token's gradient is a quarter of its x: 1, then 2**-9 each. In bfloat16 1 + 2**-9 is 1.
+    # With a uniform softmax, the gradient of a token is a quarter of its x: 1, then 2**-9 each. In bfloat16, 1 + 2**-9 is 1.
     x_BTD = jnp.full((1, 16, 1), 2.0**-9, jnp.bfloat16).at[0, 0].set(1)
     _, (_, dhead_DV) = ours(x_BTD, jnp.zeros((1, 4), jnp.bfloat16), jnp.zeros((1, 16), jnp.int32), chunk=1)
     expected = (1 + 15 * 2**-9) / 4 / 16
     np.testing.assert_allclose(dhead_DV[0, 1:].astype(jnp.float32), expected, rtol=BF16_ROUNDING)
 
 
-def test_gradients_in_bfloat16_are_off_by_their_own_rounding_only(op_by_op):
+def test_gradients_in_bfloat16_differ_by_their_rounding_only(op_by_op):
     rng = np.random.default_rng(0)
     arrays = exact_logits(rng.standard_normal((16, 64)), rng.integers(0, 64, 16), jnp.bfloat16)
     _, (_, expected) = referee(*arrays)
     _, (_, actual) = ours(*arrays)
-    # Each entry is one logit's gradient, rounded once or (with its copy in between) twice.
+    # Each entry is the gradient of one logit, rounded once or twice.
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2.1 * BF16_ROUNDING)
 
 
@@ -155,22 +151,22 @@ def confident(label_logit, winner_logit, others=0.0, vocab=8):
     ("label", "winner", "others"),
     [(50, -50, -50), (0, 60, 0), (0, 50, -50), (-10, 50, 50), (30, 30, -50), (1000, 1000, 950), (-1000, -940, -1000)],
 )
-def test_large_logits_give_the_right_loss_and_gradients(label, winner, others):
+def test_large_logits_have_the_exact_loss_and_gradients(label, winner, others):
     arrays = confident(label, winner, others)
     for actual, expected in zip(jax.tree.leaves(ours(*arrays)), jax.tree.leaves(referee(*arrays)), strict=True):
-        # Relative 1e-5: near 60 nats a float32 margin is rounded by 4e-6, and exp passes that on as a relative error.
+        # Relative 1e-5: near 60 nats the rounding of a float32 margin is 4e-6, a relative error of its exp.
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("margin", [89, 100, 3e4])
-def test_a_loss_beyond_what_exp_can_hold_is_finite_and_at_least_70_nats(margin):
+def test_a_loss_beyond_the_range_of_exp_is_finite_and_at_least_70_nats(margin):
     loss = jgraph.cross_entropy(*confident(-margin / 2, margin / 2))
     assert np.isfinite(loss)
     assert loss >= 70
 
 
 @pytest.mark.parametrize("margin", [89, 100, 3e4])
-def test_a_loss_beyond_what_exp_can_hold_still_pulls_the_label_up_and_the_winner_down(margin):
+def test_a_loss_beyond_the_range_of_exp_has_gradients(margin):
     x_BTD, head_DV, labels_BT = confident(-margin / 2, margin / 2, others=-margin / 2)
     _, (_, dlogits_NV) = ours(x_BTD, head_DV, labels_BT)
     expected = np.zeros((2, 8))
@@ -198,7 +194,7 @@ def test_a_chunk_that_does_not_divide_the_tokens_is_refused(chunk):
     ],
     ids=["labels shorter", "width", "dtype"],
 )
-def test_arrays_that_do_not_fit_are_refused_with_their_shapes(change):
+def test_arrays_of_mismatched_shapes_are_refused_with_their_shapes(change):
     x_BTD, head_DV, labels_BT = change(*example())
     with pytest.raises(ShapeError) as error:
         jgraph.cross_entropy(x_BTD, head_DV, labels_BT)
@@ -210,7 +206,7 @@ def test_arrays_that_do_not_fit_are_refused_with_their_shapes(change):
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32])
-def test_the_gradient_does_not_depend_on_the_integers_that_labels_are(dtype):
+def test_the_gradient_does_not_depend_on_the_dtype_of_the_labels(dtype):
     x, head, labels = example(vocab=70_000 if dtype == jnp.uint16 else 33_000 if dtype == jnp.int16 else 300)
     labels = labels % 100
     expected, actual = ours(x, head, labels), ours(x, head, labels.astype(dtype))
@@ -218,19 +214,21 @@ def test_the_gradient_does_not_depend_on_the_integers_that_labels_are(dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@jax.jit
+def sharded_loss(x, head, labels):
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], ("cut",)), jax.sharding.PartitionSpec
+    specs = (spec(), spec(None, "cut"), spec())
+    return jax.shard_map(partial(jgraph.cross_entropy, axis="cut"), mesh=mesh, in_specs=specs, out_specs=spec())(
+        x, head, labels
+    )
+
+
 @pytest.mark.parametrize("label", [-1, -100, 32, 10**6])
 @pytest.mark.parametrize("over_devices", [False, True])
-def test_a_label_that_is_no_token_makes_the_loss_not_a_number(label, over_devices):
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(label, over_devices):
     x, head, labels = example()
     labels = labels.at[1, 3].set(label)
-    loss = jgraph.cross_entropy
-    if over_devices:
-        mesh = jax.sharding.Mesh(jax.devices()[:2], ("cut",))
-        spec = jax.sharding.PartitionSpec
-        loss = jax.shard_map(
-            partial(loss, axis="cut"), mesh=mesh, in_specs=(spec(), spec(None, "cut"), spec()), out_specs=spec()
-        )
-    assert np.isnan(loss(x, head, labels))
+    assert np.isnan((sharded_loss if over_devices else jgraph.cross_entropy)(x, head, labels))
 
 
 def no_tokens(x, head, labels):
@@ -265,13 +263,13 @@ def complex_numbers(x, head, labels):
     "change",
     [no_tokens, no_vocabulary, flat_head, labels_with_a_fraction, labels_of_truth, whole_numbers, complex_numbers],
 )
-def test_arrays_that_have_no_cross_entropy_are_refused(change):
+def test_arrays_without_a_cross_entropy_are_refused(change):
     with pytest.raises(ShapeError):
         jgraph.cross_entropy(*change(*example()))
 
 
 @pytest.mark.parametrize("vocab_size", [-1, 8.0])
-def test_a_vocabulary_that_is_no_count_is_refused(vocab_size):
+def test_a_vocab_size_must_be_a_count(vocab_size):
     with pytest.raises(ShapeError) as error:
         jgraph.cross_entropy(*example(), vocab_size=vocab_size)
     assert error.value.field == "vocab_size"
@@ -287,19 +285,19 @@ def test_lists_are_refused_by_name(place):
 
 
 @given(num_tokens=st.integers(1, 5000), vocab_size=st.integers(1, 2**31), dtype=st.sampled_from([jnp.float32, jnp.bfloat16]))
-def test_the_chunk_it_picks_divides_the_tokens_and_has_at_most_half_a_billion_logits(num_tokens, vocab_size, dtype):
-    chunk = auto_chunk(num_tokens, vocab_size, dtype)
+def test_the_default_chunk_divides_the_tokens_and_has_at_most_half_a_billion_logits(num_tokens, vocab_size, dtype):
+    chunk = _auto_chunk(num_tokens, vocab_size, dtype)
     assert num_tokens % chunk == 0
     assert chunk * vocab_size <= 2**29 or chunk == 1
 
 
 @given(num_tokens=st.integers(2, 5000), vocab_size=st.integers(1, 2**31))
-def test_the_chunk_it_picks_never_holds_all_logits_where_they_are_float32(num_tokens, vocab_size):
-    assert auto_chunk(num_tokens, vocab_size, jnp.float32) < num_tokens
+def test_the_default_chunk_never_holds_all_float32_logits(num_tokens, vocab_size):
+    assert _auto_chunk(num_tokens, vocab_size, jnp.float32) < num_tokens
 
 
 def temporary_bytes_per_logit(chunk):
-    """Of the loss and its gradients for an H200, where logits are nearly all there is."""
+    """Compiles loss and gradients for an H200, with logits as almost all of the memory."""
     tokens, width, vocab = 8192, 64, 50304
     shapes = ((1, tokens, width), jnp.bfloat16), ((width, vocab), jnp.bfloat16), ((1, tokens), jnp.int32)
     program = jax.jit(lambda *arrays: ours(*arrays, chunk=chunk))
@@ -309,8 +307,8 @@ def temporary_bytes_per_logit(chunk):
 
 @pytest.mark.target
 @pytest.mark.parametrize("chunk", [0, 1024])
-def test_the_compiled_gradient_never_holds_float32_logits_of_the_whole_batch(h200, chunk):
-    # The plain formula takes 6 bytes a logit: float32 logits and their gradient in bfloat16.
+def test_the_compiled_gradient_holds_no_float32_logits_of_the_whole_batch(h200, chunk):
+    # The plain formula needs 6 bytes per logit: float32 logits and their gradient in bfloat16.
     assert temporary_bytes_per_logit(chunk) < 4
 
 
@@ -318,8 +316,8 @@ def test_the_compiled_gradient_never_holds_float32_logits_of_the_whole_batch(h20
 @pytest.mark.xfail(
     jax.__version_info__ < (0, 11),
     strict=True,
-    reason="XLA of jax 0.10 fuses the gradients of all chunks' logits into one kernel, so all are held: 2.25 bytes a logit",
+    reason="XLA of jax 0.10 fuses the gradients of all chunks' logits into one kernel, so all are held: 2.25 bytes per logit",
 )
 def test_no_logits_outlive_their_chunk(h200):
-    # Logits of an eighth of the batch and their gradient, in bfloat16, are half a byte a logit of the batch.
+    # bfloat16 logits of an eighth of the batch and their gradient take half a byte per logit of the batch.
     assert temporary_bytes_per_logit(1024) < 1

@@ -47,20 +47,20 @@ def model(request):
     return MODELS[request.param]()
 
 
-def test_a_key_decides_what_is_dropped(model):
+def test_dropout_depends_on_the_key(model):
     params, carried = model.init()
     first, again, other = (model.loss(params, X, jax.random.key(seed), carried)[0] for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
-def test_every_dropout_of_a_call_has_a_key_of_its_own():
+def test_dropouts_of_a_call_use_different_keys():
     model = MODELS["nnx"]()
     first, second = model.call("masks", "train", *model.init(), jax.random.key(0), X)[0]
     assert not jnp.array_equal(first, second)
 
 
-def test_statistics_go_in_and_come_out_and_the_model_is_as_it_was(model):
+def test_a_call_returns_new_statistics(model):
     params, carried = model.init()
     _, after = model.loss(params, X, jax.random.key(0), carried)
     assert jax.tree.structure(after) == jax.tree.structure(carried)
@@ -74,7 +74,7 @@ def test_a_loss_without_the_carried_state_is_refused(model):
     assert error.value.field == "carried"
 
 
-def test_a_variable_says_how_it_is_reduced():
+def test_reductions_are_read_from_variables():
     class Counting(nnx.Module):
         def __init__(self):
             self.count = nnx.Variable(jnp.zeros((), jnp.int32), reduction="sum")
@@ -85,7 +85,7 @@ def test_a_variable_says_how_it_is_reduced():
     assert jax.tree.structure(model.reductions) == jax.tree.structure(model.carried)
 
 
-def test_an_evaluation_drops_nothing_and_uses_the_statistics(model):
+def test_evaluation_has_no_dropout_and_uses_the_statistics(model):
     params, carried = model.init()
     moved = jax.tree.map(lambda leaf: leaf + 1, carried)
     values = [model.evaluate("loss", params, state, X) for state in (carried, carried, moved)]
@@ -132,7 +132,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_makes_no_flax_module_is_refused_in_one_line(mistake):
+def test_a_function_that_returns_no_flax_module_is_refused(mistake):
     call, field, message = MISTAKES[mistake]
     with pytest.raises(jgraph.ConfigError, match=message) as error:
         call()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jgraph.packing import Packing
 
-# Vectors and matrices on both sides of `small=8`; names are given out of order, as a dict may have them.
+# Vectors and matrices on both sides of `small=8`, with names out of order.
 PARAMS = {
     "scale": jnp.arange(3.0),
     "block": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(2.0), "big": jnp.arange(12.0).reshape(3, 4)},
@@ -33,9 +33,9 @@ def assert_same(actual, expected):
 
 @settings(max_examples=25, deadline=None)
 @given(tree=trees, small=st.integers(0, 70))
-def test_unpacking_gives_back_what_was_packed(tree, small):
+def test_unpack_inverts_pack(tree, small):
     leaves, structure = jax.tree.flatten(tree)
-    # Every entry of the whole tree is different (bfloat16 counts to 256 exactly), so that none can stand in for another.
+    # All entries of the tree differ, so that a swap is detected. bfloat16 counts to 256 exactly.
     starts = np.cumsum([0, *(leaf.size for leaf in leaves)])
     leaves = [
         jnp.asarray(np.arange(leaf.size).reshape(leaf.shape) + n, leaf.dtype) for leaf, n in zip(leaves, starts, strict=False)
@@ -45,7 +45,7 @@ def test_unpacking_gives_back_what_was_packed(tree, small):
     assert_same(packing.unpack(packing.pack(tree)), tree)
 
 
-def test_small_leaves_share_an_array_and_large_ones_stay_as_they_are():
+def test_small_leaves_share_an_array_and_large_leaves_do_not():
     packed = PACKING.pack(PARAMS)
     assert {name: array.shape for name, array in packed.items()} == {
         "small matrices (float32)": (6 + 4,),
@@ -66,7 +66,7 @@ def test_a_leaf_as_large_as_the_limit_is_large():
     assert set(Packing.of(params, small=8).pack(params)) == {"small vectors (float32)", "b"}
 
 
-def test_a_small_leaf_that_is_alone_in_its_group_keeps_its_shape():
+def test_a_single_small_leaf_keeps_its_shape():
     params = {"w": jnp.ones((2, 3))}
     packed = Packing.of(params).pack(params)
     assert {name: array.shape for name, array in packed.items()} == {"small matrices (float32)": (2, 3)}
@@ -90,7 +90,7 @@ def test_matrices_decay_and_vectors_do_not_large_or_small():
     }
 
 
-def test_scales_and_biases_of_stacked_layers_do_not_decay_as_those_of_one_do_not():
+def test_scales_and_biases_of_stacked_layers_do_not_decay():
     stacked = {"norm": {"scale": jnp.ones((4, 8))}, "up": {"kernel": jnp.ones((4, 8, 2)), "bias": jnp.ones((4, 2))}}
     one = jax.tree.map(lambda leaf: leaf[0], stacked)
 
@@ -103,11 +103,7 @@ def test_scales_and_biases_of_stacked_layers_do_not_decay_as_those_of_one_do_not
     assert decayed(stacked) == decayed(one) == {"norm": {"scale": False}, "up": {"kernel": True, "bias": False}}
 
 
-def test_the_mask_has_the_structure_of_what_is_packed():
-    assert jax.tree.structure(PACKING.decay_mask()) == jax.tree.structure(PACKING.pack(PARAMS))
-
-
-def test_gradients_through_unpacking_are_those_of_the_tree():
+def test_gradients_through_unpack_equal_those_of_the_tree():
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32), PARAMS)
 
@@ -125,7 +121,7 @@ def test_the_gradient_of_a_group_is_one_concatenation():
     assert "stablehlo.pad" not in text
 
 
-def test_shapes_are_enough_to_make_a_packing():
+def test_a_packing_can_be_made_from_shapes():
     assert Packing.of(jax.eval_shape(lambda: PARAMS), small=8) == PACKING
 
 

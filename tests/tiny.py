@@ -51,14 +51,6 @@ def losses(run_dir: Path) -> list[tuple[int, float, float | None]]:
     return [(entry["step"], entry["loss"], entry.get("eval_loss")) for entry in entries(run_dir)]
 
 
-def forget_amax_units(checkpoints: Path) -> None:
-    """Rewrites checkpoints as versions wrote them that did not store the units of FP8 amax histories."""
-    for file in checkpoints.glob("*/digest/metadata"):
-        digest = json.loads(file.read_text())
-        del digest["amax_units"]
-        file.write_text(json.dumps(digest))
-
-
 def wait_for(condition: Callable[[], bool], *, process: subprocess.Popen[str], seconds: float = 120) -> None:
     """Returns when the condition holds or the process has ended."""
     deadline = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""What of a stage can be delayed: finds the products whose weight comes from parameters alone.
+"""Finds the parameters of a stage with a weight gradient that can be delayed.
 
-A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on what a scan carries. A parameter
-can be delayed if all that is made of it without data ends as the weight of a product with data: then its gradient is those
-products' weight gradients, pulled back through casts, reshapes and slices.
+A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan. The gradient
+of a parameter can be delayed if every value computed from it without data becomes the weight of a matmul with data. Its
+gradient is then the sum of the weight gradients of these matmuls, passed back through casts, reshapes and slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend import core
 
 from jgraph.autodiff import replay
 from jgraph.autodiff.linear import PRODUCTS, DelayedProduct, name_of
+from jgraph.autodiff.replay import Environment, aval_of
 
-# Between a parameter and its product these change shape or dtype but no value, so a float32 gradient may pass as it is.
+# These change the shape or dtype and no value: a float32 gradient passes back through them unrounded.
 # fmt: off
 _MOVES = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "concatenate",
@@ -26,29 +27,36 @@ _MOVES = frozenset({
 })
 # fmt: on
 
-Product: TypeAlias = Callable[[DelayedProduct, Any, Any, Sequence[Any], Any], jax.Array]
+# Computes a matmul from (it, x, w, its other operands, its tap).
+_Multiply: TypeAlias = Callable[[DelayedProduct, Any, Any, Sequence[Any], Any], Array]
 
 MISSING = object()
-"""Stands for data where only what comes from parameters is computed."""
+"""Stands for data in a program that is run on parameters only."""
 
 
 @dataclass
 class Block:
-    """A jaxpr with what was found in it: products by equation, and the jits, checkpoints and scans that hold products."""
+    """A jaxpr with the delayed matmuls in it, by the index of the equation.
+
+    Attributes:
+        jaxpr: The jaxpr.
+        sites: The matmuls.
+        calls: The blocks of jit, checkpoint and scan equations that contain matmuls.
+    """
 
     jaxpr: core.Jaxpr
     sites: dict[int, DelayedProduct] = field(default_factory=dict)
     calls: dict[int, "Block"] = field(default_factory=dict)
 
     def all_sites(self) -> list[DelayedProduct]:
-        """In the order of the equations."""
+        """Returns all matmuls in the order of the equations."""
         found = []
         for i in sorted({**self.sites, **self.calls}):
             found += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
         return found
 
     def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
-        """Puts other products in the places of those found."""
+        """Replaces every matmul by the value of `sites` for it."""
         self.sites = {i: sites[site] for i, site in self.sites.items()}
         for inner in self.calls.values():
             inner.replace(sites)
@@ -56,12 +64,12 @@ class Block:
 
 @dataclass
 class Found:
-    """A block, and the parameters that stand in the way.
+    """The result of `find`.
 
     Attributes:
-        block: with the products found.
-        weights: the delayed parameters that products use.
-        stray: places of the parameters that reach data other than as a product's weight, and the primitive they reach it by.
+        block: The jaxpr with its delayed matmuls.
+        weights: Indices of the parameters that are the weight of a matmul.
+        stray: Indices of the parameters that reach data in another way, with the primitive that uses them.
     """
 
     block: Block
@@ -71,21 +79,27 @@ class Found:
 
 @dataclass(frozen=True)
 class _Value:
-    """A variable: whether it is data, which delayed parameters it is made of, and whether only moves lie between."""
+    """A variable: whether it is data, the delayed parameters it is computed from, and whether only moves are in between."""
 
     data: bool
     params: frozenset[int] = frozenset()
     moved: bool = True
 
 
+_DATA, _CONSTANT = _Value(True), _Value(False)
+
+
 def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool]) -> Found:
-    """Finds the products with a delayed weight.
+    """Finds the matmuls with a delayed weight.
 
     Args:
-        jaxpr: of the stage.
-        wanted: for each output, whether it is differentiated; what only the others need is passed over.
-        params: for each input, which delayed parameter it is, or None.
-        data: for each input, whether it is data.
+        jaxpr: Jaxpr of the stage.
+        wanted: For each output, whether it is differentiated. Equations that only other outputs need are ignored.
+        params: For each input, the index of the delayed parameter that it is, or None.
+        data: For each input, whether it is data.
+
+    Returns:
+        The matmuls, and the parameters with a gradient that cannot be delayed.
     """
     found = Found(Block(jaxpr))
     given = [_Value(is_data, frozenset() if p is None else frozenset([p])) for p, is_data in zip(params, data, strict=True)]
@@ -94,53 +108,52 @@ def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None]
 
 
 def _mark(found: Found, values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
-    """Marks the parameters of values as used in a way that no product's weight gradient covers."""
+    """Marks the parameters of values that no weight gradient of a matmul covers."""
     for value, is_wanted in zip(values, wanted, strict=False):
         for p in value.params if is_wanted and not value.data else ():
             found.stray.setdefault(p, by)
 
 
 def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, ...], wanted: Sequence[bool]) -> list[_Value]:
+    """Classifies all variables of a block. Adds its matmuls to the block and its parameters to `found`."""
     jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
-    env: dict[Any, _Value] = dict.fromkeys(jaxpr.constvars, _Value(False)) | dict(zip(jaxpr.invars, given, strict=True))
+    env: Environment = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, given, strict=True))
 
     def read(atom: Any) -> _Value:
-        return _Value(False) if replay.is_literal(atom) else env[atom]
+        return _CONSTANT if replay.is_literal(atom) else env[atom]
 
     for i, eqn in enumerate(jaxpr.eqns):
         name, values = name_of(eqn), [read(v) for v in eqn.invars]
         flags = [v in live for v in eqn.outvars]
-        made = frozenset().union(*(v.params for v in values if not v.data and any(flags)))
-        if not made:
+        used = frozenset().union(*(v.params for v in values if not v.data and any(flags)))
+        out = [_DATA] * len(eqn.outvars)
+        if not used:
             out = [_Value(any(v.data for v in values))] * len(eqn.outvars)
         elif name in replay.JITS + replay.CHECKPOINTS:
             inner = block.calls[i] = Block(replay.body(eqn))
             out = _walk(found, inner, values, lead, flags)
         elif not any(v.data for v in values):
             moved = name in _MOVES and all(v.moved for v in values)
-            out = [_Value(False, made, moved)] * len(eqn.outvars)
+            out = [_Value(False, used, moved)] * len(eqn.outvars)
         elif name in PRODUCTS and (weight := _weight(name, values)) is not None:
-            used = values[weight]
-            block.sites[i] = DelayedProduct(eqn, weight, lead, used.params, used.moved)
-            found.weights |= used.params
-            out = [_Value(True)]
+            own = values[weight]
+            block.sites[i] = DelayedProduct(eqn, weight, lead, own.params, own.moved)
+            found.weights |= own.params
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
             (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
             _mark(found, values[consts : consts + carry], "the carry of a scan", inside)
-            entering = [*values[:consts], *[_Value(True)] * carry, *values[consts + carry :]]
+            entering = [*values[:consts], *[_DATA] * carry, *values[consts + carry :]]
             stacked = _walk(found, inner, entering, (*lead, eqn.params["length"]), inside)
             _mark(found, stacked, "the output of a scan", inside)
-            out = [_Value(True)] * len(eqn.outvars)
         else:
             _mark(found, values, name)
-            out = [_Value(True)] * len(eqn.outvars)
         env.update(zip(eqn.outvars, out, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
 def _weight(name: str, values: Sequence[_Value]) -> int | None:
-    """Returns the operand that is a delayed weight beside data; None if none is, or the other is made of parameters too."""
+    """Returns the index of the operand that is a delayed weight; None unless all other operands are free of parameters."""
     for i in PRODUCTS[name]:
         others = [v for j, v in enumerate(values) if j != i]
         if not values[i].data and values[i].params and values[1 - i].data and not any(v.params for v in others if not v.data):
@@ -149,14 +162,19 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
 
 
 def run_forward(
-    block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], product: Product
+    block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], multiply: _Multiply
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the stage's outputs with taps on its products, and every product's operands that are neither weight nor data.
+    """Runs a stage with taps on its matmuls.
 
     Args:
-        block, consts, args: of the stage, and what it is given.
-        taps: a tree for every product, in the order of `Block.all_sites`; its leaves are stacked over the scans around it.
-        product: does a product, of (it, x, w, the other operands, its tap).
+        block: The stage.
+        consts: Constants of its jaxpr.
+        args: Inputs of its jaxpr.
+        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves are stacked over the scans around the matmul.
+        multiply: Computes a matmul from (matmul, x, w, its other operands, its tap).
+
+    Returns:
+        The outputs of the stage, and for each matmul its operands other than weight and data.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
@@ -165,13 +183,14 @@ def run_forward(
         if i in block.sites:
             site = block.sites[i]
             x, w, extra = values[site.data], values[site.weight], tuple(values[2:])
-            out = [product(site, x, w, extra, taps.pop(0))]
+            out = [multiply(site, x, w, extra, taps.pop(0))]
             kept.append(extra)
         elif i in block.calls:
             inner = block.calls[i]
             count = len(inner.all_sites())
             inside, taps = taps[:count], taps[count:]
-            out, more = _RUN_CALL[_kind(eqn)](inner, eqn, values, inside, product)
+            run = _run_scan if eqn.primitive.name == replay.SCAN else _run_call
+            out, more = run(inner, eqn, values, inside, multiply)
             kept += more
         else:
             out = replay.apply(eqn, values)
@@ -179,29 +198,21 @@ def run_forward(
     return [read(v) for v in block.jaxpr.outvars], kept
 
 
-def _kind(eqn: core.JaxprEqn) -> str:
-    name = eqn.primitive.name
-    return "jit" if name in replay.JITS else "checkpoint" if name in replay.CHECKPOINTS else "scan"
-
-
-def _run_jit(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], product: Product):
-    return run_forward(inner, replay.body_consts(eqn), values, taps, product)
-
-
-def _run_checkpoint(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], product: Product):
+def _run_call(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], multiply: _Multiply):
     def run(values, taps):
-        return run_forward(inner, replay.body_consts(eqn), values, taps, product)
+        return run_forward(inner, replay.body_consts(eqn), values, taps, multiply)
 
-    options = {"policy": eqn.params["policy"], "prevent_cse": eqn.params["prevent_cse"]}
-    return jax.checkpoint(run, **options)(list(values), list(taps))
+    if eqn.primitive.name in replay.CHECKPOINTS:
+        run = jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+    return run(list(values), list(taps))
 
 
-def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], product: Product):
+def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Sequence[Any], multiply: _Multiply):
     consts, carry = replay.scan_counts(eqn)
 
     def run(carried, scanned):
         xs, taps = scanned
-        out, kept = run_forward(inner, replay.body_consts(eqn), [*values[:consts], *carried, *xs], taps, product)
+        out, kept = run_forward(inner, replay.body_consts(eqn), [*values[:consts], *carried, *xs], taps, multiply)
         return out[:carry], (out[carry:], kept)
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -210,17 +221,17 @@ def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Seq
     return [*carried, *ys], kept
 
 
-_RUN_CALL = {"jit": _run_jit, "checkpoint": _run_checkpoint, "scan": _run_scan}
-
-
 def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, keep_dtype: bool) -> tuple[list[Any], list[Any]]:
-    """Runs a block on parameters alone. Returns its outputs, and the weight of every product.
+    """Runs a stage on parameters only.
 
     Args:
-        block, consts: of the stage.
-        args: the stage's inputs; `MISSING` for data.
-        keep_dtype: whether a cast between a parameter and its product is left out, so that the weight has the parameter's
-            dtype.
+        block: The stage.
+        consts: Constants of its jaxpr.
+        args: Inputs of its jaxpr; `MISSING` for data.
+        keep_dtype: Skips casts between a parameter and its matmul, so that the weight has the dtype of the parameter.
+
+    Returns:
+        The outputs of the stage, and the weight of each matmul.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, weights = replay.reader(env), []
@@ -231,7 +242,7 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, kee
             weights.append(values[block.sites[i].weight])
         elif i in block.calls:
             inner = block.calls[i]
-            if _kind(eqn) == "scan":
+            if eqn.primitive.name == replay.SCAN:
                 weights += _scanned_weights(inner, eqn, values, keep_dtype)
             else:
                 out, more = run_weights(inner, replay.body_consts(eqn), values, keep_dtype=keep_dtype)
@@ -243,12 +254,13 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, kee
 
 
 def _is_float_cast(eqn: core.JaxprEqn) -> bool:
-    avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    return eqn.primitive.name == "convert_element_type" and all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return all(jnp.issubdtype(aval_of(v).dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars))
 
 
-def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], keep_dtype: bool) -> list[Any]:
-    """Stacked over the scan: nothing of it depends on the carry, so all steps are done at once."""
+def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], keep_dtype: bool) -> list[Array]:
+    """Returns weights stacked over a scan. They do not depend on the carry, so all iterations run at once."""
     consts, carry = replay.scan_counts(eqn)
     xs = {k: v for k, v in enumerate(values) if k >= consts + carry and v is not MISSING}
 

@@ -1,9 +1,9 @@
-"""One product of data and weight, whose backward rule multiplies once instead of twice.
+"""A matmul of data and a weight with a backward rule that computes dx only.
 
-A product y = x * w has two gradients, dx = dy * w and dw = x * dy. Here the backward rule computes dx and hands out dy instead
-of dw: dy leaves as the cotangent of a *tap*, an extra argument of dy's shape that the product ignores. So one vjp with respect
-to (x, taps) is dgrad, and what comes out of the taps is what wgrad needs. The tap brings x too: it is then plain to see what x
-is made of, and whether wgrad can have it without dgrad.
+The matmul y = x * w has two gradients, dx = dy * w and dw = x * dy. The backward rule computes dx and returns dy in place of
+dw: as the cotangent of a *tap*, an additional argument with the shape of dy that the matmul does not read. One vjp with respect
+to x and the taps is therefore dgrad, and the cotangents of the taps are the operands of wgrad. The tap also returns x, so that
+a trace of dgrad shows the inputs of x, and whether wgrad can recompute it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,37 +14,38 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend import core
 
 from jgraph.autodiff import replay
+from jgraph.autodiff.replay import Aval, aval_of
 from jgraph.kernels import grouped
 
 GROUPED = "grouped product"
 
-# By name: the operands that may be the weight. What is neither weight nor data is kept as it is (group sizes).
+# The operands that may be the weight, by the name of the matmul. Operands other than data and weight (group sizes) are kept.
 PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (1,), "ragged_dot_general": (1,), GROUPED: (1,)}
 
 
 def name_of(eqn: core.JaxprEqn) -> str:
-    """Returns what an equation is called in `PRODUCTS`: a `grouped_dot` by what it is, all else by its primitive."""
+    """Returns the name of an equation in `PRODUCTS`: `GROUPED` for a `grouped_dot`, else the name of its primitive."""
     name = eqn.primitive.name
     if name in replay.CUSTOM and [inner.params.get("name") for inner in replay.body(eqn).eqns] == [grouped.DOT]:
-        # Under a vmap it has an axis more, and is no grouped product.
-        return GROUPED if [v.aval.ndim for v in eqn.invars] == [2, 3, 1] else name  # pyright: ignore[reportAttributeAccessIssue]
+        # A vmapped one has another axis and is not a grouped matmul.
+        return GROUPED if [aval_of(v).ndim for v in eqn.invars] == [2, 3, 1] else name
     return name
 
 
 @dataclass(frozen=True, eq=False)
 class DelayedProduct:
-    """A product with a delayed weight.
+    """A matmul with a delayed weight gradient.
 
     Attributes:
-        eqn: the product.
-        weight: which operand is the weight; the data is the other of the first two.
-        lead: lengths of the scans around it, outermost first.
-        params: the delayed parameters that the weight is made of.
-        moved: whether the weight is one of them but for casts, reshapes and slices.
+        eqn: The equation.
+        weight: Index of the operand that is the weight; the data is the other of the first two.
+        lead: Lengths of the scans around it, outermost first.
+        params: Indices of the delayed parameters that the weight is computed from.
+        moved: True if only casts, reshapes and slices are between the parameter and the weight.
     """
 
     eqn: core.JaxprEqn
@@ -55,72 +56,106 @@ class DelayedProduct:
 
     @property
     def data(self) -> int:
+        """Index of the operand that is the data."""
         return 1 - self.weight
 
     @property
     def name(self) -> str:
+        """Name of the matmul in `PRODUCTS`."""
         return name_of(self.eqn)
 
-    def run(self, x: Any, w: Any, extra: Sequence[Any]) -> jax.Array:
-        operands = (x, w) if self.weight == 1 else (w, x)
-        return replay.apply(self.eqn, (*operands, *extra))[0]
+    @property
+    def x_aval(self) -> Aval:
+        return aval_of(self.eqn.invars[self.data])
 
     @property
-    def x_aval(self) -> Any:
-        return self.eqn.invars[self.data].aval
-
-    @property
-    def w_aval(self) -> Any:
-        return self.eqn.invars[self.weight].aval
+    def w_aval(self) -> Aval:
+        return aval_of(self.eqn.invars[self.weight])
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is a product of matrices that gives at least four times as many numbers as the data has."""
+        """True for a matmul without batch axes that has at least four times as many output elements as data elements."""
         is_plain = self.eqn.primitive.name == "dot_general" and not any(self.eqn.params["dimension_numbers"][1])
-        return is_plain and self.eqn.outvars[0].aval.size >= 4 * self.x_aval.size  # pyright: ignore[reportAttributeAccessIssue]
+        return is_plain and aval_of(self.eqn.outvars[0]).size >= 4 * self.x_aval.size
+
+    def run(self, x: Array, w: Array, extra: Sequence[Array]) -> Array:
+        """Computes the matmul without a tap."""
+        operands = (x, w) if self.weight == 1 else (w, x)
+        return replay.apply(self.eqn, (*operands, *extra))[0]
 
     def computed_as(self) -> Any:
-        """Returns the shapes and the dimension numbers of the `dot_general` that computes it."""
-        lhs, rhs = (v.aval.shape for v in self.eqn.invars)  # pyright: ignore[reportAttributeAccessIssue]
+        """Returns the shapes and the dimension numbers of the `dot_general` that computes the matmul."""
+        lhs, rhs = (aval_of(v).shape for v in self.eqn.invars)
         return lhs, rhs, self.eqn.params["dimension_numbers"]
 
     def tap(self) -> Any:
-        """Zeros to differentiate by, whose cotangents wgrad reads: of x's shape and of dy's."""
-        return replay.zeros(self.x_aval, *self.lead), replay.zeros(self.eqn.outvars[0].aval, *self.lead)
+        """Returns the tap: zeros with the shapes of x and dy. Its cotangents are the operands of wgrad."""
+        return replay.zeros(self.x_aval, *self.lead), replay.zeros(aval_of(self.eqn.outvars[0]), *self.lead)
 
-    def multiply(self, x: Any, w: Any, extra: Sequence[Any], tap: Any, given: Any) -> jax.Array:
-        """Computes the product with a tap; `given` is what `OwnProducts` gives it."""
-        return product(self, x, w, extra, tap)
+    def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Any, given: Any) -> Array:
+        """Computes the matmul. The gradient of x is dx, that of the tap is (x, dy), and the weight has none.
+
+        Args:
+            x: The data.
+            w: The weight.
+            extra: The other operands.
+            tap: The tap.
+            given: Additional arguments from `BoundProducts.given`; unused here.
+        """
+
+        @jax.custom_vjp
+        def run(x, w, extra, tap):
+            return self.run(x, w, extra)
+
+        def forward(x, w, extra, tap):
+            return self.run(x, w, extra), (x, w, extra)
+
+        def backward(kept, dy):
+            x, w, extra = kept
+            if self.name == GROUPED:
+                dx = grouped.grouped_dgrad(dy, w, *extra)
+            else:
+                (dx,) = jax.linear_transpose(lambda x: self.run(x, w, extra), replay.zeros(self.x_aval))(dy)
+            return dx, None, None, (x, dy)
+
+        run.defvjp(forward, backward)
+        return run(x, w, extra, tap)
 
     def keeping_x(self) -> "DelayedProduct":
-        """Returns the product for where wgrad alone would keep what x is made of: the first leaf of the tap is kept instead."""
+        """Returns the matmul that stashes the first leaf of its tap, for a wgrad that would otherwise recompute it."""
         return self
 
-    def weight_gradient(self, tap: Any, extra: Sequence[Any], dtype: Any) -> jax.Array:
-        """Computes dw in `dtype` from the cotangents of the tap; all with the axes `lead` in front."""
-        one = partial(weight_gradient, self, dtype=dtype)
+    def weight_gradient(self, tap: Any, extra: Sequence[Array], dtype: Any) -> Array:
+        """Computes dw.
+
+        Args:
+            tap: Cotangents of the tap, with the axes `lead` in front.
+            extra: The other operands, with the axes `lead` in front.
+            dtype: Dtype of the result.
+        """
+        one = partial(_weight_gradient, self, dtype=dtype)
         for _ in self.lead:
-            # A kernel has no second form for several.
-            one = _turn_by_turn(one) if self.name == GROUPED else jax.vmap(one)
+            # The kernel of a grouped matmul cannot be vmapped.
+            one = _mapped(one) if self.name == GROUPED else jax.vmap(one)
         return one(tap[0], extra, tap[1])
 
     @property
     def adds(self) -> bool:
-        """Whether it has `add_weight_gradient`: the sums of other products XLA makes parts of them."""
+        """True if `add_weight_gradient` can be used. XLA fuses the sum into other matmuls by itself."""
         return self.name == GROUPED and not self.lead
 
-    def add_weight_gradient(self, tap: Any, extra: Sequence[Any], total: jax.Array) -> jax.Array:
+    def add_weight_gradient(self, tap: Any, extra: Sequence[Array], total: Array) -> Array:
         """Adds dw to a float32 sum inside the kernel that computes it."""
         return grouped.grouped_wgrad(*tap, *extra, dtype=total.dtype, add_GKN=total)
 
 
-class Bound(NamedTuple):
-    """The products of a stage, some of them computed in a way of its own.
+class BoundProducts(NamedTuple):
+    """The delayed matmuls of a stage after `OwnProducts.bind` has replaced some of them.
 
     Attributes:
-        sites: its delayed products, in order.
-        given: returns what each takes besides its operands, from the stage's first argument.
-        differentiated: for each leaf of that argument, whether it has a gradient.
+        sites: The matmuls, in the order of the stage.
+        given: Returns the additional arguments of each matmul from the first argument of the stage.
+        differentiated: For each leaf of that argument, whether it has a gradient.
     """
 
     sites: Sequence[DelayedProduct]
@@ -129,57 +164,45 @@ class Bound(NamedTuple):
 
 
 class OwnProducts:
-    """A stage that computes some products of a function in a way of its own. `split_backward` takes it as a function.
+    """A stage that computes some matmuls of a function itself. `split_backward` accepts it in place of a function.
 
-    The first argument of such a stage is a tree of the function's parameters and of what else its products take.
+    The first argument of the stage is a tree of the function's parameters and of the additional arguments of its matmuls.
 
     Attributes:
-        fn: the function, of parameters, x and extra arguments.
+        fn: The function of parameters, x and extra arguments.
     """
 
     fn: Callable[..., Any]
 
     def params(self, given: Any) -> Any:
-        """Returns the parameters, whose leaves are the first of the stage's first argument."""
+        """Returns the parameters. Their leaves must be the first leaves of `given`, the first argument of the stage."""
         raise NotImplementedError
 
-    def bind(self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Any, x: Any, extra: Sequence[Any]) -> Bound:
-        """Returns the products that take the place of `sites`, for parameters of these names."""
+    def bind(
+        self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Any, x: Any, extra: Sequence[Any]
+    ) -> BoundProducts:
+        """Returns the matmuls that replace `sites`.
+
+        Args:
+            sites: The matmuls found in the function.
+            names: Names of the parameters.
+            given: First argument of the stage.
+            x: Input of the stage.
+            extra: Extra arguments of the stage.
+        """
         raise NotImplementedError
 
     def traced(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a part of the split (forward, dgrad or wgrad), a function of arrays, as it is to be compiled."""
+        """Returns forward, dgrad or wgrad, a function of arrays, in the form to compile."""
         return part
 
 
-def _turn_by_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: lax.map(lambda args: fn(*args), args)
 
 
-def product(site: DelayedProduct, x: Any, w: Any, extra: Sequence[Any], tap: Any) -> jax.Array:
-    """Computes the product. Its gradients are dx for x and (x, dy) for the tap; the weight gets none here."""
-
-    @jax.custom_vjp
-    def run(x, w, extra, tap):
-        return site.run(x, w, extra)
-
-    def forward(x, w, extra, tap):
-        return site.run(x, w, extra), (x, w, extra)
-
-    def backward(kept, dy):
-        x, w, extra = kept
-        if site.name == GROUPED:
-            dx = grouped.grouped_dgrad(dy, w, *extra)
-        else:
-            (dx,) = jax.linear_transpose(lambda x: site.run(x, w, extra), replay.zeros(site.x_aval))(dy)
-        return dx, None, None, (x, dy)
-
-    run.defvjp(forward, backward)
-    return run(x, w, extra, tap)
-
-
-def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any, dtype: Any) -> jax.Array:
-    """Computes dw = x * dy of one product in `dtype`: float32 comes from the product's own accumulator, not rounded."""
+def _weight_gradient(site: DelayedProduct, x: Array, extra: Sequence[Array], dy: Array, dtype: Any) -> Array:
+    """Computes dw = x * dy. A float32 result is the accumulator of the matmul and is not rounded."""
     if site.name == GROUPED:
         return grouped.grouped_wgrad(x, dy, *extra, dtype=dtype)
     if np.dtype(dtype) != site.w_aval.dtype:
@@ -191,20 +214,19 @@ def weight_gradient(site: DelayedProduct, x: Any, extra: Sequence[Any], dy: Any,
     return dw.astype(dtype)
 
 
-def _dot_gradient(site: DelayedProduct, x: Any, dy: Any, dtype: Any) -> jax.Array:
-    """Transposes `dot_general` with respect to the weight; written out so that it can be asked for another dtype."""
+def _dot_gradient(site: DelayedProduct, x: Array, dy: Array, dtype: Any) -> Array:
+    """Transposes a `dot_general` with respect to the weight. jax's own transpose cannot return another dtype."""
     contract, batch = site.eqn.params["dimension_numbers"]
     x_contract, w_contract = contract[site.data], contract[site.weight]
     x_batch, w_batch = batch[site.data], batch[site.weight]
     x_free = [d for d in range(x.ndim) if d not in (*x_contract, *x_batch)]
-    w_free = [d for d in range(len(site.w_aval.shape)) if d not in (*w_contract, *w_batch)]
-    # dy has the batch dimensions first, then the free ones of the left operand, then those of the right.
-    first, second = (x_free, w_free) if site.weight == 1 else (w_free, x_free)
-    places = np.split(np.arange(len(x_batch) + len(first) + len(second)), np.cumsum([len(x_batch), len(first)]))
-    dy_x = (places[1] if site.weight == 1 else places[2]).tolist()
-    dims = ((tuple(x_free), tuple(dy_x)), (tuple(x_batch), tuple(range(len(x_batch)))))
+    w_free = [d for d in range(site.w_aval.ndim) if d not in (*w_contract, *w_batch)]
+    # dy has the batch axes first, then the free axes of the left operand, then those of the right.
+    first = len(x_batch) + (0 if site.weight == 1 else len(w_free))
+    dy_x = tuple(range(first, first + len(x_free)))
+    dims = ((tuple(x_free), dy_x), (tuple(x_batch), tuple(range(len(x_batch)))))
     dw = lax.dot_general(x, dy, dims, precision=site.eqn.params["precision"], preferred_element_type=dtype)
-    # Out come batch, then x's contracted dimensions in ascending order, then w's free ones.
+    # The result has the batch axes first, then the contracted axes of x in ascending order, then the free axes of w.
     by_x = sorted(range(len(x_contract)), key=lambda i: x_contract[i])
     order = [*w_batch, *(w_contract[i] for i in by_x), *w_free]
     return jnp.transpose(dw, np.argsort(order).tolist())

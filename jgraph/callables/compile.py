@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.callables.shaped import Shaped, Side
-from jgraph.xla import CaptureReport, check_identity, compile_and_report, option_errors
+from jgraph.xla import CaptureReport, check_identity, compile_and_report
 from jgraph.xla.cache import for_elsewhere
 
 # What becomes of a gradient: an array of the parameter's dtype; the first of a float32 sum; the first of one whose buffer is
@@ -139,7 +139,7 @@ def compile_tasks(
         program, platform = lowered[name[0]]
         return compile_and_report(program, dict(options), platform=platform)
 
-    with ThreadPoolExecutor(min(16, len(distinct))) as pool, option_errors(), for_elsewhere():
+    with ThreadPoolExecutor(min(16, len(distinct))) as pool, for_elsewhere():
         made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
     for (io, _), (executable, _) in made.items():
         if io.sums:

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgraph.autodiff import Split, replay, split_backward
-from jgraph.autodiff.residuals import Recompute
+from jgraph.autodiff import Recompute, Split, replay, split_backward
 from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
 from jgraph.precision.transform import FP8Function
@@ -194,7 +193,7 @@ def shape_callable(
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    plan = spec.residuals.plan
+    plan = spec.residuals.trace
     num_params = len(jax.tree.leaves(params[0])) if isinstance(fn, FP8Function) else len(weights)
     shaped = Shaped(
         index=index,

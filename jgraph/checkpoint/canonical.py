@@ -1,4 +1,4 @@
-"""A run's state in the model's own tree: what checkpoints hold, so that a run can go on over other devices than it began on."""
+"""The canonical layout of a state: the model's own tree. Checkpoints store it, so that a run can resume on other devices."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
@@ -18,15 +19,17 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class CanonicalLayout:
-    """Converts a state to its canonical layout and back: parameters and the optimizer's moments in the model's own tree.
+    """Converts a state to the canonical layout and back.
 
-    A state is a dataclass with `params` and `opt_state`; what else it has stays as it is.
+    In the canonical layout, parameters and optimizer moments have the structure of the model's own tree. A state is a dataclass
+    with the fields `params` and `opt_state`. Other fields are not changed.
 
     Attributes:
-        pack, unpack: from the model's tree to the arrays of the run, and back.
-        own: the run's state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices.
-        mesh: these devices, or None.
-        opt_state: whether it lies as the `arrays` do, or in the model's own `tree` already.
+        pack: Converts the model's tree to the arrays of the run.
+        unpack: Inverts `pack`.
+        own: The state of the run as `jax.ShapeDtypeStruct`s, with shardings on several devices.
+        mesh: Mesh of the devices; None for one device.
+        opt_state: Whether the optimizer state has the structure of the run's `arrays`, or of the model's `tree`.
     """
 
     pack: Callable[[Tree], Tree]
@@ -38,15 +41,15 @@ class CanonicalLayout:
     def of(self, state: Any) -> Any:
         """Returns a state in the canonical layout.
 
-        All arrays are new and nothing is donated: the devices need room for the state a second time.
+        All arrays are new and nothing is donated, so the devices need memory for a second state.
         """
         return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
-        """Inverts `of`, bit for bit, also for a state from a run over other devices. Nothing is donated."""
+        """Inverts `of`, bit for bit, also for a state of a run on other devices. Nothing is donated."""
 
-        # Hardly a buffer of the one fits into the other, and saving needs the room of both anyway.
+        # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
         back = jax.jit(
             lambda canonical: self._mapped(canonical, self.pack, lambda leaf: leaf),
@@ -59,19 +62,18 @@ class CanonicalLayout:
         shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes
-        return jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, self._shardings(shapes)
-        )
+        shardings = spread(self.mesh, self.own.params, shapes)
+        return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)
 
-    def _mapped(self, state: Any, like: Callable[[Tree], Tree], other: Callable[[Any], Any]) -> Any:
-        """Maps trees that are built as the parameters are, and other leaves. One after the other: their scratch is large."""
-        params = like(state.params)
+    def _mapped(self, state: Any, like_params: Callable[[Tree], Tree], other: Callable[[Array], Array]) -> Any:
+        """Maps trees with the structure of the parameters, and other leaves. One by one, because the temporaries are large."""
+        params = like_params(state.params)
         if self.opt_state == "tree":
             opt_state = jax.tree.map(other, state.opt_state)
         else:
             structure = jax.tree.structure(self.own.params)
             opt_state = jax.tree.map(
-                lambda own, tree: like(tree) if jax.tree.structure(own) == structure else other(tree),
+                lambda own, tree: like_params(tree) if jax.tree.structure(own) == structure else other(tree),
                 self.own.opt_state,
                 state.opt_state,
                 is_leaf=lambda tree: jax.tree.structure(tree) == structure,
@@ -83,29 +85,31 @@ class CanonicalLayout:
     @cached_property
     def _unpack(self) -> Callable[[Tree], Tree]:
         tree = jax.eval_shape(self.unpack, self.own.params)
-        return jax.jit(self.unpack, out_shardings=None if self.mesh is None else self._shardings(tree))
-
-    def _shardings(self, leaves: Tree) -> Tree:
-        assert self.mesh is not None
-        return spread(self.mesh, self.own.params, leaves)
+        return jax.jit(self.unpack, out_shardings=None if self.mesh is None else spread(self.mesh, self.own.params, tree))
 
 
 def spread(mesh: Mesh, sharded: Tree, leaves: Tree) -> Tree:
-    """Returns NamedShardings of leaves over the axes of a mesh that shard some leaf of `sharded`.
+    """Shards leaves over the mesh axes that shard some leaf of `sharded`, so that no device holds a whole large model.
 
-    So no device holds more than its share of a large model, whatever the shapes of the leaves.
+    Args:
+        mesh: The mesh.
+        sharded: Arrays or shapes with shardings.
+        leaves: Arrays or shapes of any sizes.
+
+    Returns:
+        A tree of `NamedSharding` with the structure of `leaves`.
     """
     used = jax.tree.leaves([list(leaf.sharding.spec) for leaf in jax.tree.leaves(sharded)])
     axes = {name: size for name, size in mesh.shape.items() if name in used}
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(axes, leaf.shape)), leaves)
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, _largest_spec(axes, leaf.shape)), leaves)
 
 
-def _spread(axes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns one axis of an array over as many ranks as can share it evenly; where none can, nothing."""
+def _largest_spec(axes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns a spec that shards one array axis evenly over as many devices as possible; replicates if no axis is divisible."""
     choices = [names for count in range(len(axes), 0, -1) for names in combinations(axes, count)]
-    ranks = {names: math.prod(axes[name] for name in names) for names in choices}
-    for names in sorted(choices, key=ranks.__getitem__, reverse=True):
+    devices = {names: math.prod(axes[name] for name in names) for names in choices}
+    for names in sorted(choices, key=devices.__getitem__, reverse=True):
         for axis, size in enumerate(shape):
-            if size % ranks[names] == 0:
+            if size % devices[names] == 0:
                 return PartitionSpec(*[None] * axis, names)
     return PartitionSpec()

@@ -1,4 +1,4 @@
-"""Single leaves of a checkpoint, believed only if their bits add up. Nothing is written: a run may be saving there just now."""
+"""Reads single leaves of a checkpoint and verifies them. Writes nothing, so a run may be saving to the same directory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,33 +9,33 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
-from jgraph.checkpoint.store import DamagedError, checksums, described_leaves, first_line, has_old_units, placed, unseal
+from jgraph.checkpoint.store import DamagedError, checksums, first_line, placed, unseal
 from jgraph.errors import CheckpointError
 from jgraph.processes import all_or_raise
 
 
 class CheckpointReader:
-    """Reads leaves by name, one at a time.
+    """Reads leaves by name. The name of a leaf is its path as `jax.tree_util.keystr` spells it.
 
     Attributes:
         step: The step of the checkpoint.
-        has_old_units: True if an earlier version saved the checkpoint. Its amax histories depend on the layout of the run.
 
     Args:
-        directory: of the checkpoints.
-        step: which one; None for the newest.
-        field: the argument that named it, for errors.
+        directory: Directory of the checkpoints.
+        step: Step of the checkpoint; None for the newest.
+        field: Argument that named the step, for errors.
 
     Raises:
-        CheckpointError: from all methods: there is no such checkpoint, or it is damaged.
+        CheckpointError: From all methods, if there is no such checkpoint or it is damaged.
     """
 
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
         self._directory, self._field = Path(directory).absolute(), field
         if not self._directory.is_dir():
             raise CheckpointError(f"{directory}: there is no checkpoint yet")
-        # The others follow from the first; unsaid, Orbax warns of each.
+        # Orbax warns if read_only is set without the other options.
         options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         steps = sorted(self._manager.all_steps())
@@ -49,45 +49,53 @@ class CheckpointReader:
             self._sums = unseal(digest)
         except DamagedError as e:
             raise self._damaged(str(e)) from e
-        self.has_old_units = has_old_units(digest)
-        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(described_leaves(digest))}
+        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a leaf, by its name as `jax.tree_util.keystr` spells it."""
-        number, leaf = self._leaf(name)
-        wanted: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
-        wanted[number] = np.empty(leaf["shape"], jnp.dtype(leaf["dtype"]))
-        how = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(wanted)
-        found = self._restore("state", ocp.args.PyTreeRestore(wanted, restore_args=how))[number]  # pyright: ignore[reportCallIssue]
-        self._check({name: jnp.asarray(found)})
-        return found
+        """Returns a leaf on the host. Other processes need not call it."""
+        _, saved = self._leaf(name)
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        leaves = self._read({name: jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)})
+        self._check(leaves)
+        return np.asarray(leaves[name])
 
-    def place(self, like: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns leaves by name, each where its `jax.ShapeDtypeStruct` lies, in the dtype in which it was saved.
+    def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        """Returns leaves on devices. All processes call it together; each reads its own shards.
 
-        All processes call this together; each reads what its devices have. Raises CheckpointError for another shape, too.
+        Args:
+            like: The shape and sharding of each leaf, by name.
+
+        Returns:
+            The arrays by name, in their saved dtypes.
+
+        Raises:
+            CheckpointError: If a leaf has another shape.
         """
-        wanted: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
+        wanted: dict[str, jax.ShapeDtypeStruct] = {}
         for name, leaf in like.items():
-            number, saved = self._leaf(name)
+            _, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
-                where, shapes = self._directory / str(self.step), f"{saved['shape']} there and {list(leaf.shape)} here"
+                where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            wanted[number] = placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
-        how = [
-            ocp.RestoreArgs() if leaf is ocp.PLACEHOLDER else ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
-            for leaf in wanted
-        ]
+            wanted[name] = placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
         with all_or_raise():
-            found = self._restore("state", ocp.args.PyTreeRestore(wanted, restore_args=how))  # pyright: ignore[reportCallIssue]
-        leaves = {name: found[self._leaves[name][0]] for name in like}
+            leaves = self._read(wanted)
         self._check(leaves)
         return leaves
 
-    def _leaf(self, name: str) -> tuple[int, Any]:
+    def _leaf(self, name: str) -> tuple[int, dict[str, Any]]:
         if name not in self._leaves:
             raise CheckpointError(f"checkpoint {self._directory / str(self.step)} has no {name}")
         return self._leaves[name]
+
+    def _read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
+        how = [ocp.RestoreArgs()] * len(self._leaves)
+        for name, leaf in wanted.items():
+            number, _ = self._leaf(name)
+            leaves[number], how[number] = leaf, ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
+        found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
+        return {name: found[self._leaf(name)[0]] for name in wanted}
 
     def _check(self, leaves: Mapping[str, Array]) -> None:
         for name, actual in zip(leaves, checksums(list(leaves.values())), strict=True):
@@ -101,7 +109,7 @@ class CheckpointReader:
     def _restore(self, name: str, how: Any) -> Any:
         try:
             return self._manager.restore(self.step, args=ocp.args.Composite(**{name: how}))[name]
-        except Exception as e:  # damaged bytes reach Orbax, TensorStore and JSON alike
+        except Exception as e:  # Orbax, TensorStore and JSON raise different errors for damaged files
             raise self._damaged(f"{name} cannot be read: {first_line(e)}") from e
 
     def _damaged(self, why: str) -> CheckpointError:

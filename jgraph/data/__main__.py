@@ -6,22 +6,18 @@ $ python -m jgraph.data verify tokens/
 $ python -m jgraph.data show tokens/
 """
 
-import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
 
-from jgraph.cli import Count, File, fields_of, run, run_command
+from jgraph.cli import Count, File, command
 from jgraph.data import tokenfile
-from jgraph.data.corpus import ends_files, load, side_files
-from jgraph.data.documents import HELDOUT_FRACTION
-from jgraph.data.files import FIELD
-from jgraph.data.make import SHARD_TOKENS, make_token_files
+from jgraph.data._corpus import ends_files, load, side_files
+from jgraph.data._documents import HELDOUT_FRACTION
+from jgraph.data._files import FIELD
+from jgraph.data._make import SHARD_TOKENS, make_token_files
 from jgraph.errors import ConfigError
-
-_PROG = "python -m jgraph.data"
 
 
 def make(
@@ -37,18 +33,19 @@ def make(
     """Tokenize files into a directory of token files.
 
     Args:
-        text: UTF-8 files, directories and globs. In .jsonl files each line is a document, in .parquet files each row. In
-            others, lines that read <|endoftext|> separate documents; without them, blocks of about 16 KiB do.
-        out: the directory, new or empty.
-        tokenizer: tokenizer.json of the `tokenizers` library; copied into the directory.
-        train_bpe: instead: train a byte-level BPE with so many ids on the documents that are not held out.
-        field: where the text is in .jsonl and .parquet files.
-        heldout_fraction: documents whose SHA-256 is in this lowest part are held out.
-        shard_tokens: a file is closed with the document that reaches this many tokens.
+        text: UTF-8 files, directories, globs and Hugging Face datasets (hf:owner/name, streamed). Each line of a .jsonl file is
+            a document, and each row of a .parquet file or a dataset. In other files, lines that read <|endoftext|> separate
+            documents; without such lines, a file is cut into blocks of about 16 KiB.
+        out: The directory, new or empty.
+        tokenizer: A tokenizer.json of the `tokenizers` library. It is copied into the directory.
+        train_bpe: Vocabulary size of a byte-level BPE to train on the training documents, instead of `tokenizer`.
+        field: Field of the text in .jsonl files, .parquet files and datasets.
+        heldout_fraction: Documents with a SHA-256 in this lowest part are held out.
+        shard_tokens: A file ends with the document that reaches this many tokens.
     """
     if (tokenizer is None) == (train_bpe is None):
         given = "both are given" if tokenizer else "neither is given"
-        raise ConfigError(f"`tokenizer` names one and `train_bpe` makes one: {given}; give one of them", field="tokenizer")
+        raise ConfigError(f"`tokenizer` names a file and `train_bpe` trains one: {given}; give one of them", field="tokenizer")
     how = train_bpe if tokenizer is None else tokenizer
     assert how is not None
     make_token_files(text, how, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
@@ -59,20 +56,20 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
     """Read every token file of a directory and check it against its header.
 
     Args:
-        directory: with train-*.bin and heldout-*.bin.
+        directory: A directory with train-*.bin and heldout-*.bin.
     """
     for files in side_files(directory).values():
         for path in (*files, *ends_files(files)):
             header = tokenfile.verify(path)
-            print(f"{path.name}: {header.num_tokens:,} {'tokens' if path in files else 'ends'}, as the header says")
+            print(f"{path.name}: {header.num_tokens:,} {'tokens' if path in files else 'ends'}, matches the header")
 
 
 def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:
     """Print the sizes of a corpus.
 
     Args:
-        data: as `--data` of `python -m jgraph.train`.
-        field: where the text is in .jsonl and .parquet files.
+        data: As `--data` of `python -m jgraph.train`.
+        field: Field of the text in .jsonl files, .parquet files and datasets.
     """
     corpus = load(data, seq_len=1, vocab_size=None, field=field)
     rows = {
@@ -93,19 +90,7 @@ def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) 
         print(f"{label:12} {value}")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Runs the command.
-
-    Args:
-        argv: The arguments. Default: those of the process.
-        prog: The command as the user starts it, for the usage line and errors.
-
-    Returns:
-        The exit code, as in `jgraph.cli.run`.
-    """
-    act = functools.partial(run_command, (make, verify, show), prog, f"{__doc__}\n{tokenfile.__doc__}")
-    return run(prog, act, argv, fields_of(make))
-
+main = command("python -m jgraph.data", f"{__doc__}\n{tokenfile.__doc__}", make, verify, show)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,17 +6,17 @@
         12     4  bytes per token, uint32: 2 (uint16) or 4 (uint32)
         16     8  number of tokens, uint64
         24     8  number of documents, uint64
-        32     4  vocabulary size, uint32: every id is smaller
+        32     4  vocabulary size, uint32: larger than every id
         36    32  SHA-256 of the token ids as stored
-        68     4  largest id + 1, uint32; 0 in files that were made before it was kept
+        68     4  largest id + 1, uint32; 0 in old files
         72    56  zeros
        128        token ids
 
-Beside train-*.bin, train.ends is such a file of numbers that are no tokens: where each document of those files ends, counted
-from the first token of its own file. So with heldout.ends.
+train.ends, beside train-*.bin, has the same format and holds the end of each document, relative to the start of its own file,
+instead of ids. So does heldout.ends.
 
-Opening maps the file and looks at nothing but the header. `TokenFile` compares every id that it gives with the largest one
-that the header promises; `verify` reads all.
+Opening a file maps it and reads only the header. `TokenFile` checks every id that it returns against the header; `verify`
+reads the whole file.
 """
 
 import hashlib
@@ -45,8 +45,16 @@ _LARGEST_VOCABULARY = 2**32 - 1
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a token file: `bytes_per_token` is 2 or 4, every id is below `vocab_size`, `sha256` (hexadecimal) is of
-    the ids alone, and `largest_id` is None where it was not kept."""
+    """The header of a token file.
+
+    Attributes:
+        bytes_per_token: 2 or 4.
+        num_tokens: Number of ids.
+        num_documents: Number of documents.
+        vocab_size: Larger than every id.
+        sha256: SHA-256 of the ids as stored, hexadecimal.
+        largest_id: The largest id; None in old files.
+    """
 
     bytes_per_token: int
     num_tokens: int
@@ -57,16 +65,13 @@ class Header:
 
     @property
     def ids_end(self) -> int:
-        """The smallest number above all ids that the header allows."""
+        """The exclusive upper bound of the ids."""
         return self.vocab_size if self.largest_id is None else self.largest_id + 1
 
     @property
     def dtype(self) -> np.dtype:
+        """The stored dtype, uint16 or uint32."""
         return np.dtype(f"<u{self.bytes_per_token}")
-
-    def pack(self) -> bytes:
-        fields = (self.bytes_per_token, self.num_tokens, self.num_documents, self.vocab_size, bytes.fromhex(self.sha256))
-        return _HEADER.pack(_MAGIC, _VERSION, *fields, 0 if self.largest_id is None else self.largest_id + 1)
 
 
 class Tokens(Protocol):
@@ -81,11 +86,11 @@ class Tokens(Protocol):
 
 
 class TokenFile:
-    """The ids of a token file as a 1-D stream, mapped. Every span is looked at before it is given away.
+    """The ids of a token file as a 1-D stream, memory-mapped. Checks every span that it returns.
 
     Raises:
-        DataError: as `read_header`; on reading a span, an id is larger than the header promises, or the file was changed since.
-        OSError: the file cannot be read.
+        DataError: As `read_header`. When reading a span: if an id is larger than the header allows, or the file was changed.
+        OSError: If the file cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -108,19 +113,19 @@ class TokenFile:
         return ids
 
     def _check_unchanged(self) -> None:
-        """Raises where the mapped bytes are others, or gone: reading those would end the process."""
+        # Reading pages beyond the end of a truncated file would kill the process.
         try:
             now = os.stat(self.path)
         except FileNotFoundError:
             return
-        # A file that was removed or replaced stays mapped as it was.
+        # A removed or replaced file stays mapped as it was.
         same_file = now.st_ino == self._opened.st_ino
         if same_file and (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise DataError(f"{self.path}: was written to while it is in use; put new tokens into a new file, or start again")
 
 
 class Concatenated:
-    """Streams of one dtype, at least one, end to end. Only a span that crosses parts is copied."""
+    """Streams of one dtype, at least one, end to end. Copies only spans that cross parts."""
 
     def __init__(self, parts: Sequence[Tokens]):
         assert len({part.dtype for part in parts}) == 1
@@ -138,36 +143,35 @@ class Concatenated:
         start, stop, stride = span.indices(len(self))
         if stride != 1:
             raise IndexError(f"stride is {stride}: must be 1")
-        pieces = []
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            part, end = self.parts[index], self._ends[index]
-            part_start = end - len(part)
-            pieces.append(part[start - part_start : min(stop, end) - part_start])
-            start = end
-            index += 1
-        if not pieces:
-            return self.parts[0][:0]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        pieces = [self.parts[0][:0]]
+        for index in range(bisect_right(self._ends, start), len(self.parts)):
+            base = self._ends[index] - len(self.parts[index])
+            if base >= stop:
+                break
+            pieces.append(self.parts[index][max(start - base, 0) : max(stop - base, 0)])
+        return pieces[-1] if len(pieces) < 3 else np.concatenate(pieces)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the smallest dtype of a token file that holds every id below `vocab_size`: uint16 up to 65536, else uint32."""
+    """Returns the dtype of a token file with ids below `vocab_size`: uint16 up to 65536, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> Header:
-    """Writes a token file, document by document, under a temporary name until all is on disk; returns its header.
+    """Writes a token file, document by document, under a temporary name until it is complete.
 
     Args:
-        path: the file; one that exists is replaced.
-        documents: 1-D arrays of non-negative integers, end-of-text tokens included.
-        vocab_size: recorded in the header; decides the stored dtype.
+        path: The file. Replaces an existing one.
+        documents: 1-D arrays of non-negative integers, with their end-of-text tokens.
+        vocab_size: Recorded in the header; selects the stored dtype.
+
+    Returns:
+        The header.
 
     Raises:
-        DataError: an id is not below `vocab_size`, a document is no 1-D array of integers, there are no tokens, or `vocab_size`
-            is not in [1, 2**32 - 1].
-        OSError: the file cannot be written.
+        DataError: If an id is not below `vocab_size`, a document is not a 1-D array of integers, there are no tokens, or
+            `vocab_size` is not in [1, 2**32 - 1].
+        OSError: If the file cannot be written.
     """
     if not 0 < vocab_size <= _LARGEST_VOCABULARY:
         raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits an id")
@@ -191,33 +195,31 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
                 num_documents += 1
             if num_tokens == 0:
                 raise DataError(f"{path}: there are no tokens to write; use a longer text")
-            header = Header(dtype.itemsize, num_tokens, num_documents, vocab_size, hasher.hexdigest(), ids_end - 1)
+            fields = (dtype.itemsize, num_tokens, num_documents, vocab_size)
             file.seek(0)
-            file.write(header.pack())
+            file.write(_HEADER.pack(_MAGIC, _VERSION, *fields, hasher.digest(), ids_end))
             file.flush()
-            # The name must not reach the disk before the contents do.
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # the contents must reach the disk before the name
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return header
+    return Header(*fields, hasher.hexdigest(), ids_end - 1)
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks a header, and that the file is as long as the header says.
+    """Reads and checks a header and the length of its file.
 
     Raises:
-        DataError: not a token file, of another version, truncated, overlong, or without tokens.
-        OSError: the file cannot be read.
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
+        OSError: If the file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(_HEADER.size)
         found_bytes = os.fstat(file.fileno()).st_size
-    if start[: len(_MAGIC)] != _MAGIC:
-        raise DataError(
-            f"{path}: starts with {start[: len(_MAGIC)]!r}, a token file starts with {_MAGIC!r}; "
-            "make one with python -m jgraph.data make"
-        )
+    magic = start[: len(_MAGIC)]
+    if magic != _MAGIC:
+        must = f"a token file starts with {_MAGIC!r}; make one with python -m jgraph.data make"
+        raise DataError(f"{path}: starts with {magic!r}, {must}")
     if len(start) < _HEADER.size:
         raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
     _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256, ids_end = _HEADER.unpack(start)
@@ -225,8 +227,8 @@ def read_header(path: Path) -> Header:
     damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
     for is_wrong, problem in (
         (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
-        (bytes_per_token not in (2, 4), f"header says {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
-        (ids_end > vocab_size, f"header says ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
+        (bytes_per_token not in (2, 4), f"its header has {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
+        (ids_end > vocab_size, f"its header has ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
         (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
         (num_tokens == 0, "holds no tokens; make it again from a longer text"),
     ):
@@ -245,14 +247,14 @@ def verify(path: Path) -> Header:
     """Reads a whole file and checks it against its header.
 
     Raises:
-        DataError: as `read_header`, or the token ids do not match their hash, or one is larger than the header promises.
-        OSError: the file cannot be read.
+        DataError: As `read_header`; or if the ids do not match their hash, or one is larger than the header allows.
+        OSError: If the file cannot be read.
     """
     header = read_header(path)
     hasher = hashlib.sha256()
     buffer = np.empty(_CHUNK_BYTES // header.bytes_per_token, header.dtype)
     ids_end = first = 0
-    # Read, not mapped: a file that is cut meanwhile ends early, and other threads run while this one waits for a disk.
+    # Reads instead of mapping: a file that is truncated meanwhile ends early, and reading releases the GIL.
     with path.open("rb") as file:
         file.seek(_HEADER.size)
         while num_bytes := file.readinto(buffer.data):
@@ -261,14 +263,22 @@ def verify(path: Path) -> Header:
             hasher.update(chunk.data)
             first += len(chunk)
     if hasher.hexdigest() != header.sha256:
-        raise DataError(f"{path}: SHA-256 is {hasher.hexdigest()}, header says {header.sha256}: damaged; copy it again")
+        raise DataError(f"{path}: SHA-256 is {hasher.hexdigest()}, its header has {header.sha256}: damaged; copy it again")
     if header.largest_id is not None and ids_end <= header.largest_id:
-        raise DataError(f"{path}: largest id is {ids_end - 1}, header says {header.largest_id}: damaged; copy it again")
+        raise DataError(f"{path}: largest id is {ids_end - 1}, its header has {header.largest_id}: damaged; copy it again")
     return header
 
 
 def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str = _MAKE_AGAIN) -> int:
-    """Returns the largest id + 1; 0 without ids. `first` is the place of ids[0] in the file."""
+    """Returns the largest id + 1, 0 without ids. Raises DataError for an id outside [0, end).
+
+    Args:
+        ids: The ids.
+        end: Exclusive upper bound.
+        path: The file, for the message.
+        first: Position of ids[0] in the file, for the message.
+        remedy: Advice to the user, for the message.
+    """
     if len(ids) == 0:
         return 0
     largest = int(ids.max())

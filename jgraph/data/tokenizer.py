@@ -1,14 +1,15 @@
-"""A tokenizer.json through the optional `tokenizers` library: text to ids to make token files, ids to text to read samples."""
+"""A tokenizer.json through the optional `tokenizers` library: text to ids for token files, ids to text for samples."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jgraph.data._files import library
 from jgraph.errors import DataError, require
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ _DOCUMENTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back.
+    """Converts text to ids and back.
 
     Attributes:
-        encode: a text to ids.
-        decode: ids to text. What is no UTF-8 reads as U+FFFD; without a tokenizer.json, ids read as numbers.
-        ends: ids that end a text; empty where none is known to.
-        name: of its file, or `bytes`.
+        encode: Converts a text to ids.
+        decode: Converts ids to text. Invalid UTF-8 becomes U+FFFD; without a tokenizer.json, ids are printed as numbers.
+        ends: End-of-text ids; empty if unknown.
+        name: Path of the file, `bytes` or `numbers`.
     """
 
     encode: Callable[[str], list[int]] = field(repr=False)
@@ -38,15 +39,22 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
-        """Returns that of models of bytes."""
+        """Returns the tokenizer of byte-level models."""
         return cls(lambda text: list(text.encode(errors="surrogateescape")), decode_bytes)
 
     @classmethod
     def of_file(cls, path: Path, *, ends: Sequence[int] = (), add_special_tokens: bool = False) -> "Tokenizer":
-        """Returns that of a tokenizer.json; `ends` are known besides the usual ones. Raises DataError as `Encoder`."""
+        """Reads a tokenizer.json.
+
+        Args:
+            path: The file.
+            ends: End-of-text ids besides the tokens with the usual names.
+            add_special_tokens: Whether to encode with the special tokens that the file asks for.
+
+        Raises:
+            DataError: As `Encoder`.
+        """
         tokenizer = _load(path)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         ids = tokenizer.get_vocab(with_added_tokens=True)
         ends = tuple(dict.fromkeys((*ends, *(ids[name] for name in _END_OF_TEXT if name in ids))))
 
@@ -57,7 +65,7 @@ class Tokenizer:
 
     @classmethod
     def of_numbers(cls, why: str) -> "Tokenizer":
-        """Returns one that has no text for ids, and raises DataError for a text."""
+        """Returns a tokenizer that prints ids as numbers and raises DataError for a text; `why` starts its message."""
 
         def encode(text: str) -> list[int]:
             raise DataError(f"{why}: prompts must be ids, or bring the {TOKENIZER_FILE}")
@@ -66,8 +74,8 @@ class Tokenizer:
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of bytes. 0xFF is in no UTF-8: an id beyond the bytes, of a model with more rows, shows as U+FFFD."""
-    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")
+    """Returns the text of bytes. Ids beyond the bytes, of a model with more rows, become U+FFFD."""
+    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
 
 
 def _numbers(ids: Sequence[int]) -> str:
@@ -75,21 +83,18 @@ def _numbers(ids: Sequence[int]) -> str:
 
 
 class Encoder:
-    """Documents to ids, each followed by the end-of-text token, or by a newline where the tokenizer has none.
+    """Converts documents to ids, each followed by the end-of-text token, or by a newline if the tokenizer has none.
 
     Attributes:
-        vocab_size: largest id + 1.
+        vocab_size: Largest id + 1.
 
     Raises:
-        DataError: the library is not installed, or the file is no tokenizer.json.
+        DataError: If the library is missing, or the file is not a tokenizer.json.
     """
 
     def __init__(self, path: Path):
         self._tokenizer = _load(path)
-        # A file may ask for truncation and padding, which would drop and make up text.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # Documents are text: "<|endoftext|>" written inside one is no end of text.
+        # Documents are text: "<|endoftext|>" inside one is not an end of text.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -99,13 +104,13 @@ class Encoder:
         self._end = ends[:1] or self._encode(["\n"])[0].ids
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document as a 1-D int64 array. Raises DataError for one that is not UTF-8, or has no ids."""
+        """Yields the ids of each document, 1-D int64. Raises DataError if one is not UTF-8 or cannot be encoded."""
         documents = iter(documents)
         while texts := [decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
             for encoding in self._encode(texts):
                 yield np.array(encoding.ids + self._end, np.int64)
 
-    def _encode(self, texts: list[str]) -> list[Any]:
+    def _encode(self, texts: list[str]) -> "list[tokenizers.Encoding]":
         try:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises Exception itself
@@ -113,12 +118,12 @@ class Encoder:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE, in which every text has ids, and writes its tokenizer.json.
+    """Trains a byte-level BPE, which can encode every text, and writes its tokenizer.json.
 
     Args:
-        texts: read once, and never all in memory.
-        vocab_size: ids, the 256 bytes and <|endoftext|> among them; fewer where the text has no more pairs to merge.
-        path: the file to write.
+        texts: Read once, never all in memory.
+        vocab_size: Number of ids, including the 256 bytes and <|endoftext|>. Fewer if the text has no more pairs to merge.
+        path: The file to write.
 
     Raises:
         ConfigError: If `vocab_size` is less than 257.
@@ -126,14 +131,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         OSError: If the file cannot be written.
     """
     require(vocab_size > 256, "train_bpe", vocab_size, "at least 257: the 256 bytes and <|endoftext|>")
-    library = _library(path)
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    tokenizers = library("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[_END_OF_TEXT[0]],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -144,32 +149,26 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function from ids to text, or to numbers where the tokenizer's file or the library is missing."""
+    """Returns a function from ids to text, or to numbers if the file or the library is missing."""
     if not path.exists() or importlib.util.find_spec("tokenizers") is None:
-        return lambda ids: " ".join(str(token) for token in ids)
-    tokenizer = _load(path)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _library(path: Path) -> Any:
-    try:
-        import tokenizers
-    except ImportError as e:
-        raise DataError(f"{path}: needs the tokenizers library: pip install 'jgraph[tokenizers]'") from e
-    return tokenizers
+        return lambda ids: _numbers(ids).rstrip()
+    return Tokenizer.of_file(path).decode
 
 
 def _load(path: Path) -> "tokenizers.Tokenizer":
-    tokenizers = _library(path)
-    text = path.read_text(encoding="utf-8", errors="replace")
+    """Returns the tokenizer of a file, without the truncation and padding that the file may ask for."""
+    tokenizers, text = library("tokenizers"), path.read_text(encoding="utf-8", errors="replace")
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the library raises Exception itself
         raise DataError(f"{path}: is not a tokenizer.json of the tokenizers library ({e})") from e
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def decode_utf8(document: bytes) -> str:
-    """Returns a document as text. Raises DataError for one that is not UTF-8."""
+    """Returns a document as text. Raises DataError if it is not UTF-8."""
     try:
         return document.decode()
     except UnicodeDecodeError as e:

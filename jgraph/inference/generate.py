@@ -1,6 +1,6 @@
 """Generates text from token prompts: a prefill program reads the prompts, a decode program reads and draws one token at a time.
 
-The decode program draws the next token itself and updates its carry in place, so the host only dispatches programs and reads
+The decode program draws the next token itself and updates its state in place, so the host only dispatches programs and reads
 tokens back a few steps later. A model without a KV cache recomputes its window for each token.
 """
 
@@ -10,7 +10,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, require
-from jgraph.inference.sampling import draw, settings_of
+from jgraph.inference._sampling import Settings, draw, settings_of
 from jgraph.modules import Decoder, FunctionalModel
 
 Tree = Any
+Prompt: TypeAlias = Sequence[int] | np.ndarray | Array
 
 ENDED = -1
 """Placeholder token of a text that has ended while other texts continue."""
@@ -33,8 +34,8 @@ _PAD_MULTIPLE = 64
 _STEPS_AHEAD = 4
 
 
-class Carry(NamedTuple):
-    """State between two decode steps. The decode program donates and returns it.
+class DecodeState(NamedTuple):
+    """The state between two decode steps. The decode program donates and returns it.
 
     Attributes:
         tokens: The last token of each text, int32 (B,); `ENDED` for texts that have ended.
@@ -49,7 +50,7 @@ class Carry(NamedTuple):
     cache: Tree
 
 
-def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Any], **settings: Any) -> list[np.ndarray]:
+def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
     """Continues several texts at once.
 
     `stream` describes the arguments and texts that grow longer than `window`.
@@ -75,7 +76,7 @@ def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[A
 def stream(
     model: FunctionalModel | Decoder,
     params: Tree,
-    prompts: Sequence[Any],
+    prompts: Sequence[Prompt],
     *,
     max_tokens: int = 128,
     temperature: float = 1.0,
@@ -147,37 +148,24 @@ def stream(
     _check_ids(decoder, weights, rows, tokens_BT, lengths_B, sizes)
     where = _replicated(params)
 
-    def begin(weights: Tree) -> Carry:
-        return _begin(weights, tokens_BT, lengths_B, key, settings, stop_S, decoder=decoder, where=where, **sizes)
+    def steps() -> Iterator[np.ndarray]:
+        ready = _prepare(weights, decoder=decoder)
+        state = in_turn(_begin(ready, tokens_BT, lengths_B, key, settings, stop_S, decoder=decoder, where=where, **sizes))
+        pending: deque[Array] = deque()
+        for number in range(max_tokens):
+            if number:
+                state = in_turn(_next_token(state, ready, settings, stop_S, decoder=decoder, where=where))
+            # A copy, because the next step donates the buffer. Outside the decode program, so that the program always writes to
+            # the same addresses.
+            pending.append(jnp.copy(state.tokens))
+            pending[-1].copy_to_host_async()
+            while len(pending) > (_STEPS_AHEAD if number < max_tokens - 1 else 0):
+                tokens_B = np.asarray(pending.popleft())
+                if np.all(tokens_B == ENDED):
+                    return
+                yield tokens_B
 
-    def decode(carry: Carry, weights: Tree) -> Carry:
-        return next_token(carry, weights, settings, stop_S, decoder=decoder, where=where)
-
-    return _steps(weights, decoder, begin, decode, max_tokens)
-
-
-def _steps(
-    weights: Tree,
-    decoder: Decoder,
-    begin: Callable[[Tree], Carry],
-    decode: Callable[[Carry, Tree], Carry],
-    max_tokens: int,
-) -> Iterator[np.ndarray]:
-    weights = _prepare(weights, decoder=decoder)
-    carry = in_turn(begin(weights))
-    pending: deque[Array] = deque()
-    for number in range(max_tokens):
-        if number:
-            carry = in_turn(decode(carry, weights))
-        # A copy, because the next step donates the buffer. Outside the decode program, so that the program always writes to the
-        # same addresses.
-        pending.append(jnp.copy(carry.tokens))
-        pending[-1].copy_to_host_async()
-        while len(pending) > (_STEPS_AHEAD if number < max_tokens - 1 else 0):
-            tokens_B = np.asarray(pending.popleft())
-            if np.all(tokens_B == ENDED):
-                return
-            yield tokens_B
+    return steps()
 
 
 @functools.partial(jax.jit, static_argnames="decoder")
@@ -199,46 +187,46 @@ def _begin(
     tokens_BT: Array,
     lengths_B: Array,
     key: Array,
-    settings: Tree,
+    settings: Settings,
     stop_S: Array,
     *,
     decoder: Decoder,
     slots: int,
     length: int,
     where: NamedSharding | None,
-) -> Carry:
+) -> DecodeState:
     """Reads the prompts and draws the first token of each text."""
     logits_BV, cache = _read(weights, tokens_BT, lengths_B, decoder=decoder, slots=slots, length=length)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(tokens_BT)))
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, lengths_B))
     ended_B = jnp.isin(tokens_B, stop_S)
-    carry = Carry(jnp.where(ended_B, ENDED, tokens_B), jnp.asarray(lengths_B), keys_B, cache)
-    return carry if where is None else jax.lax.with_sharding_constraint(carry, where)
+    state = DecodeState(jnp.where(ended_B, ENDED, tokens_B), jnp.asarray(lengths_B), keys_B, cache)
+    return state if where is None else jax.lax.with_sharding_constraint(state, where)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "where"), donate_argnums=0, keep_unused=True)
-def next_token(
-    carry: Carry, weights: Tree, settings: Tree, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None = None
-) -> Carry:
+def _next_token(
+    state: DecodeState, weights: Tree, settings: Settings, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None
+) -> DecodeState:
     """Reads the last token of each text and draws the next one.
 
     Args:
-        carry: State after the last token; donated and updated in place.
+        state: State after the last token; donated and updated in place.
         weights: Weights from `decoder.prepare`.
         settings: Settings from `settings_of`.
         stop_S: Token ids that end a text.
         decoder: The model's decoder.
-        where: Sharding of the carry if the parameters are on several devices.
+        where: Sharding of the state if the parameters are on several devices.
 
     Returns:
         The state after the new token.
     """
-    logits_BV, cache = decoder.decode(weights, jnp.maximum(carry.tokens, 0), carry.cache, carry.positions)
-    positions_B = carry.positions + 1
-    tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(carry.keys, positions_B))
-    ended_B = (carry.tokens == ENDED) | jnp.isin(tokens_B, stop_S)
-    carry = Carry(jnp.where(ended_B, ENDED, tokens_B), positions_B, carry.keys, cache)
-    return carry if where is None else jax.lax.with_sharding_constraint(carry, where)
+    logits_BV, cache = decoder.decode(weights, jnp.maximum(state.tokens, 0), state.cache, state.positions)
+    positions_B = state.positions + 1
+    tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(state.keys, positions_B))
+    ended_B = (state.tokens == ENDED) | jnp.isin(tokens_B, stop_S)
+    state = DecodeState(jnp.where(ended_B, ENDED, tokens_B), positions_B, state.keys, cache)
+    return state if where is None else jax.lax.with_sharding_constraint(state, where)
 
 
 def _decoder(model: FunctionalModel | Decoder) -> Decoder:
@@ -278,7 +266,7 @@ def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
     return Decoder(lambda params, carried: (params, carried), prefill, decode)
 
 
-def _rows(prompts: Sequence[Any]) -> list[np.ndarray]:
+def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
     """Returns the prompts as arrays. Raises ConfigError unless they are one or more 1-D sequences of integers."""
     rows = [np.asarray(prompt) for prompt in prompts]
     require(bool(rows), "prompts", "empty", "at least one prompt")
@@ -290,12 +278,12 @@ def _rows(prompts: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _check_ids(
-    decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens: Tree, lengths: Tree, sizes: dict[str, Any]
+    decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens_BT: np.ndarray, lengths_B: np.ndarray, sizes: dict[str, int]
 ) -> None:
     """Raises ConfigError if the model has no logits, or if it has no row for a token id: jax would read another row."""
     weights = _prepare.eval_shape(weights, decoder=decoder)
     try:
-        logits, _ = _read.eval_shape(weights, tokens, lengths, decoder=decoder, slots=sizes["slots"], length=sizes["length"])
+        logits, _ = _read.eval_shape(weights, tokens_BT, lengths_B, decoder=decoder, **sizes)
         vocab_size = logits.shape[1]
     except AttributeError as e:
         raise ConfigError(f"`model` must have logits(tokens_BT) or cached_decoder(): {e}", field="model") from e

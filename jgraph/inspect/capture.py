@@ -3,14 +3,13 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
-from jgraph.cli import Count, File, Name, optional
+from jgraph.cli import Count, File, Name, as_flags, fields_of, optional
 from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import TrainConfig
@@ -20,132 +19,138 @@ from jgraph.train.presets import PRESETS, preset
 if TYPE_CHECKING:
     from jgraph.xla.explain import Explanation
 
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureOptions:
-    """Report which operations of a program XLA captures in command buffers, why others stay outside, and its donations."""
-
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")]
-    """The program. A training step: MODULE:CLASS with --preset, MODULE:PRESET, or a preset such as gpt_124m or gpt-124m. Or a
-    function without arguments that returns (fn, args) or (fn, args, donate_argnums)."""
-    target: Annotated[str | None, optional(str, "GPU"), tyro.conf.arg(help_behavior_hint="")] = None
-    """h200, h100 or b200: GPU to compile for; it need not be installed. Default: the device of this machine."""
-    preset: Name = None
-    """Preset with the sizes of the training step of a MODULE:CLASS."""
-    batch_size: Count = None
-    """Sequences per step; overrides the preset."""
-    seq_len: Count = None
-    """Tokens per sequence; overrides the preset."""
-    graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers: XLA's default (auto), none (off), or every command that XLA can record on one device (full)."""
-    xla_options: tuple[str, ...] = ()
-    """Additional XLA options as name=value; appended to those of the preset."""
-    precision: Literal["bf16", "fp8"] = "bf16"
-    """Dtype of the matmuls of the training step."""
-    fp8: FP8Config = field(default_factory=FP8Config)
-    json: File = None
-    """File for the report as JSON."""
-
-    def __post_init__(self):
-        """Validates the sizes and the name of the preset."""
-        for name, value in (("batch_size", self.batch_size), ("seq_len", self.seq_len)):
-            require(value is None or value >= 1, name, value, "at least 1")
-        if self.preset is not None:
-            preset(self.preset)
+_FP8 = FP8Config()
+_Graph = Literal["auto", "off", "full"]
 
 
-def show_capture(options: CaptureOptions, console: Console) -> None:
-    """Compiles the program without running it, writes the report to `options.json` and prints it.
+def capture(
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")],
+    /,
+    *,
+    target: Annotated[str | None, optional(str, "GPU"), tyro.conf.arg(help_behavior_hint="")] = None,
+    preset: Name = None,
+    batch_size: Count = None,
+    seq_len: Count = None,
+    graph: _Graph = "auto",
+    xla_options: tuple[str, ...] = (),
+    precision: Literal["bf16", "fp8"] = "bf16",
+    fp8: FP8Config = _FP8,
+    json: File = None,
+) -> None:
+    """Report which operations of a program XLA captures in command buffers, why others stay outside, and its donations.
+
+    The program is compiled but does not run.
 
     Args:
-        options: The program and how to compile it.
-        console: Console for the report.
+        name: The program. A training step: MODULE:CLASS with --preset, MODULE:PRESET, or a preset such as gpt_124m or
+            gpt-124m. Or a function without arguments that returns (fn, args) or (fn, args, donate_argnums).
+        target: h200, h100 or b200: GPU to compile for; it need not be installed. Default: the device of this machine.
+        preset: Preset with the sizes of the training step of a MODULE:CLASS.
+        batch_size: Sequences per step; overrides the preset.
+        seq_len: Tokens per sequence; overrides the preset.
+        graph: Command buffers: XLA's default (auto), none (off), or every command that XLA can record on one device (full).
+        xla_options: Additional XLA options as name=value; appended to those of the preset.
+        precision: Dtype of the matmuls of the training step.
+        fp8: Settings of FP8.
+        json: File for the report as JSON.
 
     Raises:
         JgraphError: If the program does not exist or cannot be compiled, or the file cannot be written.
     """
+    sizes = {field: size for field, size in (("batch_size", batch_size), ("seq_len", seq_len)) if size is not None}
+    for field, size in sizes.items():
+        require(size >= 1, field, size, "at least 1")
     try:
-        report = _explain(options)
+        config = _training_config(name, preset, sizes)
+        if config is not None:
+            changes = {
+                "precision": precision,
+                "fp8": fp8,
+                "graph": graph,
+                "xla_options": (*config.compile.xla_options, *xla_options),
+            }
+            config = config.changed(**sizes, **changes)
+        report = _explain(name, config, target, graph, xla_options)
     except (JgraphError, OSError):
         raise
     except (Exception, SystemExit) as e:  # user code and jax may raise any exception
         reason = f"{type(e).__name__}: {e}".strip().splitlines()[0]
-        raise ConfigError(f"{options.name} cannot be compiled: {reason}", field="name") from e
-    if options.json:
-        with os_errors("json", options.json):
-            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+        raise ConfigError(f"{name} cannot be compiled: {reason}", field="name") from e
+    if json:
+        with os_errors("json", json):
+            json.write_text(report.to_json() + "\n", encoding="utf-8")
+    print(as_flags(str(report), fields_of(capture)))
 
 
-def _explain(options: CaptureOptions) -> "Explanation":
-    """Compiles the program and returns the report."""
-    config = _training_config(options)
-    # Imported after the options are checked, because importing jax is slow.
+def _explain(
+    name: str, config: TrainConfig | None, target: str | None, graph: _Graph, xla_options: Sequence[str]
+) -> "Explanation":
+    """Compiles the training step of `config`, or the user function `name` if `config` is None, and returns the report."""
+    # Imported after the arguments are checked, because importing jax is slow.
     import jax
 
     from jgraph.dispatch import check_devices
     from jgraph.xla import compiler_options
     from jgraph.xla.explain import explain
 
-    platform = "gpu"
-    if options.target is None:
+    if target is None:
         check_devices()
-        platform = jax.default_backend()
+    platform = "gpu" if target is not None else jax.default_backend()
     if config is None:
-        chosen = compiler_options(options.graph, options.xla_options, platform=platform)
-        fn, args, donated = _example(options.name)
-        report = explain(fn, *args, donate_argnums=donated, target=options.target, compiler_options=chosen)
-        return dataclasses.replace(report, name=f"{options.name}, {report.name}")
+        chosen = compiler_options(graph, xla_options, platform=platform)
+        fn, args, donated = _example(name)
+        report = explain(fn, *args, donate_argnums=donated, target=target, compiler_options=chosen)
+        return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
 
+    notes = ()
+    if target is not None and getattr(config.model, "attention", "") in ("auto", "xla"):
+        # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
+        config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
+        notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     setup = TrainSetup.of(config)
     shapes = (setup.step.state, setup.batch())
-    report = explain(setup.step.jitted(), *shapes, target=options.target, compiler_options=setup.options(platform))
-    name = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
-    notes = report.notes
-    if options.target is not None and getattr(config.model, "attention", "") == "xla":
-        notes += ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
-    return dataclasses.replace(report, name=name, notes=notes)
+    report = explain(setup.step.jitted(), *shapes, target=target, compiler_options=setup.options(platform))
+    title = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
+    return dataclasses.replace(report, name=title, notes=report.notes + notes)
 
 
-def _training_config(options: CaptureOptions) -> TrainConfig | None:
-    """Returns the training configuration of a model or preset, or None if the name is a function.
+def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) -> TrainConfig | None:
+    """Returns the configuration of a model or preset, or None if the name is a function.
+
+    Args:
+        name: MODULE:NAME, or a preset.
+        preset_name: Preset of a MODULE:CLASS.
+        sizes: Sizes that override the preset.
 
     Raises:
-        ConfigError: If the name is unknown, or an option does not apply to it.
+        ConfigError: If a name is unknown, or an option does not apply to the program.
     """
-    module, _, name = options.name.rpartition(":")
-    preset_name = name.replace("_", "-")
-    sizes = {field: value for field in ("batch_size", "seq_len") if (value := getattr(options, field)) is not None}
-    if preset_name in PRESETS and (not module or not hasattr(_import(module), name)):
-        base = preset(preset_name)
-        if module and base.module.partition(":")[0] != module:
-            raise ConfigError(f"{options.name} is not a class: use {module}:CLASS `preset` {preset_name}", field="name")
-        if options.preset is not None:
-            raise ConfigError(f"{options.name} is a preset: omit `preset` {options.preset}", field="preset")
-    elif not module:
-        raise ConfigError(f"{name!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
-    elif inspect.isclass(_find(options.name)):
-        if options.preset is None:
-            raise ConfigError(f"{options.name} is a class: select its sizes with `preset` {'|'.join(PRESETS)}", field="preset")
-        base, settings = preset(options.preset), settings_of(options.name)
+    chosen = None if preset_name is None else preset(preset_name)
+    module, _, attribute = name.rpartition(":")
+    own_preset = attribute.replace("_", "-")
+    if own_preset in PRESETS and (not module or not hasattr(_import(module), attribute)):
+        config = preset(own_preset)
+        if module and config.module.partition(":")[0] != module:
+            raise ConfigError(f"{name} is not a class: use {module}:CLASS `preset` {own_preset}", field="name")
+        if chosen is not None:
+            raise ConfigError(f"{name} is a preset: omit `preset` {preset_name}", field="preset")
+        return config
+    if not module:
+        raise ConfigError(f"{attribute!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
+    if inspect.isclass(_find(name)):
+        if chosen is None:
+            raise ConfigError(f"{name} is a class: select its sizes with `preset` {'|'.join(PRESETS)}", field="preset")
         # The sizes of the preset apply only to models with the same settings class.
-        model = base.model if settings and isinstance(base.model, settings) else None
-        base = base.changed(module=options.name, model=model)
-    else:
-        given = [f"`{field}`" for field in ("preset", *sizes) if getattr(options, field) is not None]
-        if given:
-            raise ConfigError(f"{options.name} is a function and determines all sizes: omit {', '.join(given)}", field="name")
-        return None
-    if options.target is not None and getattr(base.model, "attention", "") == "auto":
-        # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
-        base = base.changed(model=dataclasses.replace(base.model, attention="xla"))
-    xla_options = (*base.compile.xla_options, *options.xla_options)
-    in_fp8 = {"precision": options.precision, "fp8": options.fp8}
-    return base.changed(**sizes, **in_fp8, graph=options.graph, xla_options=xla_options)
+        settings = settings_of(name)
+        model = chosen.model if settings and isinstance(chosen.model, settings) else None
+        return dataclasses.replace(chosen, module=name, model=model)
+    if given := [f"`{field}`" for field in ("preset",) * (chosen is not None) + tuple(sizes)]:
+        raise ConfigError(f"{name} is a function and determines all sizes: omit {', '.join(given)}", field="name")
+    return None
 
 
-def _example(name: str) -> tuple[Any, Sequence[Any], Any]:
+def _example(name: str) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
     """Calls the named user function and returns its function, arguments and donate_argnums."""
     match _find(name)():
         case (fn, (*args,)) if callable(fn):
@@ -155,7 +160,7 @@ def _example(name: str) -> tuple[Any, Sequence[Any], Any]:
     raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
 
 
-def _find(name: str) -> Any:
+def _find(name: str) -> Callable[..., Any]:
     """Imports the module of MODULE:NAME and returns the class or function."""
     module, _, attribute = name.rpartition(":")
     found = getattr(_import(module), attribute, None)
@@ -165,7 +170,7 @@ def _find(name: str) -> Any:
     return found
 
 
-def _import(module: str) -> Any:
+def _import(module: str) -> ModuleType:
     """Imports a module; raises ConfigError for any exception."""
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders and into them; how a model's parameters are called there is said beside the model."""
+"""Reads models from Hugging Face folders and writes them. Each model defines the names of its parameters in such a folder."""
 
 from jgraph.interop.folder import Folder as Folder
 from jgraph.interop.names import HuggingFace as HuggingFace

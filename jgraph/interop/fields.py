@@ -5,7 +5,7 @@ of another type or out of range. No jax here.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jgraph.errors import ConfigError, require
@@ -16,55 +16,49 @@ _LARGEST = 2**31 - 1  # sizes and token ids are int32
 
 def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
     """Returns an integer in [least, 2**31)."""
-    value = _value(config, name, default)
-    fits = value is default or (type(value) is int and least <= value <= _LARGEST)
-    require(fits, name, _shown(value), f"an integer from {least} to {_LARGEST}")
-    return value
+    allowed = f"an integer from {least} to {_LARGEST}"
+    return _checked(config, name, default, lambda value: type(value) is int and least <= value <= _LARGEST, allowed)
 
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
     """Returns a finite number, at least 0."""
-    value = _value(config, name, default)
-    fits = type(value) in (int, float) and 0 <= value <= 1e30 and math.isfinite(value)
-    require(fits, name, _shown(value), "a finite number, at least 0")
-    return float(value)
+
+    def fits(value: Any) -> bool:
+        return type(value) in (int, float) and 0 <= value <= 1e30 and math.isfinite(value)
+
+    return float(_checked(config, name, default, fits, "a finite number, at least 0"))
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:
     """Returns a boolean."""
-    value = _value(config, name, default)
-    require(type(value) is bool, name, _shown(value), "true or false")
-    return value
+    return _checked(config, name, default, lambda value: type(value) is bool, "true or false")
 
 
 def string(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
     """Returns a string."""
-    value = _value(config, name, default)
-    require(value is default or isinstance(value, str), name, _shown(value), "a string")
-    return value
+    return _checked(config, name, default, lambda value: isinstance(value, str), "a string")
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
     """Returns a list of strings; empty if it is missing."""
-    value = _value(config, name, [])
-    require(isinstance(value, list) and all(isinstance(one, str) for one in value), name, _shown(value), "a list of strings")
-    return value
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+    return _checked(config, name, [], fits, "a list of strings")
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns an object; empty if it is missing."""
-    value = _value(config, name, {})
-    require(isinstance(value, dict), name, _shown(value), "an object")
-    return value
+    return _checked(config, name, {}, lambda value: isinstance(value, dict), "an object")
 
 
-def _value(config: Mapping[str, Any], name: str, default: Any) -> Any:
+def _checked(config: Mapping[str, Any], name: str, default: Any, fits: Callable[[Any], bool], allowed: str) -> Any:
     value = config.get(name)
     if value is None and default is _REQUIRED:
         raise ConfigError(f"`{name}` is missing: must be given", field=name)
-    return default if value is None else value
-
-
-def _shown(value: Any) -> str:
+    if value is None:
+        return default
     shown = repr(value)
-    return shown if len(shown) <= 40 else f"{shown[:40]}..."
+    require(fits(value), name, shown if len(shown) <= 40 else f"{shown[:40]}...", allowed)
+    return value

@@ -1,15 +1,15 @@
-"""A Hugging Face folder, opened: its config.json, the names and shapes of its tensors, and slices of them. No jax here."""
+"""Reads a Hugging Face folder: config.json, names and shapes of tensors, and slices of tensors. No jax here."""
 
 import dataclasses
 import fnmatch
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy's bfloat16, which safetensors gives
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, for safetensors
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -28,7 +28,7 @@ class Folder:
 
     Args:
         path: The folder.
-        field: Argument that named it, for errors.
+        field: Argument that named the folder, for errors.
 
     Raises:
         ConfigError: From every method, if a file or field is missing, truncated or wrong.
@@ -36,15 +36,16 @@ class Folder:
 
     def __init__(self, path: Path, *, field: str):
         self.path, self._field = Path(path), field
+        self._open = functools.cache(lambda file: safe_open(file, "numpy"))
         check_exists(path, field=field)
         if not self.path.is_dir():
             raise self.error("a file; name its folder")
 
     def error(self, wrong: str) -> ConfigError:
-        """Returns the error of something wrong in the folder."""
+        """Returns the error for a problem in the folder."""
         return ConfigError(f"`{self._field}` is {self.path}: {wrong}", field=self._field)
 
-    @cached_property
+    @functools.cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         return self._json(CONFIG_FILE)
@@ -84,9 +85,9 @@ class Folder:
         for _, part in names.tensors(settings):
             name = part.tensor
             if name not in self._files:
-                raise self.error(f"has no tensor {name}, which a model of its {CONFIG_FILE} has")
+                raise self.error(f"has no tensor {name}, which its {CONFIG_FILE} requires")
             with self._reading(name):
-                found = self._open(name).get_slice(name)
+                found = self._open(self._files[name]).get_slice(name)
             shape, dtype = tuple(found.get_shape()), found.get_dtype()
             if shape != part.shape:
                 raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {CONFIG_FILE}")
@@ -96,15 +97,14 @@ class Folder:
         ignored = names.ignored(settings)
         more = [name for name in self._files if name not in wanted and not any(fnmatch.fnmatch(name, p) for p in ignored)]
         if more:
-            raise self.error(f"has a tensor that the model has no place for: {_some(more)}")
+            raise self.error(f"has a tensor that the model does not have: {_some(more)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
-        """Returns a slice of a tensor, and reads no more than that."""
+        """Returns a slice of a tensor. Reads only the slice."""
         with self._reading(name):
-            found = self._open(name).get_slice(name)
-            return found[index]
+            return self._open(self._files[name]).get_slice(name)[index]
 
-    @cached_property
+    @functools.cached_property
     def _files(self) -> dict[str, Path]:
         """The file of every tensor."""
         if (self.path / INDEX_FILE).exists():
@@ -121,9 +121,7 @@ class Folder:
         for file in dict.fromkeys(files.values()):
             there = set(self._names(file))
             if missing := [name for name, own in files.items() if own == file and name not in there]:
-                raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} says it has")
-            if more := [name for name in there if files.get(name) != file]:
-                raise self.error(f"{file.name} has a tensor that {INDEX_FILE} does not say it has: {_some(more)}")
+                raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} lists in it")
         return files
 
     def _inside(self, file: object) -> str:
@@ -134,21 +132,9 @@ class Folder:
 
     def _names(self, file: Path) -> list[str]:
         with self._reading(file.name):
-            if not file.is_file():  # to open a pipe would block
+            if not file.is_file():  # opening a pipe would block
                 raise FileNotFoundError("it is missing, or not a regular file")
-            return list(self._handle(file).keys())
-
-    def _open(self, name: str) -> Any:
-        return self._handle(self._files[name])
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._handles:
-            self._handles[file] = safe_open(file, "numpy")
-        return self._handles[file]
-
-    @cached_property
-    def _handles(self) -> dict[Path, Any]:
-        return {}
+            return list(self._open(file).keys())
 
     @contextmanager
     def _config_errors(self) -> Iterator[None]:
@@ -164,7 +150,7 @@ class Folder:
         try:
             yield
         except (SafetensorError, OSError, ValueError) as e:
-            raise self.error(f"{name} cannot be read: {e}; is it cut off, or no safetensors file?") from e
+            raise self.error(f"{name} cannot be read: {e}; is it truncated, or not a safetensors file?") from e
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -194,13 +180,21 @@ def check_exists(path: str | Path, *, field: str) -> None:
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Returns settings with changes; a dict changes the settings within that have its name."""
+    """Returns a dataclass with changed fields. A dict changes fields of the nested dataclass of its name."""
     within = {name: replaced(getattr(settings, name), own) for name, own in changes.items() if isinstance(own, Mapping)}
     return dataclasses.replace(settings, **{**changes, **within})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:
-    """Returns a slice of a parameter of this shape, made of slices of tensors."""
+    """Assembles a slice of a parameter from slices of tensors.
+
+    Args:
+        folder: The folder.
+        parts: Parts of the parameter.
+        shape: Shape of the parameter.
+        dtype: Dtype of the result.
+        index: The slice.
+    """
     bounds = [own.indices(size)[:2] for own, size in zip(index, shape, strict=True)]
     found = np.empty([stop - start for start, stop in bounds], dtype)
     for part in parts:

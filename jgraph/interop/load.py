@@ -1,4 +1,4 @@
-"""From a folder to a model's parameters where they belong: tensor by tensor, each device its own slices."""
+"""Loads the parameters of a model from a folder, one parameter at a time. Each device reads its own shards."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tre
     """
     check_filled(parts, dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True)))
 
-    def leaf(path: Any, aval: Any) -> jax.Array:
+    def leaf(path: Any, aval: jax.ShapeDtypeStruct) -> jax.Array:
         slices: Any = partial(read, folder, parts[path_name(path)], aval.shape, aval.dtype)
         where = aval.sharding or SingleDeviceSharding(jax.devices()[0])
         return jax.make_array_from_callback(aval.shape, where, slices)

@@ -1,40 +1,42 @@
-"""How a model's parameters and settings are called in a Hugging Face folder. No jax here.
+"""Maps the parameters and settings of a model to those of a Hugging Face folder. No jax here.
 
-A model that can come from such a folder, and go into one, has a `HuggingFace` as its class's attribute `hugging_face`.
+A model class that supports such folders has a `HuggingFace` as its attribute `hugging_face`.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-Box = tuple[slice, ...]
+Box: TypeAlias = tuple[slice, ...]
+AxisOrder: TypeAlias = Literal["same", "transposed"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a folder, and its place in one of our parameters. Reading and writing both go by it.
+    """A tensor in a folder, and its position in a parameter of the model. Used to read and to write.
 
     Attributes:
-        tensor: its name.
-        shape: its shape, as the folder has it.
-        start: of its place in our parameter, by axis. Axes that the tensor lacks come first and count layers and experts.
-        order: whether its axes are in the `same` order as ours, or it is `transposed`.
+        tensor: Name of the tensor.
+        shape: Shape of the tensor in the folder.
+        start: Start of its position in the parameter, by axis. The tensor may lack leading axes, which count layers and
+            experts.
+        order: Whether its axes have the `same` order as those of the parameter, or are `transposed`.
     """
 
     tensor: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    order: str = "same"
+    order: AxisOrder = "same"
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Its shape with its axes in our order."""
+        """Its shape in the axis order of the parameter."""
         return self.shape[::-1] if self.order == "transposed" else self.shape
 
     @property
     def box(self) -> Box:
-        """Its place in our parameter, as slices."""
+        """Its position in the parameter, as slices."""
         sizes = (1,) * (len(self.start) - len(self.shape)) + self.own_shape
         return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
 
@@ -67,27 +69,27 @@ class HuggingFace:
 
 
 def side_by_side(
-    tensors: Mapping[str, tuple[int, ...]], *, order: str = "same", lead: tuple[int, ...] = ()
+    tensors: Mapping[str, tuple[int, ...]], *, order: AxisOrder = "same", lead: tuple[int, ...] = ()
 ) -> tuple[Part, ...]:
-    """Returns the parts of a parameter whose last axis holds tensors one after another.
+    """Returns the parts of a parameter that concatenates tensors along its last axis.
 
     Args:
-        tensors: shapes by name, as the folder has them.
-        order: as `Part` has it.
-        lead: the place on axes that count layers and experts.
+        tensors: Shapes in the folder, by name.
+        order: Axis order of the tensors, as in `Part`.
+        lead: Position on the axes that count layers and experts.
     """
-    parts, place = [], 0
+    parts, start = [], 0
     for name, shape in tensors.items():
-        part = Part(name, shape, (*lead, *(0,) * (len(shape) - 1), place), order)
+        part = Part(name, shape, (*lead, *(0,) * (len(shape) - 1), start), order)
         parts.append(part)
-        place += part.own_shape[-1]
+        start += part.own_shape[-1]
     return tuple(parts)
 
 
 def check_filled(parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Asserts that the parts fill the parameters of a model: a `HuggingFace` that does not fit its model is a bug."""
-    assert parts.keys() == shapes.keys(), "a model's names for a folder leave a parameter out, or have one more"
-    assert all(_fill(parts[name], shape) for name, shape in shapes.items()), "tensors do not fill their parameter"
+    """Asserts that the parts fill the parameters of a model. Otherwise its `HuggingFace` is wrong."""
+    assert parts.keys() == shapes.keys(), "the model's `hugging_face` lacks a parameter, or has an unknown one"
+    assert all(_fill(parts[name], shape) for name, shape in shapes.items()), "the tensors do not fill their parameter"
 
 
 def _fill(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:

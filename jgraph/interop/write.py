@@ -1,4 +1,4 @@
-"""A model's parameters into a Hugging Face folder, parameter by parameter; all of it or nothing. No jax here."""
+"""Writes the parameters of a model into a Hugging Face folder, completely or not at all. No jax here."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from jgraph.errors import ConfigError, os_errors
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from jgraph.interop.names import Part
 
-FILE_BYTES = 5_000_000_000
+_FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -44,7 +44,7 @@ def write(
     *,
     dtype: str,
     beside: Sequence[Path] = (),
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = _FILE_BYTES,
 ) -> list[Path]:
     """Writes a folder, under a temporary name until it is complete.
 
@@ -62,7 +62,7 @@ def write(
 
     Raises:
         ConfigError: If the folder cannot be created.
-        OSError: If a file cannot be written. Nothing is left then.
+        OSError: If a file cannot be written. Then no file is left behind.
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
@@ -72,7 +72,7 @@ def write(
         for file in beside:
             shutil.copyfile(file, partial / file.name)
         _write_json(partial / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
-        files = _divided(parts, _DTYPES[dtype].itemsize, file_bytes)
+        files = _tensors_by_file(parts, _DTYPES[dtype].itemsize, file_bytes)
         tensors, index, total = _tensors(parts, parameter, _DTYPES[dtype]), {}, 0
         for number, names in enumerate(files, start=1):
             file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -88,13 +88,13 @@ def write(
     return sorted(to.iterdir())
 
 
-def _divided(parts: Mapping[str, Sequence[Part]], itemsize: int, most: int) -> list[list[str]]:
-    """Returns the names of the tensors of each file."""
+def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_bytes: int) -> list[list[str]]:
+    """Returns the names of the tensors in each file."""
     files: list[list[str]] = [[]]
     size = 0
     for part in (part for own in parts.values() for part in own):
         own = itemsize * int(np.prod(part.shape))
-        if files[-1] and size + own > most:
+        if files[-1] and size + own > file_bytes:
             files.append([])
             size = 0
         files[-1].append(part.tensor)

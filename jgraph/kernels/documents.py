@@ -1,54 +1,56 @@
-"""Causal attention among the tokens of a document, where rows hold several documents one after the other.
+"""Causal attention within documents that are packed into rows, as FlashAttention on Hopper.
 
-A library's attention would take a mask of [T, T] a row, or at most as many documents as were compiled for. Here each token says
-where its document begins. A block of queries reads the keys from there on; what lies before is not computed. Scores stay on the
-chip (Dao, "FlashAttention-2", arXiv:2307.08691).
+A library's attention needs a mask of [T, T] per row. This kernel reads the start position of each token's document, and skips
+keys before the first document of a block of queries. Scores stay on the chip (Dao, "FlashAttention-2", arXiv:2307.08691).
+A block of threads has three warpgroups: one copies tiles into a ring in shared memory, two compute 64 rows each.
 """
 
-# B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q and C rows of a block of queries and of keys
+# B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q query rows and C key rows of a product
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.target import target
+from jgraph.kernels._mosaic import add_product, has_wgmma, interpreted, plgpu, products, shared
 
-_LARGEST_HEAD = 128
-_LEAST = 16
-"""A product of Triton has no smaller sides."""
-_MASKED = -1e30
-"""A score that does not count. Not -inf: a query may begin with a block of keys none of which it sees."""
+_TILE, _HALF = 128, 64
+"""Rows of a block of threads and of a compute warpgroup."""
+_LEAST = -1e30
+"""Lower bound of a row's largest score. It is finite because all keys of its first block may be masked: -inf - -inf is NaN."""
+_HEADS = (64, 128)
 
 
 def document_attention(
     q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, *, implementation: str = "auto", interpret: bool = False
 ) -> Array:
-    """Attends to the tokens of the own document, up to the own one; as `jax.nn.dot_product_attention` with such a mask.
+    """Computes causal attention within each document, as `jax.nn.dot_product_attention` with the equivalent mask.
 
     >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])
     >>> document_attention(q, q, q, starts).shape
     (1, 4, 2, 8)
 
     Args:
-        q_BTHK, k_BTGK, v_BTGK: queries, keys and values, rotated; G divides H.
-        starts_BT: int32, where in its row each token's document begins.
-        implementation: `triton` (NVIDIA GPUs; heads of at most 128), `xla` (anywhere, with all scores in memory), or `auto`,
-            which takes the first of them that can.
-        interpret: runs a kernel's body on the CPU, for tests.
+        q_BTHK: Queries, rotated.
+        k_BTGK: Keys, rotated; G divides H.
+        v_BTGK: Values.
+        starts_BT: int32, start position in the row of each token's document.
+        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, heads of at most 128), `xla` (any device; holds all
+            scores in memory), or `auto`, which selects the first supported one.
+        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         [B, T, H, K] in the dtype of `q_BTHK`.
 
     Raises:
-        ConfigError: there is no such implementation.
-        ShapeError: the shapes disagree, or heads are too wide for `triton`.
+        ConfigError: If `implementation` is unknown.
+        ShapeError: If the shapes disagree, or `mosaic` does not support them.
     """
     check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     B, T, H, K = q_BTHK.shape
@@ -56,30 +58,33 @@ def document_attention(
     if k_BTGK.shape != (B, T, G, K) or v_BTGK.shape != k_BTGK.shape or H % G or starts_BT.shape != (B, T):
         found = f"{q_BTHK.shape}, `k_BTGK` {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
         raise ShapeError(f"`q_BTHK` is {found}: must be (B, T, H, K), (B, T, G, K) twice, (B, T)", field="q_BTHK")
-    chosen = choose(K) if implementation == "auto" else implementation
-    if chosen == "triton" and K > _LARGEST_HEAD:
-        raise ShapeError(f"`q_BTHK` has heads of {K}: must be at most {_LARGEST_HEAD}, or take xla", field="q_BTHK")
+    chosen = choose(K, q_BTHK.dtype) if implementation == "auto" else implementation
+    if chosen == "mosaic" and not _fits(K, q_BTHK.dtype):
+        found = f"{q_BTHK.dtype} with heads of {K}"
+        raise ShapeError(f"`q_BTHK` is {found}: must be bfloat16 with heads of at most {_HEADS[-1]}; use xla", field="q_BTHK")
     return _IMPLEMENTATIONS[chosen](q_BTHK, k_BTGK, v_BTGK, starts_BT, interpret)
 
 
-def choose(head_size: int) -> str:
-    """Returns the implementation on the device that is compiled for."""
-    is_gpu = jax.default_backend() == "gpu" or target() is not None
-    return "triton" if is_gpu and head_size <= _LARGEST_HEAD else "xla"
+def choose(head_size: int, dtype: jax.typing.DTypeLike) -> str:
+    """Returns the implementation that `auto` selects on the target device."""
+    return "mosaic" if has_wgmma() and _fits(head_size, dtype) else "xla"
+
+
+def _fits(head_size: int, dtype: jax.typing.DTypeLike) -> bool:
+    return dtype == jnp.bfloat16 and head_size <= _HEADS[-1]
 
 
 def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, interpret: bool) -> Array:
-    """The reference."""
+    """Reference implementation."""
     seen_BTT = jnp.arange(q_BTHK.shape[1]) >= starts_BT[:, :, None]
     how: Any = {"is_causal": True, "implementation": "xla"}
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None], **how)
 
 
-def _triton(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, interpret: bool) -> Array:
-    """Pads to whole blocks, and heads to a power of two: zeros change no score, and rows beyond the end are documents apart."""
+def _mosaic(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, interpret: bool) -> Array:
+    """Pads rows to whole tiles and heads to 64 or 128. Each padding token is a document of its own."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
-    rows = -T % min(_ROWS, max(_LEAST, pl.next_power_of_2(T)))
-    columns = max(_LEAST, pl.next_power_of_2(K)) - K
+    rows, columns = -T % _TILE, min(size for size in _HEADS if size >= K) - K
     own = jnp.arange(T, T + rows, dtype=starts_BT.dtype)
     starts_BT = jnp.concatenate([starts_BT, jnp.broadcast_to(own, (len(starts_BT), rows))], axis=1)
     qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BTHK, k_BTGK, v_BTGK))
@@ -106,78 +111,213 @@ def _backward(scale: float, interpret: bool, residuals: tuple[Array, ...], dy_BT
 
 _attend.defvjp(_forward, _backward)
 
-_ROWS = 128
-"""Queries of a block forward. Backward blocks, and those of float32, are smaller, since a block holds more there."""
+
+class _Work(NamedTuple):
+    """The work of a block of threads.
+
+    Attributes:
+        own: Slices in device memory that are copied into the first buffers once.
+        count: int32, number of steps.
+        source: Returns the slices in device memory that a step copies into the ring.
+        compute: Runs a warpgroup, given `loop(step, carry, bounds)`.
+    """
+
+    own: Sequence[Any]
+    count: Any
+    source: Callable[[Any], Sequence[Any]]
+    compute: Callable[[Callable[..., Any]], None]
 
 
-def _sizes(q_BTHK: Array, most: int) -> tuple[int, int]:
-    """Returns rows of a block of queries and of one of keys."""
-    T, most = q_BTHK.shape[1], most if q_BTHK.dtype.itemsize == 2 else 32
-    rows = min(most, T & -T)
-    return rows, min(64, rows)
+class _Place(NamedTuple):
+    """The place of a warpgroup in the grid.
+
+    Attributes:
+        row: Row of the batch.
+        head: Head of the queries, or of the keys in the kernel of their gradients.
+        tile: Number of the tile of tokens.
+        half: Rows of the warpgroup in its tile.
+        tokens: Rows of the warpgroup in the sequence.
+        first: First token of the warpgroup.
+    """
+
+    row: Any
+    head: Any
+    tile: Any
+    half: Any
+    tokens: Any
+    first: Any
 
 
-def _specs(q_BTHK: Array, G: int) -> dict[str, Any]:
-    """Returns by name what a block of a row and a head reads, of the heads [B, H] of the grid's last two axes."""
-    _, T, H, K = q_BTHK.shape
-    return {
-        "q": pl.BlockSpec((None, T, None, K), lambda i, b, h: (b, 0, h, 0)),
-        "kv": pl.BlockSpec((None, T, None, K), lambda i, b, h: (b, 0, h // (H // G), 0)),
-        "starts": pl.BlockSpec((None, T), lambda i, b, h: (b, 0)),
-        "rows": pl.BlockSpec((None, None, T), lambda i, b, h: (b, h, 0)),
-    }
+def _launch(
+    work: Callable[..., _Work],
+    args: Sequence[Array],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    heads: int,
+    own: Sequence[Any],
+    ring: Sequence[Any],
+    loaded: int,
+    interpret: bool,
+) -> Sequence[Array]:
+    """Runs `work(place, refs, own)` for each row of the batch, head and tile of tokens.
+
+    Args:
+        work: Describes the work of a block of threads.
+        args: Arrays; the first is [B, T, ...].
+        outs: Shapes of the results.
+        heads: Size of the grid along heads.
+        own: Buffers in shared memory.
+        ring: Buffers that are filled at each step, with an axis of stages.
+        loaded: Number of slices in `_Work.own`.
+        interpret: Runs in Pallas' interpreter.
+
+    Returns:
+        The results.
+    """
+    gpu, stages = plgpu(), ring[0].shape[0]
+    B, T = args[0].shape[:2]
+
+    def kernel(*refs: Any, own: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
+        row, head, tile, wg = (lax.axis_index(name) for name in ("row", "head", "tile", "wg"))
+        first = (2 * tile + wg) * _HALF
+        mine = work(_Place(row, head, tile, pl.ds(wg * _HALF, _HALF), pl.ds(first, _HALF), first), refs, own)
+
+        @pl.when(wg == 2)
+        def load() -> None:
+            gpu.set_max_registers(40, action="decrease")
+            for source, buffer in zip(mine.own, own, strict=False):
+                gpu.copy_gmem_to_smem(source, buffer, loaded)
+
+            # The last `stages` turns only wait: a warpgroup must observe every phase of its barriers.
+            def step(number: Any, _: None) -> None:
+                slot = lax.rem(number, jnp.int32(stages))
+                pl.when(number >= stages)(lambda: gpu.barrier_wait(empty.at[slot]))
+
+                @pl.when(number < mine.count)
+                def _() -> None:
+                    for source, buffer in zip(mine.source(number), ring, strict=True):
+                        gpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
+
+            lax.fori_loop(jnp.int32(0), mine.count + stages, step, None)
+
+        @pl.when(wg < 2)
+        def compute() -> None:
+            gpu.set_max_registers(232, action="increase")
+            gpu.barrier_wait(loaded)
+
+            def loop(step: Callable[..., Any], carry: Any, bounds: Sequence[Any]) -> Any:
+                """Calls `step(number, buffers, carry, masked)`. Steps between the second and third bound need no mask."""
+
+                def one(number: Any, carry: Any, masked: bool) -> Any:
+                    slot = lax.rem(number, jnp.int32(stages))
+                    gpu.barrier_wait(full.at[slot])
+                    carry = step(number, [buffer.at[slot] for buffer in ring], carry, masked)
+                    gpu.barrier_arrive(empty.at[slot])
+                    return carry
+
+                for low, high, masked in zip(bounds, bounds[1:], (True, False, True), strict=False):
+                    carry = lax.fori_loop(low, high, functools.partial(one, masked=masked), carry)
+                return carry
+
+            mine.compute(loop)
+            gpu.wait_smem_to_gmem(0)
+
+    return gpu.kernel(
+        kernel,
+        out_type=tuple(outs),
+        scratch_types={
+            "own": list(own),
+            "ring": list(ring),
+            "loaded": gpu.Barrier(num_arrivals=loaded),
+            "full": gpu.Barrier(num_arrivals=len(ring), num_barriers=stages),
+            "empty": gpu.Barrier(num_arrivals=2, num_barriers=stages),
+        },
+        grid=(heads, T // _TILE, B),
+        grid_names=("head", "tile", "row"),
+        num_threads=3,
+        thread_name="wg",
+        # exp2 is accurate to 2 units in the last place of float32.
+        compiler_params=gpu.CompilerParams(approx_math=True),
+        interpret=interpreted(interpret),
+    )(*args)
 
 
-def _scores(q: Any, k: Any, starts: Any, first_q: Any, first_c: Any, scale: float) -> Any:
-    """Returns scores for powers of two [Q, C]."""
-    places = [first + lax.iota(jnp.int32, len(x)) for first, x in ((first_q, q), (first_c, k))]
-    seen = (places[1][None] <= places[0][:, None]) & (places[1][None] >= starts[:, None])
-    return jnp.where(seen, _product(q, k, trans_b=True) * (scale * math.log2(math.e)), _MASKED)
+def _full(shape: tuple[int, ...], value: float) -> Any:
+    """Returns a constant in the layout of an accumulator, or of one number for each of its rows."""
+    layout = plgpu().Layout.WGMMA
+    return plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout if len(shape) == 2 else layout.reduce(1))
 
 
-def _product(a: Any, b: Any, **how: Any) -> Any:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return triton.dot(a, b, precision=precision, **how)
+def _load(ref: Any, axis: int) -> Any:
+    """Loads one number for each row (axis 0) or column (axis 1) of an accumulator."""
+    return plgpu().load(ref, layout=plgpu().Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
-# One function of the program for all layers: jax gives every call of a kernel a name of its own, and compiles each.
+def _spread(numbers: Any, like: Any, axis: int = 0) -> Any:
+    return lax.broadcast_in_dim(numbers, like.shape, (axis,))
+
+
+def _mask(scores: Any, first_q: Any, first_c: Any, starts: Any, axis: int) -> Any:
+    """Masks the scores of keys after the query and before its document. Queries lie along `axis`."""
+    iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, scores.shape, layout=plgpu().Layout.WGMMA)
+    q, c = iota(axis) + first_q, iota(1 - axis) + first_c
+    return jnp.where((c <= q) & (c >= _spread(starts, scores, axis)), scores, -jnp.inf)
+
+
+def _key_bounds(starts: Any, at: _Place, C: int) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the first block of C keys that a tile of queries reads, and the bounds of `loop`, relative to it."""
+    begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
+    first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
+    diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
+    return first, (jnp.int32(0), jnp.minimum(plain - first, diagonal), diagonal, last)
+
+
+# A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _jgraph_documents(
     q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float, interpret: bool
 ) -> tuple[Array, Array]:
-    """Returns what is attended to, and the logarithms to base 2 of the sums of the scores' powers."""
+    """Returns the attention, and the base 2 logarithm of each query's sum of exponentials."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    Q, C = _sizes(q_BTHK, _ROWS)
+    gpu, C, factor = plgpu(), _TILE, scale * math.log2(math.e)
 
-    def kernel(q: Any, k: Any, v: Any, starts: Any, y: Any, lse: Any) -> None:
-        first = pl.program_id(0) * Q
-        own = pl.ds(first, Q)
-        q_QK, starts_Q = q[own, :], starts[own]
+    def work(at: _Place, refs: Any, own: Any) -> _Work:
+        q, k, v, starts, y, lse = refs
+        group = lax.div(at.head, jnp.int32(H // G))
+        first, bounds = _key_bounds(starts, at, C)
 
-        def add(j: Any, before: Any) -> Any:
-            largest_Q, total_Q, y_QK = before
-            block = pl.ds(j * C, C)
-            scores_QC = _scores(q_QK, k[block, :], starts_Q, first, j * C, scale)
-            new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1))
-            exps_QC, shrink_Q = jnp.exp2(scores_QC - new_Q[:, None]), jnp.exp2(largest_Q - new_Q)
-            y_QK = y_QK * shrink_Q[:, None] + _product(exps_QC.astype(v.dtype), v[block, :])
-            return new_Q, total_Q * shrink_Q + jnp.sum(exps_QC, axis=1), y_QK
+        def source(number: Any) -> Sequence[Any]:
+            keys = pl.ds((first + number) * C, C)
+            return k.at[at.row, keys, group], v.at[at.row, keys, group]
 
-        nothing = jnp.full(Q, _MASKED), jnp.zeros(Q), jnp.zeros((Q, K))
-        largest_Q, total_Q, y_QK = lax.fori_loop(starts[first] // C, (first + Q) // C, add, nothing)
-        y[own, :] = (y_QK / total_Q[:, None]).astype(y.dtype)
-        lse[own] = largest_Q + jnp.log2(total_Q)
+        def compute(loop: Any) -> None:
+            mine, sums = own[0].at[at.half], own[1].at[at.half]
+            starts_Q = _load(starts.at[at.row, at.tokens], 0)
 
-    specs = _specs(q_BTHK, G)
-    return pl.pallas_call(
-        kernel,
-        grid=(T // Q, B, H),
-        in_specs=[specs[name] for name in ("q", "kv", "kv", "starts")],
-        out_specs=[specs["q"], specs["rows"]],
-        out_shape=[jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)],
-        compiler_params=triton.CompilerParams(num_warps=8 if K > 64 else 4, num_stages=2),
-        interpret=interpret,
-    )(q_BTHK, k_BTGK, v_BTGK, starts_BT)
+            def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
+                largest_Q, total_Q, y_QK = carry
+                (scores_QC,) = products([(mine, buffers[0])])
+                if masked:
+                    scores_QC = _mask(scores_QC, at.first, (first + number) * C, starts_Q, 0)
+                new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
+                exps_QC, shrink_Q = jnp.exp2(scores_QC * factor - _spread(new_Q, scores_QC)), jnp.exp2(largest_Q - new_Q)
+                y_QK = add_product(y_QK * _spread(shrink_Q, y_QK), exps_QC.astype(v.dtype), buffers[1], interpret)
+                return new_Q, total_Q * shrink_Q + jnp.sum(exps_QC, axis=1), y_QK
+
+            nothing = _full((_HALF,), _LEAST), _full((_HALF,), 0.0), _full((_HALF, K), 0.0)
+            largest_Q, total_Q, y_QK = loop(step, nothing, bounds)
+            mine[...] = (y_QK / _spread(total_Q, y_QK)).astype(y.dtype)
+            sums[...] = largest_Q + jnp.log(total_Q) * math.log2(math.e)
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(mine, y.at[at.row, at.tokens, at.head])
+            gpu.copy_smem_to_gmem(sums, lse.at[at.row, at.head, at.tokens])
+
+        return _Work([q.at[at.row, pl.ds(at.tile * _TILE, _TILE), at.head]], bounds[-1], source, compute)
+
+    outs = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    own = shared((_TILE, K), q_BTHK.dtype), gpu.SMEM((_TILE,), jnp.float32)
+    ring = [shared((2, C, K), q_BTHK.dtype)] * 2
+    y_BTHK, lse_BHT = _launch(work, (q_BTHK, k_BTGK, v_BTGK, starts_BT), outs, H, own, ring, 1, interpret)
+    return y_BTHK, lse_BHT
 
 
 @functools.partial(jax.jit, static_argnums=(7, 8))
@@ -185,76 +325,91 @@ def _jgraph_documents_backward(
     q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, dy_BTHK: Array, lse_BHT: Array, delta_BHT: Array,
     scale: float, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    R, (Q, C) = H // G, _sizes(q_BTHK, 64)
-    specs, params = _specs(q_BTHK, G), triton.CompilerParams(num_warps=8 if K > 64 else 4, num_stages=2)
-    # Of each block of keys, how many tokens are in documents that begin up to its end: no later token sees it.
-    last_J = jnp.arange(C - 1, T, C)
-    ends_BJ = jnp.sum(starts_BT[:, None] <= last_J[:, None], axis=-1, dtype=jnp.int32)
+    """Returns the gradients of queries, keys and values. Keys and queries have a kernel each, so no sum is atomic."""
+    (T, H, K), G = q_BTHK.shape[1:], k_BTGK.shape[2]
+    R, N, dtype = H // G, _HALF, q_BTHK.dtype
+    gpu, factor = plgpu(), scale * math.log2(math.e)
+    # For the first and last key of each tile, the number of tokens in documents that begin up to it.
+    places_J2 = jnp.arange(0, T, _TILE)[:, None] + jnp.array([0, _TILE - 1])
+    ends_BJ2 = jnp.sum(starts_BT[:, None, None] <= places_J2[:, :, None], axis=-1, dtype=jnp.int32)
 
-    def gradients(q_QK: Any, k_CK: Any, v_CK: Any, of_rows: Any, first_q: Any, first_c: Any) -> Any:
-        """Returns the shares of keys, and the gradients of scores."""
-        dy_QK, starts_Q, lse_Q, delta_Q = of_rows
-        shares_QC = jnp.exp2(_scores(q_QK, k_CK, starts_Q, first_q, first_c, scale) - lse_Q[:, None])
-        return shares_QC, shares_QC * (_product(dy_QK, v_CK, trans_b=True) - delta_Q[:, None]) * scale
+    def store(result: Any, buffer: Any, out: Any) -> None:
+        buffer[...] = result.astype(dtype)
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(buffer, out)
 
-    def of_queries(q: Any, k: Any, v: Any, starts: Any, dy: Any, lse: Any, delta: Any, dq: Any) -> None:
-        first = pl.program_id(0) * Q
-        own = pl.ds(first, Q)
-        of_rows = dy[own, :], starts[own], lse[own], delta[own]
-        q_QK = q[own, :]
+    def of_queries(at: _Place, refs: Any, own: Any) -> _Work:
+        q, k, v, starts, dy, lse, delta, dq = refs
+        group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
+        first, bounds = _key_bounds(starts, at, N)
 
-        def add(j: Any, dq_QK: Any) -> Any:
-            k_CK = k[pl.ds(j * C, C), :]
-            _, dscores_QC = gradients(q_QK, k_CK, v[pl.ds(j * C, C), :], of_rows, first, j * C)
-            return dq_QK + _product(dscores_QC.astype(k.dtype), k_CK)
+        def source(number: Any) -> Sequence[Any]:
+            keys = pl.ds((first + number) * N, N)
+            return k.at[at.row, keys, group], v.at[at.row, keys, group]
 
-        dq_QK = lax.fori_loop(starts[first] // C, (first + Q) // C, add, jnp.zeros((Q, K)))
-        dq[own, :] = dq_QK.astype(dq.dtype)
+        def compute(loop: Any) -> None:
+            q_QK, dy_QK = (buffer.at[at.half] for buffer in own)
+            starts_Q = _load(starts.at[at.row, at.tokens], 0)
+            lse_Q, delta_Q = (_load(ref.at[at.row, at.head, at.tokens], 0) for ref in (lse, delta))
 
-    def of_keys(q: Any, k: Any, v: Any, starts: Any, dy: Any, lse: Any, delta: Any, ends: Any, dk: Any, dv: Any) -> None:
-        j = pl.program_id(0)
-        own = pl.ds(j * C, C)
-        k_CK, v_CK = k[own, :], v[own, :]
+            def step(number: Any, buffers: Any, dq_QK: Any, masked: bool) -> Any:
+                k_CK, v_CK = buffers
+                scores_QC, dshares_QC = products([(q_QK, k_CK), (dy_QK, v_CK)])
+                if masked:
+                    scores_QC = _mask(scores_QC, at.first, (first + number) * N, starts_Q, 0)
+                shares_QC = jnp.exp2(scores_QC * factor - _spread(lse_Q, scores_QC))
+                dscores_QC = shares_QC * (dshares_QC - _spread(delta_Q, scores_QC))
+                return add_product(dq_QK, dscores_QC.astype(dtype), k_CK, interpret)
 
-        def add(i: Any, before: Any, r: int) -> Any:
-            dk_CK, dv_CK = before
-            rows = pl.ds(i * Q, Q)
-            q_QK, dy_QK = q[rows, r, :], dy[rows, r, :]
-            of_rows = dy_QK, starts[rows], lse[r, rows], delta[r, rows]
-            shares_QC, dscores_QC = gradients(q_QK, k_CK, v_CK, of_rows, i * Q, j * C)
-            dk_CK += _product(dscores_QC.astype(q.dtype), q_QK, trans_a=True)
-            return dk_CK, dv_CK + _product(shares_QC.astype(dy.dtype), dy_QK, trans_a=True)
+            store(loop(step, _full((N, K), 0.0), bounds) * scale, q_QK, dq.at[at.row, at.tokens, at.head])
 
-        last, sums = (ends[j] + Q - 1) // Q, (jnp.zeros((C, K)), jnp.zeros((C, K)))
-        for r in range(R):
-            sums = lax.fori_loop(j * C // Q, last, lambda i, before, r=r: add(i, before, r), sums)
-        dk[own, :], dv[own, :] = (total.astype(dk.dtype) for total in sums)
+        return _Work([x.at[at.row, tile, at.head] for x in (q, dy)], bounds[-1], source, compute)
 
-    in_specs = [specs[name] for name in ("q", "kv", "kv", "starts", "q", "rows", "rows")]
-    given = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
-    dq = pl.pallas_call(
-        of_queries,
-        grid=(T // Q, B, H),
-        in_specs=in_specs,
-        out_specs=specs["q"],
-        out_shape=jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype),
-        compiler_params=params,
-        interpret=interpret,
-    )(*given)
-    group = pl.BlockSpec((None, T, R, K), lambda j, b, g: (b, 0, g, 0))
-    rows = pl.BlockSpec((None, R, T), lambda j, b, g: (b, g, 0))
-    own = pl.BlockSpec((None, T, None, K), lambda j, b, g: (b, 0, g, 0))
-    dk, dv = pl.pallas_call(
-        of_keys,
-        grid=(T // C, B, G),
-        in_specs=[group, own, own, specs["starts"], group, rows, rows, pl.BlockSpec((None, T // C), lambda j, b, g: (b, 0))],
-        out_specs=[own, own],
-        out_shape=[jax.ShapeDtypeStruct(k_BTGK.shape, k_BTGK.dtype)] * 2,
-        compiler_params=params,
-        interpret=interpret,
-    )(*given, ends_BJ)
+    def of_keys(at: _Place, refs: Any, own: Any) -> _Work:
+        q, k, v, starts, dy, lse, delta, ends, dk, dv = refs
+        tile, first = pl.ds(at.tile * _TILE, _TILE), at.tile * (_TILE // N)
+        plain, last = (ends[at.row, at.tile, which] + over for which, over in ((0, 0), (1, N - 1)))
+        count, diagonal = lax.div(last, jnp.int32(N)) - first, jnp.int32(_TILE // N)
+        plain = jnp.clip(lax.div(plain, jnp.int32(N)) - first, diagonal, count)
+
+        def source(number: Any) -> Sequence[Any]:
+            head, queries = at.head * R + lax.div(number, count), pl.ds((first + lax.rem(number, count)) * N, N)
+            by_row = (ref.at[at.row, head, queries] for ref in (lse, delta))
+            return q.at[at.row, queries, head], dy.at[at.row, queries, head], *by_row, starts.at[at.row, queries]
+
+        def compute(loop: Any) -> None:
+            k_CK, v_CK = (buffer.at[at.half] for buffer in own)
+
+            def head(r: Any, carry: Any) -> Any:
+                def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
+                    (dk_CK, dv_CK), (q_QK, dy_QK, *by_query) = carry, buffers
+                    scores_CQ, dshares_CQ = products([(k_CK, q_QK), (v_CK, dy_QK)])
+                    lse_Q, delta_Q, starts_Q = (_load(ref, 1) for ref in by_query)
+                    if masked:
+                        scores_CQ = _mask(scores_CQ, (first + number - r * count) * N, at.first, starts_Q, 1)
+                    shares_CQ = jnp.exp2(scores_CQ * factor - _spread(lse_Q, scores_CQ, 1))
+                    dv_CK = add_product(dv_CK, shares_CQ.astype(dtype), dy_QK, interpret)
+                    dscores_CQ = shares_CQ * (dshares_CQ - _spread(delta_Q, scores_CQ, 1))
+                    return add_product(dk_CK, dscores_CQ.astype(dtype), q_QK, interpret), dv_CK
+
+                return loop(step, carry, [r * count + bound for bound in (0, diagonal, plain, count)])
+
+            sums = lax.fori_loop(jnp.int32(0), jnp.int32(R), head, (_full((N, K), 0.0),) * 2)
+            for result, by, buffer, out in zip(sums, (scale, 1.0), (k_CK, v_CK), (dk, dv), strict=True):
+                store(result * by, buffer, out.at[at.row, at.tokens, at.head])
+
+        return _Work([x.at[at.row, tile, at.head] for x in (k, v)], R * count, source, compute)
+
+    def like(x: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    own, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
+    by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32)]
+    args = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
+    (dq,) = _launch(of_queries, args, [like(q_BTHK)], H, own, ring, 2, interpret)
+    outs = like(k_BTGK), like(v_BTGK)
+    dk, dv = _launch(of_keys, (*args, ends_BJ2), outs, G, own, ring + by_query, 2, interpret)
     return dq, dk, dv
 
 
-_IMPLEMENTATIONS = {"triton": _triton, "xla": _xla}
+_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

@@ -1,4 +1,4 @@
-"""Elementwise functions as data: what a kernel computes of its operands before it does its own work."""
+"""Elementwise functions as data, which a kernel applies to its operands."""
 
 import math
 import operator
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 Operand: TypeAlias = "int | float"
-"""The number of a value before it, or a constant."""
+"""Index of an earlier value (int), or a constant (float)."""
 
 _LOG2_E = math.log2(math.e)
 
 
 def _logistic(x: Any, times: int = 1) -> Any:
-    """Returns 1 / (1 + exp(-times * x)); a root is cheaper than a quotient, and an infinity below it gives 0."""
+    """Returns 1 / (1 + exp(-times * x)). rsqrt is cheaper than a division, and maps infinity to 0."""
     root = lax.rsqrt(1 + jnp.exp2(x * (-times * _LOG2_E)))
     return root * root
 
@@ -51,17 +51,17 @@ _OPS = {
     "sub": operator.sub,
     "tanh": lambda x: 2 * _logistic(x, times=2) - 1,
 }
-"""By the names of jax's primitives, in float32; tanh and erf within 2e-7."""
+"""Operations by the name of the jax primitive, in float32. tanh and erf are accurate to 2e-7."""
 
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A function of arrays of one shape, computed in float32. Equal functions are equal, so a kernel is compiled once for all.
+    """A float32 function of arrays of one shape. Hashable, so that equal functions share a compiled kernel.
 
     Attributes:
-        inputs: how many arrays it has.
-        steps: an operation and its operands, each the number of a value, in the order inputs, steps; or a constant. The last
-            step is the result; without steps it is the first input.
+        inputs: Number of arrays.
+        steps: Operations with their operands. Values are numbered in the order inputs, steps. The last step is the result, or
+            the first input if there are no steps.
     """
 
     inputs: int = 1
@@ -75,7 +75,7 @@ class Elementwise:
 
 
 def can(name: str) -> bool:
-    """Returns if a primitive of this name may be a step."""
+    """True if a primitive of this name can be a step."""
     return name in _OPS
 
 
@@ -83,11 +83,11 @@ IDENTITY = Elementwise()
 
 
 class Computed(NamedTuple):
-    """An array that only the kernel computes that reads it.
+    """A lazy array, computed by the kernel that reads it.
 
     Attributes:
-        fn: the function; implementations agree up to the rounding of its operations.
-        inputs: what it is of: at least one array [M, N]; besides, columns M x 1 and rows 1 x N, which are broadcast.
+        fn: The function. Implementations agree up to the rounding of its operations.
+        inputs: Its arguments: at least one array [M, N]. Columns M x 1 and rows 1 x N are broadcast.
     """
 
     fn: Elementwise

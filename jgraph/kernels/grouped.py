@@ -1,6 +1,6 @@
-"""Products of groups of rows with a matrix each: the linear layers of a mixture of experts.
+"""Grouped matmuls: groups of rows times a matrix each, as the linear layers of a mixture of experts.
 
-How many rows a group has is known on the device only. Hopper has a kernel for it, `grouped_mosaic`, other GPUs a loop of tiles.
+The sizes of the groups are known on the device only. Hopper has a kernel, `_grouped_mosaic`; other GPUs loop over tiles.
 """
 
 # M rows, sorted by group; G groups, K summed over, N columns
@@ -14,15 +14,16 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels.grouped_mosaic import ALIGNED, LINE, SWIZZLED, Order, product, wgrad
-from jgraph.kernels.target import target
+from jgraph.kernels._grouped_blocks import ALIGNED, SWIZZLED
+from jgraph.kernels._grouped_mosaic import Order, product, wgrad
+from jgraph.kernels._mosaic import LINE, has_wgmma, target
 
 DOT, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_wgrad"
 CALLS = DOT, "_jgraph_grouped_dgrad", WGRAD, "_jgraph_grouped_dot_fp8"
-"""Names of the jitted functions, by which a product, its two gradients, and those in FP8 are found in a trace."""
+"""Names of the jitted functions, which identify a grouped matmul, its gradients, and FP8 ones in a trace."""
 
 ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-"""Of a grouped product as a `ragged_dot_general`; then that of its dgrad and its wgrad."""
+"""Dimension numbers of a grouped matmul as a `ragged_dot_general`, then of its dgrad and its wgrad."""
 TURNED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
@@ -30,22 +31,25 @@ SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 def grouped_dot(
     x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementation: str = "auto", interpret: bool = False
 ) -> Array:
-    """Multiplies the rows of each group with the group's matrix; sums in float32, the result in x's dtype.
+    """Multiplies the rows of each group with the group's matrix; sums in float32.
 
-    Differentiable by rows and weights.
+    Differentiable in rows and weights.
 
     Args:
-        x_MK: bfloat16 or float32; the rows of group 0 come first, then those of group 1.
-        weights_GKN: one matrix a group, of x's dtype.
-        sizes_G: int32, rows of each group; they may be zero. Rows beyond their sum give zeros.
+        x_MK: bfloat16 or float32; the rows of group 0 come first, then the rows of group 1.
+        weights_GKN: One matrix per group, in the dtype of `x_MK`.
+        sizes_G: int32, number of rows of each group; may be zero. Rows beyond their sum give zeros.
         implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16; M a multiple of 8, K and N of 64), `tiles` (plain jax,
-            a loop over tiles of rows), `xla` (`lax.ragged_dot`, on an NVIDIA GPU a product of all rows with every matrix), or
-            `auto`: on a GPU the first that can, elsewhere `xla`.
-        interpret: runs a kernel's body on the CPU, for tests.
+            a loop over tiles of rows), `xla` (`lax.ragged_dot`, which multiplies all rows by every matrix on an NVIDIA GPU), or
+            `auto`: on a GPU the first supported one, elsewhere `xla`.
+        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
+
+    Returns:
+        [M, N] in the dtype of `x_MK`.
 
     Raises:
-        ConfigError: there is no such implementation.
-        ShapeError: shapes or dtypes are not allowed, or not by the implementation.
+        ConfigError: If `implementation` is unknown.
+        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
     """
     _check(implementation, sizes_G, x_MK=(x_MK, 2), weights_GKN=(weights_GKN, 3))
     (M, K), (G, rows, N) = x_MK.shape, weights_GKN.shape
@@ -57,7 +61,7 @@ def grouped_dot(
 
 
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
-    """Multiplies the rows of dy with their group's transposed matrix: the gradient of the rows of `grouped_dot`."""
+    """Computes the gradient of the rows of `grouped_dot`: rows of dy times their group's transposed matrix."""
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
     return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype), False)
 
@@ -72,24 +76,27 @@ def grouped_dot_fp8(
     implementation: str = "auto",
     interpret: bool = False,
 ) -> Array:
-    """Multiplies FP8 rows of each group with the group's FP8 matrix, and sums with a scale; returns bfloat16.
+    """Multiplies FP8 rows of each group with the group's FP8 matrix, and the sums with a scale.
 
-    `cast_transpose` of weights [G * K, N] gives what both directions read: its columns a product's forward, as `NGK`, and its
-    rows the dgrad, as `GNK`. The kernel leaves sums to the tensor cores, which keep about 14 bits. It has no gradient.
+    `cast_transpose` of weights [G * K, N] serves both directions: the forward pass reads its columns as `NGK`, and the dgrad
+    its rows as `GNK`. The tensor cores accumulate with about 14 bits. It has no gradient.
 
     Args:
-        x_MK: float8_e4m3fn or float8_e5m2; the rows of group 0 come first, then those of group 1.
-        weights: one matrix a group, with its axes in this `order`; float8_e5m2 not if x is.
-        sizes_G: as of `grouped_dot`.
-        scale: float32 scalar; of a power of two the result is rounded once.
-        order: where in `weights` the groups, the columns of the result, and the axis that is summed over are.
-        implementation: as of `grouped_dot`; for `mosaic` K is a multiple of 128, and two dtypes need jax 0.12 or newer. What it
-            cannot take, `auto` multiplies as bfloat16, which has the same numbers.
-        interpret: as of `grouped_dot`.
+        x_MK: float8_e4m3fn or float8_e5m2; the rows of group 0 come first, then the rows of group 1.
+        weights: One matrix per group, with axes in `order`. Only one operand can be float8_e5m2.
+        sizes_G: As for `grouped_dot`.
+        scale: float32 scalar. The result is rounded once if it is a power of two.
+        order: Axes of `weights`: groups G, columns of the result N, summed axis K.
+        implementation: As for `grouped_dot`; `mosaic` needs K to be a multiple of 128, and jax 0.12 or newer for two dtypes.
+            `auto` converts unsupported operands to bfloat16, which is exact.
+        interpret: As for `grouped_dot`.
+
+    Returns:
+        [M, N], bfloat16.
 
     Raises:
-        ConfigError: there is no such implementation or order.
-        ShapeError: shapes or dtypes are not allowed, or not by the implementation.
+        ConfigError: If `implementation` or `order` is unknown.
+        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
     """
     check_choice("order", order, ("GNK", "NGK"))
     _check(implementation, sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
@@ -135,19 +142,23 @@ def grouped_wgrad(
     implementation: str = "auto",
     interpret: bool = False,
 ) -> Array:
-    """Multiplies the transposed rows of each group with its rows of dy: the gradients of the weights of `grouped_dot`.
+    """Computes the gradient of the weights of `grouped_dot`: each group's transposed rows times its rows of dy.
 
     Args:
-        x_MK: bfloat16 or float32. Rows beyond the sum of the sizes do not count.
-        dy_MN: of x's dtype; what stands in rows that do not count must be finite.
-        sizes_G: int32, rows of each group; empty ones give zeros.
-        dtype: of the result, bfloat16 or float32; float32 with `add_GKN`.
-        add_GKN: float32, what the result is added onto. In a jitted function that donates it nothing is copied.
-        implementation, interpret: as of `grouped_dot`.
+        x_MK: bfloat16 or float32. Rows beyond the sum of the sizes are ignored.
+        dy_MN: Same dtype as `x_MK`. Ignored rows must be finite.
+        sizes_G: int32, number of rows of each group; an empty group gives zeros.
+        dtype: Dtype of the result, bfloat16 or float32; float32 with `add_GKN`.
+        add_GKN: float32, added to the result. Nothing is copied if a jitted function donates it.
+        implementation: As for `grouped_dot`.
+        interpret: As for `grouped_dot`.
+
+    Returns:
+        [G, K, N] in `dtype`.
 
     Raises:
-        ConfigError: there is no such implementation or dtype.
-        ShapeError: shapes or dtypes are not allowed, or not by the implementation.
+        ConfigError: If `implementation` or `dtype` is unknown.
+        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
     """
     _check(implementation, sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
     (M, K), N = x_MK.shape, dy_MN.shape[1]
@@ -166,18 +177,17 @@ def grouped_wgrad(
 
 
 def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:
-    """Returns the implementation for M rows, K and N columns on the device that is compiled for."""
-    device = target()
-    if device is None:
+    """Returns the implementation that `auto` selects on the target device for (M, K, N)."""
+    if target() is None:
         return "xla"
-    return "mosaic" if device.capability == (9, 0) and jax.__version_info__ >= (0, 11) and _fits(shape, dtype) else "tiles"
+    return "mosaic" if has_wgmma() and _fits(shape, dtype) else "tiles"
 
 
 _FLOATS, _FP8 = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
 
 
 def _allowed(dtype: DTypeLike) -> tuple[int, int, int]:
-    """Returns what the kernel's M, K and N are multiples of."""
+    """Returns the numbers that M, K and N of the kernel must be multiples of."""
     return ALIGNED, SWIZZLED if jnp.dtype(dtype).itemsize > 1 else LINE, SWIZZLED
 
 
@@ -192,7 +202,7 @@ def _chosen(implementation: str, shape: tuple[int, int, int], dtype: jnp.dtype) 
     if implementation == "mosaic" and not _fits(shape, dtype):
         M, K, N = _allowed(dtype)
         message = f"`x_MK` is {dtype} with M, K, N of {shape}: must be bfloat16 or FP8 and multiples of {M}, {K} and {N}"
-        raise ShapeError(f"{message} for `implementation` mosaic; pad them, or take auto", field="x_MK")
+        raise ShapeError(f"{message} for `implementation` mosaic; pad them, or use auto", field="x_MK")
     return implementation
 
 
@@ -225,7 +235,7 @@ def _dot_backward(implementation: str, interpret: bool, kept: tuple[Array, ...],
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
-# jax 0.11 gives every call of a kernel a name of its own, and compiles each: so these are functions of the program.
+# Jitted functions, because jax 0.11 names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnames=("implementation", "interpret"))
 def _jgraph_grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str, interpret: bool) -> Array:
     return _product(x_MK, weights_GKN, sizes_G, implementation, interpret, transposed=False)
@@ -286,25 +296,25 @@ def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, 
 
 
 class _Tiles(NamedTuple):
-    """Tiles of rows, each of one group. Those of the group after the last are beyond the sum of the sizes.
+    """Tiles of rows, each of one group. Group G holds the rows beyond the sum of the sizes.
 
     Attributes:
-        group, first: int32[T], a tile's group and the first row of it, a multiple of `ALIGNED`.
-        begin, end: int32[T], which rows of it are the group's.
-        total: int32, how many tiles there are; T is the most that there may be.
+        group: int32[T], the tile's group.
+        first: int32[T], the tile's first row, a multiple of `ALIGNED`.
+        begin: int32[T], first row of the tile that belongs to the group.
+        end: int32[T], row after the last that belongs to the group.
     """
 
     group: Array
     first: Array
     begin: Array
     end: Array
-    total: Array
 
 
 def _bounds(sizes_G: Array, M: int) -> tuple[Array, Array]:
-    """Returns where groups begin and end, with one more for the rows beyond."""
+    """Returns the first row of each group and the row after its last. The last group holds the rows beyond the sum."""
     G = sizes_G.size
-    # As sums over a mask XLA makes it one kernel.
+    # XLA fuses sums over a mask into one kernel, unlike a cumulative sum.
     ends = jnp.sum(jnp.where(jnp.tri(G, dtype=bool), sizes_G, 0), axis=1, dtype=jnp.int32)
     ends = jnp.minimum(ends, M)
     ends = jnp.concatenate([ends, jnp.full((1,), M, jnp.int32)])
@@ -322,7 +332,7 @@ def _tiles(sizes_G: Array, M: int, rows: int) -> _Tiles:
     group = jnp.minimum(group, G)
     first = aligned[group] + (tile - (ends - counts)[group]) * rows
     begin, end = jnp.maximum(begin[group], first), jnp.minimum(end[group], first + rows)
-    return _Tiles(group, first, begin, end, ends[-1])
+    return _Tiles(group, first, begin, end)
 
 
 _ROWS = 256
@@ -330,14 +340,14 @@ _ROWS = 256
 
 
 def _product_tiles(x_MK: Array, weights: Array, sizes_G: Array, transposed: bool) -> Array:
-    """One product a tile, in a loop: at most twice the least work where groups have as many rows as a tile or more."""
+    """Loops over tiles. At most twice the minimal work if groups have at least as many rows as a tile."""
     (M, _), G = x_MK.shape, sizes_G.size
     tiles = _tiles(sizes_G, M, _ROWS)
     x = jnp.pad(x_MK, ((0, _ROWS), (0, 0)))
     y = jnp.zeros((M + _ROWS, weights.shape[1 if transposed else 2]), x.dtype)
 
     def step(tile: Array, y: Array) -> Array:
-        group, first, begin, end = (part[tile] for part in tiles[:4])
+        group, first, begin, end = (part[tile] for part in tiles)
         weight = weights[jnp.minimum(group, G - 1)]
         new = jnp.dot(
             lax.dynamic_slice_in_dim(x, first, _ROWS), weight.T if transposed else weight, preferred_element_type=jnp.float32
@@ -355,7 +365,7 @@ def _wgrad_tiles(x_MK: Array, dy_MN: Array, sizes_G: Array) -> Array:
     x, dy = (jnp.pad(array, ((0, _ROWS), (0, 0))) for array in (x_MK, dy_MN))
 
     def step(tile: Array, dw: Array) -> Array:
-        group, first, begin, end = (part[tile] for part in tiles[:4])
+        group, first, begin, end = (part[tile] for part in tiles)
         row = first + jnp.arange(_ROWS)[:, None]
         part = jnp.where((row >= begin) & (row < end) & (group < G), lax.dynamic_slice_in_dim(x, first, _ROWS), 0)
         new = jnp.dot(part.T, lax.dynamic_slice_in_dim(dy, first, _ROWS), preferred_element_type=jnp.float32)

@@ -1,11 +1,14 @@
-"""A matrix by one vector, with what comes before and after it: a token's linear layers, which only read their weights.
+"""A matrix times one vector, fused with the norm before it and the activation or sum after it: linear layers of one token.
 
-XLA makes a norm two kernels more, and an activation or a sum one more; each takes as long as reading some megabytes. Here
-blocks of threads share the rows of the matrix. A block norms the vector once for all of its tiles of rows, and has the next
-tile on its way while it sums one.
+Such a layer is bound by reading its weights. XLA adds two kernels for a norm and one for an activation or a sum, and each takes
+as long as reading some megabytes. Here blocks of threads share the rows of the matrix. A block normalizes the vector once for
+all of its tiles of rows, and loads the next tile while it sums one.
+
+It stays on Pallas' deprecated Triton backend: three versions for Mosaic GPU, which copy rows into a ring in shared memory, took
+9 to 36% longer.
 """
 
-# D summed over, F rows, in tiles of R; W columns of a piece; P parts of the rows that an activation joins
+# D summed over, F rows in tiles of R, W columns of a piece
 
 import functools
 from collections.abc import Callable
@@ -16,16 +19,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError
 
 _ROWS, _COLUMNS, _WARPS = 4, 2048, 4
-"""Most rows of a tile, most columns of a piece, and warps of a block."""
+"""Maximum rows of a tile, maximum columns of a piece, and warps of a block."""
 _BLOCKS, _TURNS = 6 * 132, 32
-"""Blocks that an H200 holds at once, and most tiles of a block, for which there are more blocks if need be."""
+"""Blocks that an H200 holds at once, and the maximum number of tiles of a block."""
 _LOOPED, _ALONE = 4096, 6 * 4096
-"""Most numbers of a tile where a block has several, of which two are in registers, and where it has one."""
-_LEAST = 16
+"""Maximum elements of a tile in a block of several tiles, which holds two in registers, and in a block of one tile."""
+_COLUMNS_MULTIPLE = 16
 
 Activation = Callable[..., Array]
 
@@ -39,38 +43,43 @@ def matvec(
     activation: Activation | None = None,
     parts: int = 1,
     add_F: Array | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Returns `activation(weights @ rms_norm(x)) + add`, each as far as it is given; sums in float32.
+    """Computes `activation(weights @ rms_norm(x)) + add` for one token; sums in float32.
 
     Args:
         x_D: bfloat16 or float32.
-        weights_FD: rows are contiguous.
-        scale_D: of the norm, which divides by the root of `epsilon` more than the mean square; rounded to x's dtype.
-        activation: elementwise in float32, of `parts` arrays: the rows of the matrix in that many parts, one after the other.
-        add_F: is added to the rounded result.
-        dtype: of the result; x's if None.
-        interpret: runs the kernel's body on the CPU, for tests.
+        weights_FD: Weights with contiguous rows, bfloat16 or float32.
+        scale_D: Scale of the RMSNorm; None skips the norm. The norm is rounded to the dtype of `x_D`.
+        epsilon: Added to the mean square of `x_D`.
+        activation: Elementwise function of `parts` float32 arrays; None for the identity.
+        parts: Number of equal parts of the rows, which become the arguments of `activation`.
+        add_F: Added to the rounded result; None adds nothing.
+        dtype: Dtype of the result; None for the dtype of `x_D`.
+        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
+
+    Returns:
+        [F / parts].
 
     Raises:
-        ShapeError: `fits` says no.
+        ShapeError: If `fits` is false.
     """
     if not fits(x_D, weights_FD, parts):
         found = f"{list(weights_FD.shape)} for `x_D` {list(x_D.shape)}"
-        must = f"[F, D] for [D], with F a multiple of {parts * _ROWS} and D of {_LEAST}"
+        must = f"[F, D] for [D], with F a multiple of {parts * _ROWS} and D of {_COLUMNS_MULTIPLE}"
         raise ShapeError(f"`weights_FD` is {found}: must be {must}", field="weights_FD")
     how = (epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype), interpret)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, *how)
 
 
-def fits(x_D: Any, weights_FD: Any, parts: int = 1) -> bool:
-    """Returns whether the kernel takes these shapes."""
+def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
+    """True if the kernel supports these shapes."""
     F, D = weights_FD.shape
-    return x_D.shape == (D,) and F % (parts * _ROWS) == 0 and D % _LEAST == 0
+    return x_D.shape == (D,) and F % (parts * _ROWS) == 0 and D % _COLUMNS_MULTIPLE == 0
 
 
-# One function of the program for all calls: jax gives every call of a kernel a name of its own, and compiles each.
+# A jitted function, because jax names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
 def _jgraph_matvec(
     x_D: Array,
@@ -80,7 +89,7 @@ def _jgraph_matvec(
     epsilon: float,
     activation: Activation | None,
     parts: int,
-    dtype: Any,
+    dtype: jnp.dtype,
     interpret: bool,
 ) -> Array:
     F, D = weights_FD.shape[0] // parts, weights_FD.shape[1]
@@ -93,13 +102,13 @@ def _jgraph_matvec(
     inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
     def load(ref: Any, shape: tuple[int, ...], *conditions: Array | None) -> Array:
-        """Reads where all conditions that there are hold, zeros elsewhere."""
+        """Loads where all given conditions hold, and zeros elsewhere."""
         given = [jnp.broadcast_to(condition, shape) for condition in conditions if condition is not None]
         return triton.load(ref, mask=functools.reduce(jnp.logical_and, given), other=0) if given else triton.load(ref)
 
     def kernel(*refs: Any) -> None:
         named, out = dict(zip(inputs, refs[:-1], strict=True)), refs[-1]
-        # Conditions only where a piece or a tile goes beyond the end: a load without any is faster.
+        # A condition only for a piece or tile that extends beyond the end: an unconditional load is faster.
         columns = [(start + jnp.arange(W), start + jnp.arange(W) < D if start + W > D else None) for start in pieces]
 
         def vector(name: str) -> list[Array]:
@@ -118,7 +127,7 @@ def _jgraph_matvec(
 
             return [[piece(part, *of) for of in columns] for part in range(parts)]
 
-        # Under way while the norm is computed.
+        # Issued before the norm, so that its latency is hidden.
         ahead = tile(0)
         xs = vector("x")
         if "scale" in named:
@@ -127,7 +136,7 @@ def _jgraph_matvec(
             xs = [x.astype(x_D.dtype).astype(jnp.float32) for x in normed]
         for turn in range(turns):
             here, ahead = ahead, tile(turn + 1) if turn + 1 < turns else []
-            # One sum over columns, at which warps wait for each other, for all pieces.
+            # A sum over columns synchronizes warps, so all pieces share one.
             products = [sum(w.astype(jnp.float32) * x[None] for w, x in zip(part, xs, strict=True)) for part in here]
             sums = [jnp.sum(product, axis=1) for product in products]
             y = (activation(*sums) if activation else sums[0]).astype(dtype)
@@ -148,7 +157,7 @@ def _jgraph_matvec(
 
 
 def _tile_rows(F: int, numbers: int) -> int:
-    """Returns the rows of a tile, of F rows with so many numbers each, in all parts."""
+    """Returns the rows of a tile. `numbers` is the number of elements of a row in all parts."""
     for rows in (_ROWS, _ROWS // 2):
         if rows * numbers <= (_ALONE if F // rows <= _BLOCKS else _LOOPED):
             return rows

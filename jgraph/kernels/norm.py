@@ -1,8 +1,7 @@
-"""RMSNorm of a residual stream that is added to, one pass forward and one backward.
+"""RMSNorm of a residual stream fused with the sum before it: one pass over the arrays forward and one backward.
 
-XLA reads the stream once for its mean square and once to scale it, and backward as often; where a product adds onto it, it is
-copied first. For [16384, 768] in bfloat16 a pass forward is 101 MB and one backward too, 24 us each on an H200; compiled for
-one, XLA moves 151 MB forward, copies included, and 151 backward.
+XLA reads the stream once for its mean square and once to scale it, forward and backward, and copies it first where a matmul
+accumulates into it. For [16384, 768] in bfloat16 one pass moves 101 MB, which takes 24 us on an H200. XLA moves 151 MB.
 """
 
 # M rows, D model
@@ -15,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
-from jgraph.kernels import rows as of_rows
-from jgraph.kernels.rows import ROWS, WIDTH, by_row, laid_out, layout, load
+from jgraph.kernels import _rows
+from jgraph.kernels._mosaic import has_mosaic, plgpu
+from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, load, load_columns
 
 _LARGEST = 2048
-"""A thread has a 32nd of a row in registers, of each array."""
+"""Largest D: a thread holds a 32nd of a row of each array in registers."""
 _BLOCKS = 512
-"""At most so many blocks go backward, each with a part of the scale's gradient: a wave of four a multiprocessor."""
+"""Largest number of blocks of the backward kernel, each with a partial gradient of the scale: four per multiprocessor."""
 
 
 def rms_norm(
@@ -35,10 +36,10 @@ def rms_norm(
     implementation: str = "auto",
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Adds onto a residual stream and norms it: `x + add`, and that over its root mean square, times `scale`.
+    """Adds to a residual stream and normalizes the sum: `x + add`, and its RMSNorm.
 
-    As `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. Use the `x` that it returns from then on: its gradient is added by the same
-    kernel.
+    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. Use the returned sum from then on: the kernel also adds its
+    gradient.
 
     >>> x, y = jgraph.rms_norm(jnp.ones((2, 4)), jnp.ones(4), add=jnp.full((2, 4), 2.0))
     >>> float(x[0, 0]), round(float(y[0, 0]), 3)
@@ -46,19 +47,19 @@ def rms_norm(
 
     Args:
         x: [..., D], bfloat16 or float32.
-        scale_D: float32, or as x.
-        add: as x; None adds nothing.
-        epsilon: added to the mean square.
+        scale_D: float32 or the dtype of `x`.
+        add: Same shape and dtype as `x`; None adds nothing.
+        epsilon: Added to the mean square.
         implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, D a multiple of 128 and at most 2048, rows a
-            multiple of 4), `xla` (anywhere), or `auto`, which takes the first of them that can.
-        interpret: runs a kernel's body on the CPU, for tests.
+            multiple of 4), `xla` (any device), or `auto`, which selects the first supported one.
+        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
 
     Returns:
         The sum and its norm, both in the dtype of `x`; statistics are float32.
 
     Raises:
-        ConfigError: there is no such implementation.
-        ShapeError: the shapes or dtypes disagree, or `mosaic` cannot take them.
+        ConfigError: If `implementation` is unknown.
+        ShapeError: If the shapes or dtypes disagree, or `mosaic` does not support them.
     """
     check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     if x.ndim < 1 or scale_D.shape != x.shape[-1:]:
@@ -68,27 +69,23 @@ def rms_norm(
     chosen = choose(x.shape, x.dtype) if implementation == "auto" else implementation
     if chosen == "mosaic" and not _fits(x.shape, x.dtype):
         allowed = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
-        raise ShapeError(f"`x` is {x.dtype}{list(x.shape)}: must be {allowed}; take xla", field="x")
+        raise ShapeError(f"`x` is {x.dtype}{list(x.shape)}: must be {allowed}; use xla", field="x")
     return _IMPLEMENTATIONS[chosen](x, scale_D, add, epsilon, interpret)
 
 
-def choose(shape: tuple[int, ...], dtype: Any) -> str:
-    """Returns the implementation for an array on the device that is compiled for."""
-    return "mosaic" if of_rows.has_kernels() and _fits(shape, dtype) else "xla"
+def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
+    """Returns the implementation that `auto` selects on the target device."""
+    return "mosaic" if has_mosaic() and _fits(shape, dtype) else "xla"
 
 
-def _fits(shape: tuple[int, ...], dtype: Any) -> bool:
-    rows, D = _count(shape), shape[-1]
+def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
+    rows, D = math.prod(shape[:-1]), shape[-1]
     blocks = min(rows // ROWS, _BLOCKS)
     return dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    return math.prod(shape[:-1])
-
-
 def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float, interpret: bool) -> tuple[Array, Array]:
-    """The reference."""
+    """Reference implementation."""
     x = x if add is None else x + add
     x32 = x.astype(jnp.float32)
     root = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
@@ -120,70 +117,63 @@ def _backward(
 _mosaic.defvjp(_forward, _backward)
 
 
-# One function of the program for all layers: jax 0.11 gives every call of a kernel a name of its own, and compiles each.
+# A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: float, interpret: bool) -> tuple[Array, ...]:
+    """Returns the norm, and the sum if there is one."""
     M, D = x_MD.shape
     outs = 1 + (add_MD is not None)
 
     def kernel(scale: Any, x: Any, *others: Any) -> None:
         *add, y = others[:outs]
         rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
-        values, wanted = load(x, rows), _by_column(scale, D)
+        values, scales = load(x, rows), by_column(load_columns(scale))
         if add:
             total = (values + load(add[0], rows)).astype(x.dtype)
             others[outs][rows] = total
             values = total.astype(jnp.float32)
-        y[rows] = (values * by_row(_root(values, epsilon), values.shape) * wanted).astype(y.dtype)
+        y[rows] = (values * by_row(_root(values, epsilon), D) * scales).astype(y.dtype)
 
-    shapes = tuple(jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype) for _ in range(outs))
+    shapes = [jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype)] * outs
     arrays = (x_MD,) if add_MD is None else (x_MD, add_MD)
-    return of_rows.call(kernel, shapes, M // ROWS, interpret)(scale_D, *arrays)
+    return _rows.call(kernel, shapes, M // ROWS, interpret)(scale_D, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _jgraph_norm_backward(
     x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Array, epsilon: float, interpret: bool
 ) -> tuple[Array, Array]:
-    """Returns the gradient of x, and parts of the scale's."""
+    """Returns the gradient of x, and partial gradients of the scale."""
     M, D = x_MD.shape
     blocks = min(M // ROWS, _BLOCKS)
     steps = M // (ROWS * blocks)
-    plgpu = of_rows.plgpu()
 
     def kernel(scale: Any, x: Any, dx: Any, dy: Any, out: Any, parts: Any, shared: Any) -> None:
         i = lax.axis_index("i")
 
         def step(number: Any, part: Any) -> Any:
             rows = pl.ds((i * steps + number) * ROWS, ROWS)
-            # All that is read, before anything waits for it.
+            # Issue all loads before anything waits for one.
             values, gradient, stream = (load(array, rows) for array in (x, dy, dx))
-            scaled = gradient * _by_column(scale, D)
+            scaled = gradient * by_column(load_columns(scale))
             root = _root(values, epsilon)
-            # What of the gradient is along the row, which the norm takes out.
+            # The component of the gradient along the row, which the norm removes.
             along = jnp.sum(scaled * values, axis=1) * (root * root * root * (1 / D))
-            found = scaled * by_row(root, values.shape) - values * by_row(along, values.shape)
+            found = scaled * by_row(root, D) - values * by_row(along, D)
             out[rows] = (found + stream).astype(out.dtype)
-            return part + gradient * values * by_row(root, values.shape)
+            return part + gradient * values * by_row(root, D)
 
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), layout())
-        shared[...] = lax.fori_loop(0, steps, step, zeros)
-        plgpu.commit_smem()
-        columns = [plgpu.load(shared.at[row], layout=layout().reduce(0), optimized=False) for row in range(ROWS)]
-        parts[i] = functools.reduce(jnp.add, columns)
+        shared[...] = lax.fori_loop(0, steps, step, _rows.laid_out(jnp.zeros((ROWS, D), jnp.float32)))
+        plgpu().commit_smem()
+        parts[i] = functools.reduce(jnp.add, [load_columns(shared.at[row]) for row in range(ROWS)])
 
     shapes = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype), jax.ShapeDtypeStruct((blocks, D), jnp.float32)
-    shared = (plgpu.SMEM((ROWS, D), jnp.float32),)
-    return of_rows.call(kernel, shapes, blocks, interpret, shared)(scale_D, x_MD, dx_MD, dy_MD)
+    shared = (plgpu().SMEM((ROWS, D), jnp.float32),)
+    return _rows.call(kernel, shapes, blocks, interpret, shared)(scale_D, x_MD, dx_MD, dy_MD)
 
 
 def _root(values: Array, epsilon: float) -> Array:
     return lax.rsqrt(jnp.sum(values * values, axis=1) * (1 / values.shape[1]) + epsilon)
-
-
-def _by_column(scale: Any, width: int) -> Array:
-    scale_D = of_rows.plgpu().load(scale, layout=layout().reduce(0), optimized=False)
-    return laid_out(lax.broadcast_in_dim(scale_D, (ROWS, width), (1,)))
 
 
 _IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

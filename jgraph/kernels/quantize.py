@@ -1,7 +1,7 @@
-"""Cast to FP8, transpose and take the largest magnitude, in one pass over the array.
+"""Casts to FP8, transposes and computes the largest magnitude (amax) in one pass over the array.
 
-An FP8 product of Hopper contracts both operands over their last axis, so forward and backward read an array and its transpose.
-By bytes one pass over bfloat16 reads 2 and writes 1 + 1 an element: 0.125 ms for 16384 x 8192 on an H200.
+Hopper's FP8 matmuls contract both operands over their last axis, so forward and backward read an array and its transpose. One
+pass over bfloat16 reads 2 bytes and writes 1 + 1 per element: 0.125 ms for 16384 x 8192 at an H200's bandwidth.
 """
 
 # M rows, N columns, H pairs of rows
@@ -17,22 +17,22 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jgraph.errors import ShapeError, check_choice
+from jgraph.kernels._mosaic import has_mosaic, interpreted, plgpu
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
-from jgraph.kernels.target import target
 
 Want = Literal["both", "rows", "columns", "amax"]
 _WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}
 _ALIGNED = 16
-"""Rows and columns are multiples of it: so the copy engine wants its rows of bytes, and so FP8 products want their sizes."""
+"""Rows and columns are multiples of it, as the copy engine and FP8 matmuls require."""
 
 
 class Quantized(NamedTuple):
-    """An array in FP8, multiplied by a scale first.
+    """A scaled array in FP8.
 
     Attributes:
-        rows: the array, M x N; None if it was not asked for.
-        columns: its transpose, N x M; None if it was not asked for.
-        amax: float32, the largest magnitude before it was scaled; NaN if there is a NaN.
+        rows: The array, M x N; None if not requested.
+        columns: Its transpose, N x M; None if not requested.
+        amax: float32, largest magnitude before scaling; NaN if the array has a NaN.
     """
 
     rows: Array | None
@@ -41,12 +41,12 @@ class Quantized(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place in pools of arrays, known at run time.
+    """A slot in pools of arrays, selected at run time.
 
     Attributes:
-        rows: FP8 [S, M, N]; None where rows are not wanted.
-        columns: FP8 [S, N, M]; None where columns are not wanted.
-        number: int32 scalar in [0, S), which slot.
+        rows: FP8 [S, M, N]; None if rows are not requested.
+        columns: FP8 [S, N, M]; None if columns are not requested.
+        number: int32 scalar in [0, S), index of the slot.
     """
 
     rows: Array | None
@@ -64,24 +64,27 @@ def cast_transpose(
     implementation: str = "auto",
     interpret: bool = False,
 ) -> Quantized:
-    """Multiplies an array by a scale, clips it to what `dtype` can hold, rounds to nearest even, and transposes the result.
+    """Scales an array, clips it to the range of `dtype`, rounds to nearest even, and transposes the result.
 
-    Every implementation gives the same bits, except that of a NaN only this is said, that it stays one.
+    All implementations return the same bits, except for the payload of a NaN.
 
     Args:
-        x_MN: bfloat16 or float32; both sizes are multiples of 16. Of a `Computed` so are its inputs; it is computed in float32
-            and never written, and rounded as its operations are.
+        x_MN: bfloat16 or float32; both sizes are multiples of 16. A `Computed` is evaluated in float32 by the kernel and never
+            written; the same limits hold for its inputs.
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
-        want: what of the result is read: `both`, `rows`, `columns`, or no more than the `amax`.
-        into: where to write; the result then has the pools. In a jitted function that donates them nothing is copied.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (anywhere), or
-            `auto`, which takes the first of them that can.
-        interpret: runs a kernel's body on the CPU, for tests.
+        want: Results to compute: `both`, `rows`, `columns`, or only the `amax`.
+        into: Slot to write to; the result then has the pools. Nothing is copied if a jitted function donates them.
+        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (any device), or
+            `auto`, which selects the first supported one.
+        interpret: Runs the kernel in Pallas' interpreter on the CPU, for tests.
+
+    Returns:
+        The array in FP8, its transpose and its amax.
 
     Raises:
-        ConfigError: there is no such dtype, `want` or implementation.
-        ShapeError: `x_MN` or `inverse_scale` has a shape or dtype that is not allowed.
+        ConfigError: If `dtype`, `want` or `implementation` is unknown.
+        ShapeError: If `x_MN`, `inverse_scale` or `into` has a shape or dtype that is not supported.
     """
     fn, inputs = x_MN if isinstance(x_MN, Computed) else (IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
@@ -123,12 +126,11 @@ def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want
 
 _NAMES: dict[Want, str] = {want: f"_jgraph_quantize_{want}" for want in get_args(Want)}
 CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgraph_amax": "amax"}
-"""Names of the jitted functions, by which their calls are found in a trace, and what is wanted of each."""
+"""Names of the jitted functions, which identify their calls in a trace, and the results that each computes."""
 
 
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
-    """Returns one function of the program for all calls: jax 0.11 gives every call of a kernel a name of its own, and compiles
-    each for a second."""
+    """Returns a jitted function, because jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
     def run(
         inputs: tuple[Array, ...],
@@ -149,25 +151,23 @@ _JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for w
 
 
 def choose(shape: tuple[int, ...]) -> str:
-    """Returns the implementation for an array on the device that is compiled for."""
+    """Returns the implementation that `auto` selects on the target device."""
     return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
 
 
 def has_kernel() -> bool:
-    """Returns if the device that is compiled for has a kernel."""
-    device = target()
-    # Mosaic of jax 0.10 finds no way to store these tiles.
-    return device is not None and device.has_fp8 and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
+    """True if the target device runs the kernel. Mosaic of jax 0.10 cannot store its tiles."""
+    return has_mosaic()
 
 
 def bytes_moved(x_MN: Any, want: Want = "both") -> int:
-    """Returns how many bytes one pass over an array must read and write."""
+    """Returns the bytes that one pass over an array reads and writes."""
     return x_MN.size * (x_MN.dtype.itemsize + len(_WRITTEN[want]))
 
 
 def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
-    """Returns what `cast_transpose` has as rows, of an array of any shape, by XLA."""
-    # Without the barrier XLA takes this conversion and the one back for one of excess precision, and leaves both out.
+    """Casts an array of any shape to FP8 with XLA, as the rows of `cast_transpose`."""
+    # Without the barrier XLA removes this conversion and the one back, as excess precision.
     return lax.optimization_barrier(_quantize(x, inverse_scale, jnp.dtype(dtype)))
 
 
@@ -185,7 +185,7 @@ def _xla(
     interpret: bool,
     into: Slot | None,
 ) -> Quantized:
-    """The reference. XLA takes two passes over the array: one for the amax, and transposes what is rounded in another."""
+    """Reference implementation. XLA makes two passes over the array, one for the amax and one for the transpose."""
     x_MN = fn(*inputs)
     quantized = cast(x_MN, inverse_scale, dtype)
     rows = quantized if "rows" in _WRITTEN[want] else None
@@ -199,13 +199,13 @@ def _xla(
 
 
 def amax(x: Array) -> Array:
-    """Returns the largest magnitude in float32, NaN if there is a NaN, by XLA."""
+    """Computes the largest magnitude in float32 with XLA; NaN if the array has a NaN."""
     return _jgraph_amax(x)
 
 
 @jax.jit
 def _jgraph_amax(x: Array) -> Array:
-    # As integers they have the same order, and a NaN is the largest: XLA's maximum of floats on a CPU may lose one.
+    # Integers have the same order, with NaN the largest. XLA's float maximum may drop a NaN on a CPU.
     magnitudes = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
 
@@ -215,14 +215,14 @@ def _shape(inputs: Sequence[Array]) -> tuple[int, ...]:
 
 
 def _fits_tiles(shape: tuple[int, ...]) -> bool:
-    # The copy engine cuts off whole tiles outside of the array, and no part of one.
+    # The copy engine clips whole tiles outside of the array, but not parts of one.
     return shape[0] % (2 * _PAIRS) == 0 and shape[1] % _WIDTH == 0
 
 
 _PAIRS, _WIDTH, _TILES = 64, 64, 2
-"""A block of threads takes tiles of 64 pairs of rows by 64 columns, two of them side by side.
+"""A block of threads processes two adjacent tiles of 64 pairs of rows by 64 columns.
 
-Of bfloat16 that is 64 KiB of shared memory, so a multiprocessor holds three blocks: while one computes, others load and store.
+They take 64 KiB of shared memory in bfloat16, so a multiprocessor holds three blocks: one computes while others load and store.
 """
 
 
@@ -235,40 +235,37 @@ def _mosaic(
     interpret: bool,
     into: Slot | None,
 ) -> Quantized:
-    """Transposes 16-bit pairs, since Hopper has no way to transpose bytes.
+    """Transposes 16-bit pairs, because Hopper cannot transpose bytes.
 
-    A thread has both rows of a pair, and puts their bytes side by side into one number; the transpose of these numbers is the
-    transpose of the bytes. So even and odd rows are loaded as tiles of their own. Where the width is an odd number of tiles,
-    the copy engine loads zeros for the tile beside the array, which change no amax, and stores nothing. A function of zeros
-    may change it, so then tiles do not come in twos.
+    A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles. If
+    the width is an odd number of tiles, the copy engine loads zeros for the tile beside the array and stores nothing. Zeros do
+    not change the amax, but a function of zeros may, so a `Computed` is processed one tile at a time.
     """
-    from jax.experimental.pallas import mosaic_gpu
-
-    plgpu: Any = mosaic_gpu  # jax 0.10 has less of it, by which a type checker judges
+    gpu = plgpu()
     (M, N), tiles = _shape(inputs), _TILES if fn == IDENTITY else 1
-    WGMMA = plgpu.Layout.WGMMA
+    WGMMA = gpu.Layout.WGMMA
     H = M // 2
     grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * tiles))
     out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
     scratch: dict[str, Any] = {
-        "xs": [plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)],
+        "xs": [gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)],
     }
-    scratch["loaded"] = plgpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
-    pools: dict[str, Any] = {}  # references, which are written in place
+    scratch["loaded"] = gpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
+    pools: dict[str, Any] = {}  # references that are written in place
     if "rows" in _WRITTEN[want]:
         if into is None:
             out_type["rows"] = jax.ShapeDtypeStruct((H, 2, N), dtype)
         else:
             assert into.rows is not None
             pools["rows"] = jax.new_ref(into.rows.reshape(-1, H, 2, N))
-        scratch["rows"] = plgpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
+        scratch["rows"] = gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), dtype)
     if "columns" in _WRITTEN[want]:
         if into is None:
             out_type["columns"] = jax.ShapeDtypeStruct((N, H), jnp.uint16)
         else:
             assert into.columns is not None
             pools["columns"] = jax.new_ref(lax.bitcast_convert_type(into.columns.reshape(-1, N, H, 2), jnp.uint16))
-        scratch["columns"] = plgpu.SMEM((tiles, _WIDTH, _PAIRS), jnp.uint16)
+        scratch["columns"] = gpu.SMEM((tiles, _WIDTH, _PAIRS), jnp.uint16)
 
     def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
         whole, (scale, *others) = refs[: len(inputs)], refs[len(inputs) :]
@@ -283,13 +280,13 @@ def _mosaic(
         for tile in range(tiles):
             for x_H2N, x in zip((x for x in whole if x.shape == (H, 2, N)), xs, strict=True):
                 for parity in range(2):
-                    plgpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
+                    gpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
 
-        # Before anything waits for the tiles.
+        # Issued before the wait for the tiles.
         vectors = {
-            (which, tile, parity): plgpu.load(x.at[pairs, parity], layout=WGMMA.reduce(1), optimized=False)
+            (which, tile, parity): gpu.load(x.at[pairs, parity], layout=WGMMA.reduce(1), optimized=False)
             if x.shape == (H, 2)
-            else plgpu.load(x.at[width(tile)], layout=WGMMA.reduce(0), optimized=False)
+            else gpu.load(x.at[width(tile)], layout=WGMMA.reduce(0), optimized=False)
             for which, x in enumerate(whole)
             if x.shape != (H, 2, N)
             for tile in range(tiles)
@@ -304,48 +301,48 @@ def _mosaic(
                 else:
                     along = (0,) if x.shape == (H, 2) else (1,)
                     found = lax.broadcast_in_dim(vectors[which, tile, parity], (_PAIRS, _WIDTH), along)
-                yield plgpu.layout_cast(found, WGMMA)
+                yield gpu.layout_cast(found, WGMMA)
 
         factor = scale[0]
         amax = None
         for tile in range(tiles):
-            plgpu.barrier_wait(loaded.at[tile])
+            gpu.barrier_wait(loaded.at[tile])
             halves = []
             for parity in range(2):
                 values = fn(*operands(tile, parity))
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
-                # What is compiled clips by itself.
+                # The compiled conversion saturates.
                 quantized = _quantize(values, factor, dtype) if interpret else (values * factor).astype(dtype)
                 if rows is not None:
                     rows[tile, parity] = quantized
                 halves.append(lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint16))
             if columns is not None:
                 pair = halves[0] | (halves[1] << 8)
-                columns.at[tile].T[...] = plgpu.layout_cast(pair, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
+                columns.at[tile].T[...] = gpu.layout_cast(pair, gpu.Layout.WGMMA_TRANSPOSED)
+            gpu.commit_smem()
             if rows is not None:
                 for parity in range(2):
-                    plgpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[*slot, pairs, parity, width(tile)])
+                    gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[*slot, pairs, parity, width(tile)])
             if columns is not None:
-                plgpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[*slot, width(tile), pairs])
+                gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[*slot, width(tile), pairs])
         assert amax is not None
-        # One number a block, and the largest of them after the kernel: nothing to set to zero before it, no atomics in it.
+        # One number per block, reduced after the kernel: needs no initialization and no atomics.
         out["amax"][i, j] = jnp.max(amax)
-        plgpu.wait_smem_to_gmem(0)
+        gpu.wait_smem_to_gmem(0)
 
     def laid_out(x: Array) -> Array:
         return x.reshape(H, 2, N) if x.shape == (M, N) else x.reshape(H, 2) if x.shape == (M, 1) else x.reshape(N)
 
-    found = plgpu.kernel(
+    found = gpu.kernel(
         cast_transpose,
         out_type=tuple(out_type.values()),
         scratch_types=scratch,
         grid=grid,
         grid_names=("i", "j"),
-        # Of exp: 2 units in the last place of float32.
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        # exp is accurate to 2 units in the last place of float32.
+        compiler_params=gpu.CompilerParams(approx_math=True),
+        interpret=interpreted(interpret),
     )(*map(laid_out, inputs), inverse_scale.reshape(1), *([] if into is None else [into.number.reshape(1)]), *pools.values())
     out = dict(zip(out_type, found, strict=True)) | {name: pool[...] for name, pool in pools.items()}
     lead = () if into is None else (-1,)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.autodiff import Split, split_backward
-from jgraph.autodiff.residuals import Recompute
+from jgraph.autodiff import Recompute, Split, split_backward
 from jgraph.errors import ConfigError, OrderError
 from jgraph.mesh import batch_axes
 from jgraph.pipeline import aligned, general, sharding

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from jgraph.autodiff.flops import product_flops
+from jgraph.autodiff import product_flops
 from jgraph.callables.plan import ExecutionPlan, make_plan, play
 from jgraph.callables.shaped import Shaped
 from jgraph.device import peak_flops

@@ -138,7 +138,7 @@ class RankRuntime:
         """`stashed` is what the pool `stash` would give, where it is at hand."""
         residuals = self._residuals(state, row).after_dgrad()
         arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
-        stash = Stash(arrays, self.rank.shapes.stash.plan)
+        stash = Stash(arrays, self.rank.shapes.stash.trace)
         return replace(state, grads=self.rank.wgrad(row["chunk"], state.grads, residuals, stash))
 
     # What comes out
@@ -185,7 +185,7 @@ class RankRuntime:
         return Residuals(
             pools["forward_dgrad"].read(row["read forward_dgrad"]),
             pools["forward_wgrad"].read(row["read forward_wgrad"]),
-            self.rank.shapes.residuals.plan,
+            self.rank.shapes.residuals.trace,
         )
 
 

@@ -1,6 +1,6 @@
 """A function with its matrix products in FP8, found in its trace: `fp8(fn, config)`.
 
-Whatever is multiplied with a parameter is found as the split backward finds it (`backward/find.py`), with a name: the
+Whatever is multiplied with a parameter is found as the split backward finds it (`autodiff/find.py`), with a name: the
 parameter's path. Weights are quantized by `quantize`, which a step calls once, however many microbatches read them.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.autodiff import find
-from jgraph.autodiff.linear import GROUPED, Bound, DelayedProduct, OwnProducts
+from jgraph.autodiff.linear import GROUPED, BoundProducts, DelayedProduct, OwnProducts
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision.config import KEPT, FP8Config
@@ -162,7 +162,9 @@ class FP8Function(OwnProducts):
             raise SplitError(f"{message}; None as weights quantizes them each time", field="params")
         return given[0]
 
-    def bind(self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Tree, x: Tree, extra: Sequence[Tree]) -> Bound:
+    def bind(
+        self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Tree, x: Tree, extra: Sequence[Tree]
+    ) -> BoundProducts:
         """Returns the products of a split: those in FP8 as such, the others as they are."""
         plan, said = self.plan(given[0], x, *extra), _named(sites, names, self.config)
         inside, late = ([product.name for product in found if not product.kept] for found in (plan.products, said))
@@ -181,7 +183,7 @@ class FP8Function(OwnProducts):
             site if product.kept else LateProduct.of(site, self.config) for site, product in zip(sites, said, strict=True)
         ]
         params, state, weights = map(jax.tree.leaves, given)
-        return Bound(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
+        return BoundProducts(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
     def traced(self, part: Callable[..., Tree]) -> Callable[..., Tree]:
         """Returns a part of a split that computes what it quantizes in the kernels that quantize it."""

@@ -44,7 +44,7 @@ function summary({ captured, uncaptured }) {
     ["host in launches, ms", captured?.launch_ms, null],
     ["host in updates, ms", captured?.update_ms, null],
   ].filter(([, ...values]) => values.some((value) => typeof value === "number"));
-  const runs = [[captured, "captured: the true time"], [uncaptured, "uncaptured: only to tell kernels apart"]];
+  const runs = [[captured, "captured: time of the run"], [uncaptured, "uncaptured: time by kernel"]];
   const shown = [0, 1].filter((i) => runs[i][0]);
   const cells = ([name, a, b, show]) => [name, ...shown.map((i) => number([a, b][i], show))];
   const spread = ({ steps_ms: steps }) =>
@@ -52,7 +52,7 @@ function summary({ captured, uncaptured }) {
   panel("Summary",
     captured && h("p", null, "A step takes ", h("strong", null, `${brief(captured.step_ms)} ms`),
       " as training runs it, from command buffers", spread(captured)),
-    uncaptured && h("p", null, "Without command buffers, so that each kernel can be told apart, it took ",
+    uncaptured && h("p", null, "Without command buffers, so that each kernel has a name, it took ",
       `${brief(uncaptured.step_ms)} ms`, spread(uncaptured), " Categories, groups and the timeline are of that run."),
     table("summary-table", "Of one step, mean over ranks; graphs and the host's time: of all ranks together", ["", ...shown.map((i) => runs[i][1])], rows.map(cells),
       { sortable: false }));
@@ -101,7 +101,7 @@ function whereTheTimeWent({ uncaptured }) {
   }
   const top = [...names].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, time]) => `${name} (${ms(time)} ms)`);
   const caption = `Mean over ${plural(ranks.length, "rank")}. Exposed: not hidden behind other kernels; with idle it adds up to ` +
-    "the step. Kernel ms also counts what was hidden.";
+    "the step. Kernel ms includes hidden time.";
   panel("Where the time went", legend([...categories, "idle"]), chart(draw),
     table("categories", caption, ["category", "exposed ms", "share of step", "kernel ms", "kernels"], rows),
     h("p", null, `${percent(least.attributed)} of the busy time has a category`,
@@ -113,11 +113,10 @@ function whatIsHidden({ collectives }) {
   if (!collectives?.length) return;
   const list = (found, text) => Object.entries(found ?? {}).slice(0, 5).map(([name, value]) => `${name} ${text(value)}`).join(", ");
   const rows = collectives.map((one) => [one.label, named(one.category), number(one.count, whole), number(one.ms),
-    number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.planned, String), list(one.behind, ms)]);
-  const caption = "Collectives of rank 0 in a step, alike ones together. Exposed: nothing else ran. Planned: kernels that XLA's " +
-    "schedule has between the start of an asynchronous one and its end. Hidden behind: what ran meanwhile, in ms. The most of each.";
-  panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed",
-    "planned behind", "hidden behind"], rows));
+    number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.behind, ms)]);
+  const caption = "Collectives of rank 0 in a step, grouped by kind and shape. Exposed: nothing else ran. Hidden behind: " +
+    "the kernels that ran meanwhile, in ms, longest first.";
+  panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed", "hidden behind"], rows));
 }
 
 function whatToFixFirst({ groups, roofline }) {
@@ -125,12 +124,12 @@ function whatToFixFirst({ groups, roofline }) {
   const share = ({ roofline_ms: least, ms: time }) => number(least == null ? null : least / time, percent);
   const rows = groups.map((group) => [group.label, named(group.category), h("code", null, group.source), number(group.count, whole),
     number(group.ms), number(group.roofline_ms), share(group), group.bound, number(group.over_ms)]);
-  const kinds = [["products", "product_flops", "FLOP/s"], ["copies", "copy_bytes", "B/s"], ["links", "link_bytes", "B/s"]];
+  const kinds = [["matmuls", "product_flops", "FLOP/s"], ["copies", "copy_bytes", "B/s"], ["links", "link_bytes", "B/s"]];
   const reached = roofline && kinds.map(([name, key, unit]) => [name, roofline[`${key}_per_second`], unit])
     .filter(([, value]) => value != null).map(([name, value, unit]) => `${name} ${rate(value, unit)}`).join(", ");
-  const caption = "Kernels of rank 0 in a step, alike ones together. " + (roofline
-    ? `Roofline: their least time on ${roofline.name} (${reached}; ${roofline.source}). Over: what is above it.`
-    : "The rates of this device are not known, so there is no roofline.");
+  const caption = "Kernels of rank 0 in a step, grouped by work and shape. " + (roofline
+    ? `Roofline: lower bound of their time on ${roofline.name} (${reached}; ${roofline.source}). Over: time above it.`
+    : "The rates of this device are unknown, so there is no roofline.");
   const result = table("groups", caption,
     ["kernels", "category", "source", "count", "ms", "roofline ms", "share of roofline", "bound", "over ms"], rows, { sorted: 8 });
   const toggle = () => button.replaceChildren(result.classList.toggle("first") ? `Show all ${rows.length}` : "Show the first 20");
@@ -143,12 +142,10 @@ function pipeline({ pipeline: plan }) {
   if (!plan) return;
   const { actions, chunks, ranks } = plan;
   const of = (action) => `${action.kind} of ${chunks > 1 ? `chunk ${action.chunk + 1}, ` : ""}microbatch ${action.microbatch}`;
-  const lateness = (time) => `${ms(Math.abs(time))} ms ${time < 0 ? "early" : "late"} by itself`;
+  const slowness = (time) => `${ms(Math.abs(time))} ms ${time < 0 ? "below" : "above"} the median`;
   const about = (action) => `${of(action)}, rank ${action.rank}
     planned ${ms(action.planned_start_ms)} to ${ms(action.planned_end_ms)} ms
-    measured ${ms(action.start_ms)} to ${ms(action.end_ms)} ms, ${lateness(action.late_ms)}
-    ${Object.entries(action.categories ?? {}).map(([category, time]) => `${category} ${ms(time)}`).join(", ")}
-    ${action.critical ? "on the critical path" : ""}`;
+    measured ${ms(action.start_ms)} to ${ms(action.end_ms)} ms, ${slowness(action.slow_ms)}`;
   // One stop for Tab; from there arrows go from box to box, up and down to the nearest in time.
   const move = (event) => {
     const [box, row] = [event.target, event.target.parentNode];
@@ -188,13 +185,10 @@ function pipeline({ pipeline: plan }) {
         const own = actions.filter((action) => action.rank === rank).sort((a, b) => a[start] - b[start]);
         around.push(s("text", { class: "side", x: 0, y: top + row / 2 }, `rank ${rank}`));
         rows.push(s("g", null, own.map((action) => {
-          const critical = p === 1 && action.critical;
           const [from, room] = [x(action[start]), x(action[end]) - x(action[start])];
           const fill = tint(action.kind, action.chunk, chunks);
-          const inset = critical && room > 5 ? 0.75 : 0;
-          const box = s("rect", { class: critical ? "segment critical" : "segment", x: from + inset, y: top + 1 + inset, fill,
-            width: Math.max(room - 2 * inset, 0.5), height: row - 2 - 2 * inset, tabindex: -1, role: "img",
-            "aria-label": about(action), "data-tip": about(action) });
+          const box = s("rect", { class: "segment", x: from, y: top + 1, fill, width: Math.max(room, 0.5), height: row - 2,
+            tabindex: -1, role: "img", "aria-label": about(action), "data-tip": about(action) });
           if (p === 1) measured.set(action, box);
           const text = String(action.microbatch);
           const style = `fill: ${textOn(fill)}; font-size: ${size}px`;
@@ -214,20 +208,19 @@ function pipeline({ pipeline: plan }) {
     measured.get(action).focus();
   };
   const kinds = ["forward", "dgrad", "wgrad", "backward"].filter((kind) => actions.some((action) => action.kind === kind));
-  const outlined = h("span", null, h("span", { class: "swatch outlined", "aria-hidden": "true" }), "critical path, as measured");
   const costs = Object.entries(plan.costs_ms).map(([kind, time]) => `${kind} ${ms(time)} ms`).join(", ");
-  const late = plan.late.map((i) => actions[i]).map((action) => [
+  const slow = plan.slow.map((i) => actions[i]).map((action) => [
     h("button", { type: "button", click: () => reveal(action) }, of(action)), number(action.rank, whole),
-    number(action.planned_end_ms), number(action.end_ms), number(action.late_ms)]);
+    number(action.end_ms - action.start_ms), number(action.slow_ms)]);
   panel("Pipeline",
     h("p", null, `Schedule ${plan.schedule}: ${plural(ranks, "rank")}, ${plural(plan.microbatches, "microbatch", "es")}, ` +
       `${plural(chunks, "chunk")} a rank. Planned with ${costs}.`),
-    actions.length ? legend(kinds, chunks > 1 && "lighter: later chunks", outlined, "number: microbatch") : null,
+    actions.length ? legend(kinds, chunks > 1 && "lighter: later chunks", "number: microbatch") : null,
     actions.length ? chart(draw) : null,
-    table("bubbles", "Bubble: share of the ranks' time in which they compute nothing", ["", "step ms", "bubble"],
+    table("bubbles", "Bubble: share of the time that ranks are idle", ["", "step ms", "bubble"],
       runs.map(([name]) => [name, number(plan[name].step_ms), number(plan[name].bubble, percent)]), { sortable: false }),
-    late.length ? table("late", "Late by themselves: by how much they ended later than they could have when what they waited for was there; choose one to see it",
-      ["action", "rank", "planned end ms", "end ms", "late ms"], late, { sorted: 4 }) : null);
+    slow.length ? table("slow", "Slow actions: time above the median of their kind; choose one to see it",
+      ["action", "rank", "ms", "above median ms"], slow, { sorted: 3 }) : null);
 }
 
 function memory({ memory: held }) {

@@ -1,4 +1,4 @@
-"""`profile.json` and `profile.html` of a run directory's traces, or of a trace of any program."""
+"""Creates `profile.json` and `profile.html` from a run directory, or from a trace of any program."""
 
 import gzip
 import json
@@ -13,22 +13,26 @@ import numpy as np
 from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
 from jgraph.page import render
-from jgraph.profile import actions, attribution
+from jgraph.profile import _actions, attribution
+from jgraph.profile._collectives import collectives
 from jgraph.profile.attribution import Step
-from jgraph.profile.collectives import collectives
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
-from jgraph.schedule.action import FORWARD, KINDS
+from jgraph.schedule.action import KINDS
 
-FORMAT = 2
+_FORMAT = 3
 _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Returns the report of what `jgraph.train.profiling` left in a directory, as profile.json has it.
+    """Returns the contents of profile.json for a recording of `jgraph.train.profiling`.
 
-    Raises ProfileError where something is missing or damaged, or the traces do not show what was traced.
+    Args:
+        directory: The recording.
+
+    Raises:
+        ProfileError: If a file is missing or damaged, or the traces are of another program.
     """
     try:
         about = json.loads((directory / "run.json").read_text())
@@ -42,32 +46,37 @@ def of_run(directory: Path) -> dict[str, Any]:
     graphs = attribution.captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
     chosen = attribution.choose_step(read(directory / "uncaptured"), program, about["steps"])
     if missing := [device for device in about.get("pipeline", {}).get("devices", ()) if device not in chosen]:
-        raise ProfileError(f"{directory}: run.json says that device {missing[0]} ran a rank, of which the trace has nothing")
-    notes = ["The step has no command buffers: there is one trace, and its times are those of the run, but for the profiler's."]
+        raise ProfileError(f"{directory}: run.json has a rank on device {missing[0]}, but the trace does not have that device")
+    notes = ["The step has no command buffers, so there is one trace, with the times of the run plus the profiler's overhead."]
     if graphs:
-        without = "Kernels, categories and rooflines are of a step without command buffers"
-        notes = [f"{without}: what comes out of a CUDA graph has no name."]
+        reason = "because kernels in a CUDA graph have no names"
+        notes = [f"Kernels, categories and rooflines are those of a step without command buffers, {reason}."]
     found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
-        found["pipeline"], trouble = _pipeline(about["pipeline"], chosen)
-        notes += trouble
+        try:
+            found["pipeline"] = _pipeline(about["pipeline"], chosen)
+        except ProfileError as e:
+            notes.append(f"The actions of the pipeline cannot be separated: {e}.")
     return found | {"about": found["about"] | {"notes": notes}}
 
 
 def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
-    """Returns the report of a bare trace. Raises ProfileError if there is none, it is damaged, or its kernels have no names.
+    """Returns the contents of profile.json for a trace of any program.
 
     Args:
-        path: a *.xplane.pb, or a directory that has one.
-        program: XLA's text of the program that ran, `compiled.as_text()`; without it there is no roofline, and the gradients of
-            weights and activations are told apart only where they were split.
-        steps: equal steps in the trace; None: guessed.
+        path: A *.xplane.pb, or a directory that contains one.
+        program: A file with the text of the program, `compiled.as_text()`. Without it there are no rooflines, and wgrad and
+            dgrad are distinguished only if the backward was split.
+        steps: The number of equal steps in the trace. None: guessed.
+
+    Raises:
+        ProfileError: If there is no trace, a file is damaged, or the kernels have no names.
     """
     trace = read(path)
     try:
         known = Program.of(program.read_text()) if program else None
     except (OSError, ValueError) as e:
-        message = f"`program` is {program}: cannot be read ({e}); give what compiled.as_text() returned"
+        message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e
     chosen = attribution.choose_step(trace, known, steps)
     device = trace.device or trace.kind
@@ -77,7 +86,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
-    """Writes profile.json and profile.html; returns where."""
+    """Writes profile.json and profile.html into a directory. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"
     data.write_text(json.dumps(profile, allow_nan=False) + "\n")
@@ -86,18 +95,18 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
 
 
 def page(profile: dict[str, Any]) -> str:
-    """Returns a profile as one HTML file that asks nothing of any server. Raises ValueError for NaN, which JSON lacks."""
+    """Returns a profile as one HTML file that loads no other file. Raises ValueError for NaN, which JSON does not have."""
     return render("jgraph.profile", profile)
 
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
     first = next(iter(chosen.values()))
     device = find_device(about["device"])
-    told = ("device", "devices", "versions", "date", "flags")
+    shown = ("device", "devices", "versions", "date", "flags")
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "title": about["title"],
-        "about": {name: about[name] for name in told} | {"notes": []},
+        "about": {name: about[name] for name in shown} | {"notes": []},
         "uncaptured": {
             "steps_ms": list(first.all_ms),
             "step_ms": first.ms,
@@ -111,26 +120,9 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
     }
 
 
-def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Returns `pipeline` of profile.json; or why there is none."""
+def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str, Any]:
+    """Returns `pipeline` of profile.json. Raises ProfileError if kernels cannot be assigned to actions."""
     schedule = files.from_json(about["schedule"])
-    ranks = []
-    for device in about["devices"]:
-        found = attribution.action_kernels(chosen[device])
-        ranks.append({kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)})
-    try:
-        run = actions.measured(schedule, ranks, about["runtime"])
-    except ProfileError as e:
-        return None, [f"The actions of the pipeline cannot be told apart: {e}."]
-    found = actions.report(schedule, run, about["runtime"])
-    # Time 0 of the run is its first action, a forward.
-    first = min(range(len(ranks)), key=lambda r: run.starts[r].min())
-    zero = ranks[first][FORWARD][0, 0]
-    categories = [
-        one
-        for device, starts, ends in zip(about["devices"], run.starts, run.ends, strict=True)
-        for one in attribution.categories_between(chosen[device], starts + zero, ends + zero)
-    ]
-    for action, own in zip(found["actions"], categories, strict=True):
-        action["categories"] = own
-    return found, []
+    of_device = [attribution.action_kernels(chosen[device]) for device in about["devices"]]
+    ranks = [{kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for found in of_device]
+    return _actions.report(schedule, _actions.measured(schedule, ranks, about["runtime"]), about["runtime"])

@@ -1,4 +1,4 @@
-// Runs side by side, from the data of jgraph/report/runs.py, with what jgraph/page.html has for all pages.
+// Compares runs side by side. Reads the data of jgraph/report/runs.py and uses the shared functions of jgraph/page.html.
 
 const GIB = 2 ** 30;
 const CURVES = {
@@ -14,11 +14,11 @@ const PER = {
   tokens: (run, points) => points.step.map((step) => (run.tokens_per_step == null ? null : step * run.tokens_per_step)),
   seconds: (run, points) => points.seconds,
 };
-// What the reader has chosen.
+// The reader's choices.
 const chosen = { per: "steps", smoothing: 0, isLog: false, hidden: new Set() };
 
 const colourOf = (r) => `var(--run-${r % 8})`;
-// From the ninth run on colours come again, with dashes.
+// From the ninth run on, colors repeat with dashes.
 const dashesOf = (r) => [null, "6 3", "2 3"][Math.floor(r / 8) % 3];
 const named = (run, r) => {
   const line = s("line", { x1: 0, x2: 26, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": dashesOf(r), style: `stroke: ${colourOf(r)}` });
@@ -44,8 +44,8 @@ function runs({ runs }) {
   panel("Runs", h("div", { class: "wide" }, table("runs-table", caption, columns, rows)));
 }
 
-// The exponential mean of a curve, without the pull of a beginning at zero; what is missing stays missing. Of a curve that was
-// thinned, the means of its stretches count: what was kept of them are their extremes.
+// Returns the exponential moving average of a curve, with bias correction. Missing values stay missing. A thinned curve is
+// averaged over the means of its stretches, because its values are their extremes.
 function smoothed(values, means, weight) {
   let [sum, total] = [0, 0];
   return values.map((own, i) => {
@@ -122,7 +122,7 @@ function curve(name, runs) {
     const dot = (r, x, y, radius) => s("circle", { class: "point", cx: toX(x), cy: toY(y), r: radius, style: `fill: ${colourOf(r)}` });
     const lines = seen.map(({ r, x, raw, y }) => {
       const style = `stroke: ${colourOf(r)}`;
-      // A point with no neighbour has no line.
+      // A point without neighbours has no line.
       const alone = y.flatMap((value, i) => (value != null && (areFew || (y[i - 1] ?? y[i + 1]) == null) ? [dot(r, x[i], value, 3)] : []));
       return s("g", { "data-run": r }, y === raw ? null : s("path", { class: "curve raw", d: path(x, raw), style }),
         s("path", { class: "curve", d: path(x, y), style, "stroke-dasharray": dashesOf(r) }), alone);

@@ -1,9 +1,9 @@
-"""What the page shows of run directories, from their files alone: neither devices nor the model are needed."""
+"""Collects the data of the report page from the files of run directories. Needs neither devices nor the model."""
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,55 +12,70 @@ from jgraph.errors import ConfigError
 from jgraph.train.metrics import read_metrics
 from jgraph.train.rundir import RunDir, flatten
 
-CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes")
-# Of a curve on the page, at most about so many: several for every pixel.
+# A value of JSON, as written to the page.
+Json = Any
+
+_CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes")
+# Maximum number of points per curve, approximately: several per pixel.
 _POINTS = 2000
 
 
-def compared(paths: Sequence[Path]) -> dict[str, Any]:
-    """Returns the data of the page: `runs`, in the order given. Raises ConfigError where there is no run."""
+def compared(paths: Sequence[Path]) -> dict[str, Json]:
+    """Returns the data of the page; `runs` has one entry per path.
+
+    Raises:
+        ConfigError: If there are no paths, or one of them is not a run directory.
+    """
     if not paths:
-        raise ConfigError("`runs` is empty: must name a run directory, or several", field="runs")
+        raise ConfigError("`runs` is empty: must name at least one run directory", field="runs")
     names = [path.absolute().name for path in paths]
-    # By their whole paths where these alone tell them apart.
+    # Directories of the same name are distinguished by their paths.
     runs = [_run(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)]
-    about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
     title = f"{len(runs)} runs: {', '.join(run['name'] for run in runs)}" if len(runs) > 1 else runs[0]["name"]
-    return {"title": title, "about": about, "runs": runs}
+    return {"title": title, "about": {"date": datetime.now(UTC).isoformat(timespec="seconds")}, "runs": runs}
 
 
 def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[int, float | None]]:
-    """Returns the indices of the values to draw, in order, each with the mean of its stretch of the curve.
+    """Selects the values of a curve to draw.
 
-    Of a curve of more than `most` values these are, of each of equal stretches, the first, the least, the largest and the first
-    that is missing; and the last of all.
+    A curve with more than `most` values is divided into equal stretches. Each contributes its first value, its minimum, its
+    maximum and its first missing value. The last value of the curve is always included.
+
+    Args:
+        values: The curve; None for missing values.
+        most: Approximate maximum number of values to select.
+
+    Returns:
+        The index of each selected value, ascending, and the mean of its stretch.
     """
     size = 1 if len(values) <= most else math.ceil(4 * len(values) / most)
-    kept: list[tuple[int, float | None]] = []
+    selected: list[tuple[int, float | None]] = []
     for first in range(0, len(values), size):
         stretch = range(first, min(first + size, len(values)))
-        there = {i: value for i in stretch if (value := values[i]) is not None}
-        those = {first} | ({len(values) - 1} & set(stretch))
-        if there:
-            those |= {min(there, key=there.__getitem__), max(there, key=there.__getitem__)}
-        if len(there) < len(stretch):
-            those.add(next(i for i in stretch if i not in there))
-        mean = sum(there.values()) / len(there) if there else None
-        kept += [(i, mean) for i in sorted(those)]
-    return kept
+        present = {i: value for i in stretch if (value := values[i]) is not None}
+        extremes = {min(present, key=present.__getitem__), max(present, key=present.__getitem__)} if present else set()
+        missing = set(stretch) - set(present)
+        last = {len(values) - 1} & set(stretch)
+        mean = sum(present.values()) / len(present) if present else None
+        selected += [(i, mean) for i in sorted({first, *extremes, *sorted(missing)[:1], *last})]
+    return selected
 
 
-def _run(path: Path, name: str) -> dict[str, Any]:
+def _run(path: Path, name: str) -> dict[str, Json]:
+    """Returns the data of a run; raises ConfigError if there is none."""
     run_dir = RunDir(path)
-    if not path.exists():
-        raise ConfigError(f"`runs` is {path}: does not exist; name a run directory", field="runs")
     if not run_dir.config.exists():
-        raise ConfigError(f"`runs` is {path}: must be a run directory, with a config.json", field="runs")
+        problem = "must be a run directory, with a config.json" if path.exists() else "does not exist; name a run directory"
+        raise ConfigError(f"`runs` is {path}: {problem}", field="runs")
     fields, entries = run_dir.fields(), read_metrics(run_dir.metrics)
     done, steps = entries[-1]["step"] if entries else 0, _number(fields.get("steps"))
     sizes = [_number(fields.get(size)) for size in ("batch_size", "seq_len")]
-    state = "going on, or killed" if run_dir.lock_file.exists() else "stopped"
+    state = "running, or killed" if run_dir.lock_file.exists() else "stopped"
     rates = [rate for entry in entries if (rate := _number(entry.get("tokens_per_second"))) is not None]
+    config = {field: value if isinstance(value, str) else json.dumps(value) for field, value in flatten(fields).items()}
+    config.pop("run_dir", None)
+    if "corpus.fingerprint" in config:
+        config["corpus.fingerprint"] = config["corpus.fingerprint"][:12]
     return {
         "name": name,
         "state": "finished" if steps is not None and done >= steps else state,
@@ -68,36 +83,38 @@ def _run(path: Path, name: str) -> dict[str, Any]:
         "steps": steps,
         "tokens_per_step": None if None in sizes else math.prod(filter(None, sizes)),
         "tokens_per_second": statistics.median(rates) if rates else None,
-        "curves": {curve: points for curve in CURVES if (points := _curve(entries, curve))["step"]},
+        "curves": {curve: points for curve in _CURVES if (points := _curve(entries, curve))["step"]},
         "samples": run_dir.read_samples(),
-        "config": {field: _text(field, value) for field, value in flatten(fields).items() if field != "run_dir"},
+        "config": config,
     }
 
 
-def _curve(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Returns step, seconds and value of the entries that have one, None where it was not finite; means where it is thinned."""
-    those = [entry for entry in entries if name in entry]
-    values = [_number(entry[name]) for entry in those]
+def _curve(entries: Sequence[Mapping[str, Json]], name: str) -> dict[str, list[float | None] | None]:
+    """Returns the points of a curve: `step`, `seconds`, `value` and, if the curve is thinned, `mean`.
+
+    Args:
+        entries: The entries of metrics.jsonl.
+        name: The metric. Entries without it are skipped; infinities and NaN become None.
+
+    Returns:
+        One list per key, empty if no value is finite. `mean` is None if the curve is not thinned.
+    """
+    entries = [entry for entry in entries if name in entry]
+    values = [_number(entry[name]) for entry in entries]
     if all(value is None for value in values):
         values = []
     shown = thinned(values)
     return {
-        "step": [those[i]["step"] for i, _ in shown],
-        "seconds": [_number(those[i].get("seconds")) for i, _ in shown],
+        "step": [entries[i]["step"] for i, _ in shown],
+        "seconds": [_number(entries[i].get("seconds")) for i, _ in shown],
         "value": [values[i] for i, _ in shown],
         "mean": [mean for _, mean in shown] if len(shown) < len(values) else None,
     }
 
 
-def _number(value: Any) -> float | None:
-    """Returns a number that JSON and JavaScript have; None for all else."""
+def _number(value: Json) -> float | None:
+    """Returns the value if it is a finite number that JavaScript can represent, otherwise None."""
     try:
         return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
     except OverflowError:
         return None
-
-
-def _text(field: str, value: Any) -> str:
-    if field == "corpus.fingerprint":
-        return str(value)[:12]
-    return value if isinstance(value, str) else json.dumps(value)

@@ -20,7 +20,5 @@ from jgraph.schedule.simulate import simulate as simulate
 from jgraph.schedule.slots import POOLS as POOLS
 from jgraph.schedule.slots import Slots as Slots
 from jgraph.schedule.slots import assign as assign
-from jgraph.schedule.tables import ScheduleTables as ScheduleTables
 from jgraph.schedule.tables import phases as phases
 from jgraph.schedule.tables import tabulate as tabulate
-from jgraph.schedule.tables import tick_table as tick_table

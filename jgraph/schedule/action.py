@@ -44,7 +44,7 @@ class Action:
         return f"{self.kind} of chunk {self.chunk + 1}, microbatch {self.microbatch}"
 
 
-def cell(kind: int, stage: int, microbatch: int) -> str:
+def format_cell(kind: int, stage: int, microbatch: int) -> str:
     """Formats an action for a schedule file, for example `5F3`.
 
     Args:
@@ -82,11 +82,22 @@ def parse_cell(text: str) -> tuple[int, int, int]:
     Raises:
         OrderError: If `text` is not an action.
     """
-    match = _CELL.fullmatch(text.strip())
+    match = _CELL.fullmatch(text)
     if match is None:
-        shown = text if len(text) <= 40 else text[:37] + "..."
-        raise OrderError(
-            f"{shown!r} is not an action; write the stage, one of the letters F, I, W, B, and the microbatch, e.g. 5F3"
-        )
+        form = "write the stage, one of the letters F, I, W, B, and the microbatch, e.g. 5F3"
+        raise OrderError(f"{_cut(repr(text))} is not an action; {form}")
     stage, letter, microbatch = match.groups()
     return LETTERS.index(letter), int(stage), int(microbatch)
+
+
+def show(value: object) -> str:
+    """Returns the repr of a value, cut to 40 characters, and its type."""
+    try:
+        text = repr(value)
+    except Exception:  # an arbitrary object may raise anything in __repr__; report the invalid order instead
+        text = "an unprintable object"
+    return f"{_cut(text)} ({type(value).__name__})"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."

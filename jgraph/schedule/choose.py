@@ -101,26 +101,23 @@ def best(
             the schedule with the smallest peak memory and the bytes that are missing.
     """
     sizes = dict(sizes or {})
+    check_sizes(sizes)
     limit = float("inf") if memory_limit is None else memory_limit
     if not isinstance(limit, (int, float)) or not limit >= 0:
         raise OrderError(f"`memory_limit` is {memory_limit!r}: must be bytes >= 0, or None for no limit", field="memory_limit")
     for field, value in (("names", names), ("chunks", chunks)):
         if isinstance(value, (int, str)):
             raise OrderError(f"`{field}` is {value!r}: must be a sequence of values to try", field=field)
-    check_sizes(sizes)
-    found: list[tuple[float, float, Schedule, Candidate]] = []
-    generated: list[tuple[Candidate, Schedule]] = []
+    found: list[tuple[float, float, Candidate, Schedule]] = []
     refused: dict[tuple[str, str], Candidate] = {}
-    for name, count in product(dict.fromkeys(names), dict.fromkeys(chunks)):
+    for engine, name, count in product(engines, dict.fromkeys(names), dict.fromkeys(chunks)):
         try:
             schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
         except OrderError as error:
             refused.setdefault((name, str(error)), Candidate(name, count, str(error)))
             continue
-        if len(schedule.placement[0]) == count:
-            generated.append((Candidate(name, count, ""), schedule))
-    for engine, (candidate, schedule) in product(engines, generated):
-        count = candidate.chunks
+        if schedule.num_chunks != count:
+            continue
         own = _with_head(costs.per_chunk(count), schedule.num_stages, engine.head)
         run = simulate(schedule, own, latency=latency, execution=engine.execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
@@ -128,30 +125,27 @@ def best(
         makespan = run.makespan if engine.of_step is None else engine.of_step(schedule, run.makespan)
         # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
         time = float(f"{makespan:.9g}")
-        simulated = replace(candidate, makespan=makespan, bubble=run.bubble, peak_bytes=peak, engine=engine.name)
-        found.append((time, peak, schedule, simulated))
-    found.sort(key=lambda row: row[:2])
+        found.append((time, peak, Candidate(name, count, "", makespan, run.bubble, peak, engine.name), schedule))
     if not found:
         why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
         raise OrderError(f"no schedule can be generated: {why}", field="names")
+    found.sort(key=lambda row: row[:2])
     fits = [row for row in found if row[1] <= limit]
     if not fits:
-        _, least, _, smallest = min(found, key=lambda row: row[1])
-        raise OrderError(
-            f"no schedule fits into {limit:,.0f} bytes per rank; the smallest is {smallest.name} with {smallest.chunks} chunks "
-            f"and needs {least:,.0f}, {least - limit:,.0f} more; raise the memory limit",
-            field="memory_limit",
-        )
-    fastest, least, schedule, winner = fits[0]
-    others = []
-    for time, peak, _, candidate in found:
+        _, least, smallest, _ = min(found, key=lambda row: row[1])
+        needs = f"{smallest.name} with {smallest.chunks} chunks and needs {least:,.0f}, {least - limit:,.0f} more"
+        problem = f"no schedule fits into {limit:,.0f} bytes per rank; the smallest is {needs}; raise the memory limit"
+        raise OrderError(problem, field="memory_limit")
+    fastest, least, winner, schedule = fits[0]
+    candidates = [replace(winner, verdict="fastest that fits")]
+    for time, peak, candidate, _ in found:
         verdict = "as fast" + f", needs {peak - least:,.0f} bytes more" * (peak > least)
         if peak > limit:
             verdict = f"needs {peak - limit:,.0f} bytes more than the limit"
         elif time > fastest:
             verdict = f"{time / fastest - 1:.1%} slower"
-        others += [replace(candidate, verdict=verdict)] if candidate is not winner else []
-    return Choice(schedule, (replace(winner, verdict="fastest that fits"), *others, *refused.values()))
+        candidates += [replace(candidate, verdict=verdict)] if candidate is not winner else []
+    return Choice(schedule, (*candidates, *refused.values()))
 
 
 def _with_head(costs: Costs, num_stages: int, head: float) -> Costs:

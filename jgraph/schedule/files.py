@@ -1,7 +1,5 @@
 """Reads and writes schedules: CSV in PyTorch's format (a row per rank, a cell per tick), or JSON with signed numbers."""
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jgraph.errors import ConfigError, OrderError
-from jgraph.schedule.action import KINDS, Action, cell, parse_cell
+from jgraph.schedule.action import format_cell, parse_cell
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
 
@@ -21,10 +19,8 @@ def to_csv(schedule: Schedule) -> str:
     for row, order, stages, ticks in zip(rows, schedule.orders, schedule.stages, schedule.ticks, strict=True):
         columns = (ticks.tolist(), order.kinds.tolist(), stages.tolist(), order.microbatches.tolist())
         for tick, kind, stage, microbatch in zip(*columns, strict=True):
-            row[tick] = cell(kind, stage, microbatch)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+            row[tick] = format_cell(kind, stage, microbatch)
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def from_csv(text: str) -> Schedule:
@@ -40,36 +36,45 @@ def from_csv(text: str) -> Schedule:
         OrderError: If the text is not such a table, or the schedule cannot run. `rank` is the row, and `position` the index
             among its non-empty cells.
     """
-    ranks: list[list[tuple[int, int, int, int]]] = []
-    try:
-        rows = list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise OrderError(f"this is not CSV: {error}") from None
-    for r, row in enumerate(rows):
-        ranks.append([])
-        for tick, value in enumerate(row):
-            if value.strip():
+    orders, placement, ticks = [], [], []
+    for r, row in enumerate(text.splitlines()):
+        cells: list[tuple[int, int, int, int]] = []
+        for column, value in enumerate(row.split(",")):
+            if cell := value.strip().strip('"'):
                 try:
-                    ranks[r].append((tick, *parse_cell(value)))
+                    cells.append((column, *parse_cell(cell)))
                 except OrderError as error:
-                    raise OrderError.of_rank(r, f", cell {tick}: {error}", len(ranks[r])) from None
-        if not ranks[r]:
+                    raise OrderError.of_rank(r, f", cell {column}: {error}", len(cells)) from None
+        if not cells:
             raise OrderError.of_rank(r, " has no action; write one row with at least one action per rank")
-    if not ranks:
-        raise OrderError("the table is empty; write one row per rank")
-    placement = tuple(tuple(sorted({stage for _, _, stage, _ in row})) for row in ranks)
-    orders = []
-    for r, (row, stages) in enumerate(zip(ranks, placement, strict=True)):
-        chunk_of = {stage: c for c, stage in enumerate(stages)}
+        columns, kinds, stage, microbatches = np.array(cells).T
+        stages = np.unique(stage)
         try:
-            orders.append(Order.of(Action(KINDS[kind], chunk_of[stage], m) for _, kind, stage, m in row))
+            orders.append(_order(kinds, np.searchsorted(stages, stage), microbatches))
         except OrderError as error:
             raise OrderError.of_rank(r, f", {error}", error.position) from None
-    ticks = tuple(np.array([tick for tick, *_ in row]) for row in ranks)
+        placement.append(tuple(stages.tolist()))
+        ticks.append(columns)
+    if not orders:
+        raise OrderError("the table is empty; write one row per rank")
     try:
-        return Schedule(tuple(orders), placement, ticks)
+        return Schedule(tuple(orders), tuple(placement), tuple(ticks))
     except OrderError:
-        return Schedule(tuple(orders), placement)
+        return Schedule(tuple(orders), tuple(placement))
+
+
+def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> Order:
+    """Returns the order with these microbatches, int [N]; raises OrderError if no choice of `wgrads` yields them."""
+    order = Order(kinds, chunks)
+    if (order.microbatches != microbatches).any():
+        newest = replace(order, wgrads="newest")
+        if (newest.microbatches == microbatches).all():
+            return newest
+        position = int(np.argmax(order.microbatches != microbatches))
+        action = replace(order[position], microbatch=int(microbatches[position]))
+        expected = f"microbatch {order.microbatches[position]}"
+        raise OrderError.at(position, f"the {action}; microbatches go first in, first out, so this must be {expected}")
+    return order
 
 
 def to_json(schedule: Schedule) -> str:
@@ -142,9 +147,8 @@ def write(schedule: Schedule, path: str | Path) -> None:
         OrderError: If the path has another suffix.
         OSError: If the file cannot be written.
     """
-    path = Path(path)
-    to_text, _ = _format(path, str(path))
-    path.write_text(to_text(schedule), encoding="utf-8")
+    to_text, _ = _format(Path(path), str(path))
+    Path(path).write_text(to_text(schedule), encoding="utf-8")
 
 
 def read(path: str | Path, *, field: str = "") -> Schedule:

@@ -9,7 +9,9 @@
 - aligned: all ranks run the same kind of action in a tick (see `_aligned`).
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -53,67 +55,61 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
     return make(int(pp), int(microbatches), int(chunks))
 
 
-def forward_sequence(M: int, C: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+def forward_sequence(bounds: Sequence[int], C: int) -> np.ndarray:
     """Returns the forwards of a rank in groups of microbatches.
 
     A group passes through all chunks of the rank before the next group starts.
 
     Args:
-        M: Number of microbatches.
+        bounds: First microbatch of each group, and the number of microbatches.
         C: Number of chunks per rank.
-        group: Microbatches per group. The last group has the remainder.
 
     Returns:
-        The chunks and the microbatches of the forwards, int arrays of shape [M * C].
+        The chunks and the microbatches of the forwards, int [2, n].
     """
-    microbatches = np.arange(M)
-    first = microbatches - microbatches % group
-    # A stable sort by (group, chunk) keeps the microbatches of a group in ascending order.
-    chunk, microbatch = np.divmod(np.arange(C * M), M)
-    at = np.argsort(first[microbatch] * C + chunk, kind="stable")
-    return chunk[at], microbatch[at]
+    pairs = [(c, m) for first, end in pairwise(bounds) for c in range(C) for m in range(first, end)]
+    return np.array(pairs).T
 
 
-def alternate(forwards: np.ndarray, backwards: np.ndarray, warmup: int) -> tuple[np.ndarray, np.ndarray]:
+def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np.ndarray]:
     """Interleaves forwards and full backwards one to one after a warm-up.
 
     Args:
-        forwards: Chunks of the forwards, int [n].
-        backwards: Chunks of the backwards, int [n].
-        warmup: Number of forwards before the first backward.
+        forwards: Chunks of the forwards, int [n]. Backwards go through the chunks in reverse.
+        C: Number of chunks per rank.
+        warmup: Number of forwards before the first backward, at most n.
 
     Returns:
         The kinds and the chunks of all actions, int [2 * n]: `warmup` forwards, then one forward and one backward in turn, then
         the remaining backwards.
     """
-    n = len(forwards)
+    n, backwards = len(forwards), C - 1 - forwards
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()
     chunks = np.concatenate([forwards[:warmup], steady, backwards[n - warmup :]])
     kinds = np.concatenate([np.full(warmup, FORWARD), np.tile([FORWARD, BACKWARD], n - warmup), np.full(warmup, BACKWARD)])
     return kinds, chunks
 
 
+def _alternating(name: str, P: int, C: int, forwards: np.ndarray, warmups: Sequence[int]) -> Schedule:
+    """Returns a schedule of `alternate` orders, from the warm-up of each rank."""
+    orders = tuple(Order(*alternate(forwards, C, min(warmup, len(forwards)))) for warmup in warmups)
+    return Schedule(orders, loop(P, C), name=name)
+
+
 def _gpipe(P: int, M: int, C: int) -> Schedule:
-    up, down = np.repeat(np.arange(C), M), np.repeat(np.arange(C)[::-1], M)
-    order = Order(np.repeat([FORWARD, BACKWARD], C * M), np.concatenate([up, down]))
-    return Schedule((order,) * P, loop(P, C), name="gpipe")
+    return _alternating("gpipe", P, C, np.repeat(np.arange(C), M), [M * C] * P)
 
 
 def _one_f_one_b(P: int, M: int, C: int) -> Schedule:
-    zeros = np.zeros(M, np.int32)
-    orders = tuple(Order(*alternate(zeros, zeros, min(P - 1 - r, M))) for r in range(P))
-    return Schedule(orders, loop(P, 1), name="1f1b")
+    return _alternating("1f1b", P, C, np.zeros(M, np.int32), range(P)[::-1])
 
 
 def _interleaved(P: int, M: int, C: int) -> Schedule:
-    """Interleaved 1F1B in groups of P microbatches, as in `_grouped`."""
-    forwards = _grouped(P, M, C)[0]
-    orders = []
-    for r in range(P):
-        # The last rank runs a dgrad right after the first forward of its last chunk; each rank before it adds 2 forwards.
-        warmup = 2 * (P - 1 - r) + int(np.argmax(forwards == C - 1))
-        orders.append(Order(*alternate(forwards, C - 1 - forwards, min(warmup, M * C))))
-    return Schedule(tuple(orders), loop(P, C), name="interleaved-1f1b")
+    """Interleaved 1F1B in the groups of `_bounds`."""
+    forwards = forward_sequence(_bounds(P, M), C)[0]
+    # The last rank runs a dgrad right after the first forward of its last chunk; each rank before it adds 2 forwards.
+    first = int(np.argmax(forwards == C - 1))
+    return _alternating("interleaved-1f1b", P, C, forwards, [2 * (P - 1 - r) + first for r in range(P)])
 
 
 def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[int], int]):
@@ -128,13 +124,8 @@ def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[
             ahead, most = min(warmup(P, r), M), limit(P)
             lean = max(0, min(M, most) - ahead)  # pairs of dgrad and forward without a wgrad
             full = M - ahead - lean
-            kinds = (
-                [FORWARD] * ahead
-                + [DGRAD, FORWARD] * lean
-                + [DGRAD, WGRAD, FORWARD] * full
-                + [DGRAD, WGRAD] * ahead
-                + [WGRAD] * lean
-            )
+            kinds = [FORWARD] * ahead + [DGRAD, FORWARD] * lean + [DGRAD, WGRAD, FORWARD] * full
+            kinds += [DGRAD, WGRAD] * ahead + [WGRAD] * lean
             orders.append(Order(np.array(kinds, np.int8), np.zeros(len(kinds), np.int32)))
         return Schedule(tuple(orders), loop(P, 1), name=name)
 
@@ -143,10 +134,10 @@ def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[
 
 def _zb_v(P: int, M: int, C: int) -> Schedule:
     """Zero bubble on a V: both ends of the V are on rank 0, so a dgrad starts on the rank that ran the last forward."""
-    count = max(2 * P - 1, M)  # the V needs at least 2P - 1 microbatches; `order` drops the ones from M on
+    count = max(2 * P - 1, M)  # the V needs at least 2P - 1 microbatches; `_Row` drops the ones from M on
     orders = []
     for r in range(P):
-        row = _Row()
+        row = _Row(M)
         row.add((FORWARD, 0), times=2 * (P - r) - 1)
         row.add((FORWARD, 1), (FORWARD, 0), times=r)
         row.add((FORWARD, 1), (DGRAD, 1), (WGRAD, 1), times=P - r)
@@ -158,7 +149,7 @@ def _zb_v(P: int, M: int, C: int) -> Schedule:
         row.add((DGRAD, 0), (WGRAD, 0), times=P - r)
         for chunk in (1, 0):
             row.add((WGRAD, chunk), times=row.done[DGRAD, chunk] - row.done[WGRAD, chunk])
-        orders.append(row.order(M))
+        orders.append(row.order())
     return Schedule(tuple(orders), vee(P), name="zb-v")
 
 
@@ -173,7 +164,7 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
         )
     orders = []
     for r in range(P):
-        row, rest = _Row(), P - r - 1
+        row, rest = _Row(M), P - r - 1
         row.add((FORWARD, 0), times=2 * rest)
         row.add((FORWARD, 0), (FORWARD, 1), times=r + 1)
         row.add((DGRAD, 1), (WGRAD, 1), (FORWARD, 1), times=rest)
@@ -187,43 +178,39 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
             row.add(*pending[i : i + 1], (DGRAD, 0))
             pending.append((WGRAD, 0))
         row.add(*pending[rest:])
-        orders.append(row.order(M))
+        orders.append(row.order())
     return Schedule(tuple(orders), vee(P), name="dualpipe-v")
 
 
 class _Row:
-    """Collects the actions of a rank and counts them by kind and chunk."""
+    """Collects the actions of a rank, and drops those of microbatches from M on.
 
-    def __init__(self):
-        self.entries: list[tuple[int, int]] = []
-        self.done = {(kind, chunk): 0 for kind in range(4) for chunk in range(2)}
+    Attributes:
+        done: Number of added actions by kind and chunk, including dropped ones.
+    """
+
+    def __init__(self, M: int):
+        self.M, self.entries, self.done = M, [], Counter()
 
     def add(self, *entries: tuple[int, int], times: int = 1) -> None:
         """Appends the (kind, chunk) entries, repeated `times` times."""
-        self.entries += entries * times
-        for entry in entries:
-            self.done[entry] += max(times, 0)
+        for entry in entries * times:
+            self.done[entry] += 1
+            if self.done[entry] <= self.M:
+                self.entries.append(entry)
 
-    def order(self, M: int) -> Order:
-        """Returns the order of the microbatches below M."""
-        kinds, chunks = np.array(self.entries, np.int8).T
-        keep = np.ones(len(kinds), bool)
-        for kind, chunk in set(self.entries):
-            if kind != BACKWARD:
-                keep[np.flatnonzero((kinds == kind) & (chunks == chunk))[M:]] = False
-        return Order(kinds[keep], chunks[keep])
+    def order(self) -> Order:
+        """Returns the order of the collected actions."""
+        return Order(*np.array(self.entries, np.int8).T)
 
 
-def _grouped(P: int, M: int, C: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `forward_sequence` in groups of P microbatches.
+def _bounds(P: int, M: int) -> list[int]:
+    """Returns the bounds of groups of P microbatches, as for `forward_sequence`.
 
     The remainder M % P joins the first group. A group smaller than P would deadlock the ring, and a later group larger than the
     first would have dgrads before their forwards.
     """
-    first = min(M, P + M % P)
-    start = forward_sequence(first, C, first)
-    rest = forward_sequence(M - first, C, P)
-    return np.concatenate([start[0], rest[0]]), np.concatenate([start[1], rest[1] + first])
+    return [0, *range(min(M, P + M % P), M, P), M]
 
 
 def _aligned(P: int, M: int, C: int) -> Schedule:
@@ -238,7 +225,7 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     pending and stay idle.
     """
     # Fewer microbatches than ranks are padded to P, because a group must not be shorter than the ring. The padding stays idle.
-    chunk, microbatch = _grouped(P, max(M, P) if C > 1 else M, C)
+    chunk, microbatch = forward_sequence(_bounds(P, max(M, P) if C > 1 else M), C)
     back_chunk = C - 1 - chunk
     n = len(chunk)
     rank = np.arange(P)
@@ -269,21 +256,16 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     # Place each tick of wgrads as early as possible, while all ranks have one pending and enough remain for later idle
     # positions.
     later = np.minimum.accumulate(np.append(least[1:], end_of_round[-1])[::-1])[::-1]
-    wgrad_ticks, has_wgrad = 0, np.zeros(len(rounds), bool)
-    for t in range(start, len(rounds)):
-        has_wgrad[t] = wgrad_ticks < min(end_of_round[t], later[t])
-        wgrad_ticks += has_wgrad[t]
-    total = M * C
-    trailing = int(max(total - fill_forward.sum(0) - fill_dgrad.sum(0))) - wgrad_ticks
-
-    rows, wgrads = [], np.full(P, WGRAD)
+    rows, wgrads, placed, total = [], np.full(P, WGRAD), 0, M * C
     for t in range(len(rounds)):
         if has_forward[t]:
             rows.append(np.where(forward[t] < n, FORWARD, np.where(fill_forward[t], WGRAD, IDLE)))
         if has_dgrad[t]:
             rows.append(np.where(dgrad[t] < n, DGRAD, np.where(fill_dgrad[t], WGRAD, IDLE)))
-        if has_wgrad[t]:
+        if placed < min(end_of_round[t], later[t]):
             rows.append(wgrads)
+            placed += 1
+    trailing = int(max(total - fill_forward.sum(0) - fill_dgrad.sum(0))) - placed
     kinds = np.stack([*rows, *[wgrads] * trailing])
     kinds[(kinds == WGRAD) & (np.cumsum(kinds == WGRAD, axis=0) > total)] = IDLE
     ticks = tuple(np.flatnonzero(kinds[:, r] != IDLE) for r in range(P))

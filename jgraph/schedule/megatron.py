@@ -13,7 +13,6 @@ from jgraph.errors import OrderError
 from jgraph.schedule.action import check_integer
 from jgraph.schedule.generate import alternate, forward_sequence
 from jgraph.schedule.order import Order
-from jgraph.schedule.schedule import Schedule
 
 
 def megatron_order(
@@ -36,7 +35,7 @@ def megatron_order(
         num_microbatches: Number of microbatches per step.
         vpp: Number of chunks per rank (virtual pipeline size). None for no virtual pipeline.
         microbatch_group_size: Number of microbatches that pass through a chunk before the next chunk starts. None for
-            `pp_size`.
+            `pp_size`. Smaller groups can deadlock, also a smaller last one: `Schedule` checks the orders of all ranks.
         num_layers_per_chunk: Number of layers of each chunk; 0 is allowed. None for one layer each. Layers become entries of
             the order only with `overlap_moe_ep`.
         overlap_moe_ep: Overlaps the expert-parallel communication of a forward with a backward: every layer is its own chunk,
@@ -47,18 +46,15 @@ def megatron_order(
         The order of rank `pp_rank`.
 
     Raises:
-        OrderError: If an argument is invalid, or the ranks deadlock with these groups of microbatches.
+        OrderError: If an argument is invalid.
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
-    for name, value, minimum in (
-        ("pp_size", pp_size, 1),
-        ("pp_rank", pp_rank, 0),
-        ("num_microbatches", num_microbatches, 1),
-        ("vpp", chunks, 1),
-        ("microbatch_group_size", group, 1),
-    ):
-        check_integer(name, value, minimum)
+    check_integer("pp_size", pp_size)
+    check_integer("pp_rank", pp_rank, 0)
+    check_integer("num_microbatches", num_microbatches)
+    check_integer("vpp", chunks)
+    check_integer("microbatch_group_size", group)
     given = (1,) * chunks if num_layers_per_chunk is None else num_layers_per_chunk
     layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
     for number in layers:
@@ -77,46 +73,15 @@ def megatron_order(
     if pp_size == 1 and not overlap_moe_ep:
         num_microbatches = 1
 
-    def order_of(rank: int) -> Order:
-        ahead = pp_size - rank - 1
-        warmup = ahead if vpp is None or pp_size == 1 else 2 * ahead + (chunks - 1) * group
-        forwards = forward_sequence(num_microbatches, chunks, min(group, num_microbatches))[0]
-        warmup = min(warmup, len(forwards))
-        kinds, entry_chunks = alternate(forwards, chunks - 1 - forwards, warmup)
-        if not overlap_moe_ep:
-            return Order(kinds, entry_chunks, layers if all(layers) else ())
-        by_chunk = Order(kinds, entry_chunks).to_list()
-        return Order.parse(_by_layer(by_chunk, layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
-
-    if vpp is not None and (group < pp_size or 0 < num_microbatches % group < pp_size):
-        # Groups shorter than the ring can deadlock, but do not always: check the schedule of all ranks.
-        try:
-            Schedule(tuple(map(order_of, range(pp_size))), _placement(pp_size, layers if overlap_moe_ep else (1,) * chunks))
-        except OrderError as error:
-            raise OrderError(
-                f"pp_size={pp_size}, num_microbatches={num_microbatches}, microbatch_group_size={group}: {error}; use groups "
-                f"of at least pp_size microbatches, the last group included",
-                position=error.position,
-                rank=error.rank,
-            ) from None
-    return order_of(pp_rank)
-
-
-def _placement(pp_size: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the stages of each rank if every layer is a stage, and chunks go round the ranks.
-
-    Args:
-        pp_size: Number of ranks.
-        layers: Number of layers of each chunk, the same on all ranks.
-
-    Returns:
-        The stages of each rank, ascending.
-    """
-    first = np.cumsum([0, *layers])[:-1] * pp_size
-    return tuple(
-        tuple(int(at + rank * number + i) for at, number in zip(first, layers, strict=True) for i in range(number))
-        for rank in range(pp_size)
-    )
+    ahead = pp_size - pp_rank - 1
+    warmup = ahead if vpp is None or pp_size == 1 else 2 * ahead + (chunks - 1) * group
+    forwards = forward_sequence([*range(0, num_microbatches, group), num_microbatches], chunks)[0]
+    warmup = min(warmup, len(forwards))
+    kinds, entry_chunks = alternate(forwards, chunks, warmup)
+    if not overlap_moe_ep:
+        return Order(kinds, entry_chunks, layers if all(layers) else ())
+    by_chunk = Order(kinds, entry_chunks).to_list()
+    return Order.parse(_by_layer(by_chunk, layers, warmup, delay_wgrad), delay_wgrad=delay_wgrad)
 
 
 def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:
@@ -136,7 +101,9 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
     """
     first = np.concatenate([[0], np.cumsum(layers)]).tolist()
 
-    def layers_of(entry: int | float) -> list[int]:
+    def layers_of(entry: int | float | None) -> list[int]:
+        if entry is None:
+            return []
         chunk = int(abs(entry)) - 1
         own = list(range(first[chunk] + 1, first[chunk + 1] + 1))
         return own if entry > 0 else own[::-1]
@@ -145,7 +112,7 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
     backwards = [entry for entry in order if entry < 0]
     ahead = min(warmup + 1, len(forwards))
     entries: list[int | float] = [layer for entry in forwards[:ahead] for layer in layers_of(entry)]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+    for forward, backward in zip_longest(forwards[ahead:], backwards):
         down = layers_of(backward)
         for i, (up, layer) in enumerate(zip_longest(layers_of(forward), down)):
             if up is not None:
@@ -157,7 +124,4 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
                     entries.append(-layer - 0.5)
         if delay_wgrad and down:
             entries.append(-down[-1] - 0.5)
-    for backward in backwards[len(forwards) - ahead :]:
-        for layer in layers_of(backward):
-            entries += [-layer, -layer - 0.5] if delay_wgrad else [-layer]
     return entries

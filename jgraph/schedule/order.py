@@ -7,16 +7,18 @@ out). With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its
 import math
 import numbers
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args, overload
+from functools import cached_property
+from typing import Any, Literal, Self, SupportsInt, TypeGuard, TypeVar, get_args
 
 import numpy as np
 
 from jgraph.errors import OrderError, check_choice
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD, Action, show
 
 Wgrads = Literal["oldest", "newest"]
+_T = TypeVar("_T", bound=int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +84,8 @@ class Order(Sequence[Action]):
             OrderError: If the order cannot run, or contradicts `delay_wgrad`. `position` is the index of the first invalid
                 entry.
         """
-        unordered = isinstance(numbers, (str, bytes, Mapping, Set)) or (isinstance(numbers, np.ndarray) and not numbers.ndim)
-        if unordered or not isinstance(numbers, Iterable):
-            raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {_show(numbers)}")
-        entries = list(numbers)
+        if (entries := _items(numbers)) is None:
+            raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {show(numbers)}")
         parsed = [_parse_entry(i, entry, len(entries)) for i, entry in enumerate(entries)]
         kinds, chunks = np.array(parsed, np.int32).reshape(-1, 2).T
         full = (kinds == DGRAD) & ~np.isin(chunks, chunks[kinds == WGRAD])
@@ -94,62 +94,25 @@ class Order(Sequence[Action]):
             order.check_delayed(one_each("delay_wgrad", delay_wgrad, order.num_chunks, bool))
         return order
 
-    @classmethod
-    def of(cls, actions: Iterable[Action]) -> Self:
-        """Constructs an order from actions with explicit microbatches.
-
-        Sets `wgrads` to `newest` if only that choice yields the microbatches of `actions`.
-
-        Raises:
-            OrderError: If the order cannot run, or no choice of `wgrads` yields the microbatches. `position` is the index of
-                the first invalid action.
-        """
-        actions = list(actions) if isinstance(actions, Iterable) else [actions]
-        for i, action in enumerate(actions):
-            if not isinstance(action, Action) or action.kind not in KINDS:
-                raise OrderError.at(i, f"{_show(action)}; must be an Action of kind {', '.join(KINDS)}")
-            # Checked before the conversion to an array, which would cast floats and wrap large integers.
-            if not _is_integer(action.chunk) or not 0 <= int(action.chunk) < len(actions):
-                raise OrderError.at(i, f"of chunk {_show(action.chunk)}; chunks must be consecutive integers from 0")
-        kinds, chunks = (
-            np.array([KINDS.index(a.kind) for a in actions], np.int8),
-            np.array([a.chunk for a in actions], np.int32),
-        )
-        order, given = cls(kinds, chunks), [action.microbatch for action in actions]
-        if given != order.microbatches.tolist():
-            newest = cls(kinds, chunks, wgrads="newest")
-            order = newest if given == newest.microbatches.tolist() else order
-        for i, (action, expected) in enumerate(zip(actions, order.microbatches.tolist(), strict=True)):
-            if action.microbatch != expected:
-                reason = f"microbatches go first in, first out, so this must be microbatch {expected}"
-                raise OrderError.at(i, f"the {action}; {reason}")
-        return order
-
     def __len__(self) -> int:
         """Returns the number of actions."""
         return len(self.kinds)
 
-    @overload
-    def __getitem__(self, index: int) -> Action: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Action]: ...
     def __getitem__(self, index):
         """Returns the action at an index, or a list of actions for a slice."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return Action(KINDS[self.kinds[index]], int(self.chunks[index]), int(self.microbatches[index]))
+        return self._actions[index]
 
-    def __iter__(self) -> Iterator[Action]:
-        """Iterates over the actions."""
+    @cached_property
+    def _actions(self) -> list[Action]:
         columns = (self.kinds.tolist(), self.chunks.tolist(), self.microbatches.tolist())
-        return (Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True))
+        return [Action(KINDS[kind], chunk, microbatch) for kind, chunk, microbatch in zip(*columns, strict=True)]
 
     def __repr__(self) -> str:
         """Returns the first 12 signed numbers and the numbers of actions and chunks."""
         numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
         return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
 
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[bytes | tuple[int, ...], ...]:
         return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()
 
     def __eq__(self, other: object) -> bool:
@@ -196,68 +159,66 @@ class Order(Sequence[Action]):
                 remedy = "remove it, or pass delay_wgrad=True"
             raise OrderError.at(position, f"{problem}; {remedy}")
 
-    def split(self) -> "Order":
-        """Splits every full backward into a dgrad and a wgrad right after it."""
-        return self._split(np.ones(self.num_chunks, bool))
+    def split(self, which: np.ndarray | None = None) -> "Order":
+        """Splits full backwards into a dgrad and a wgrad right after it.
+
+        Args:
+            which: Chunks to split, bool [C]. None for all.
+
+        Returns:
+            The order with one more action per split backward.
+        """
+        full = self.kinds == BACKWARD
+        if which is not None:
+            full &= which[self.chunks]
+        kinds = np.repeat(np.where(full, DGRAD, self.kinds), 1 + full)
+        kinds[np.flatnonzero(full) + np.arange(1, full.sum() + 1)] = WGRAD
+        return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
     def to_list(self) -> list[int | float]:
         """Returns the signed numbers of the order; inverts `parse`.
 
         Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot mix both in a chunk.
         """
-        order = self._split(np.array(self.delay_wgrad))
+        order = self.split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
         return [
             chunk if kind == FORWARD else -chunk - 0.5 if kind == WGRAD else -chunk
             for kind, chunk in zip(order.kinds.tolist(), chunks, strict=True)
         ]
 
-    def _split(self, which: np.ndarray) -> "Order":
-        """Splits the full backwards of the chunks selected by `which`, bool [C]."""
-        full = (self.kinds == BACKWARD) & which[self.chunks]
-        if not full.any():
-            return self
-        kinds = np.repeat(np.where(full, DGRAD, self.kinds), 1 + full)
-        kinds[np.flatnonzero(full) + np.arange(1, full.sum() + 1)] = WGRAD
-        return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
-
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> TypeGuard[SupportsInt]:
     return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
 
 
-def _parse_entry(position: int, entry: Any, length: int) -> tuple[int, int]:
+def _parse_entry(position: int, entry: object, length: int) -> tuple[int, int]:
     """Returns the kind and the 0-based chunk of a signed number in an order of `length` entries."""
     if _is_integer(entry):
         value = int(entry)
         if value != 0 and abs(value) <= length:
             return (FORWARD if value > 0 else DGRAD), abs(value) - 1
-        shown = "0" if value == 0 else f"{_show(value)}, but {length} entries cannot hold that many chunks"
+        shown = "0" if value == 0 else f"{show(value)}, but {length} entries cannot hold that many chunks"
         remedy = "chunks must be numbered from 1 without gaps"
     elif isinstance(entry, (float, np.floating)):
         value = float(entry)
         if -length - 1 < value < -1 and (-value) % 1 == 0.5:
             return WGRAD, int(-value) - 1
-        shown = _show(value)
+        shown, remedy = show(value), "only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"
         if value != 0 and math.isfinite(value) and value == int(value):
-            remedy = f"forwards and dgrads are integers: write {_show(int(value))}"
-        else:
-            remedy = "only a wgrad has a fraction, written -c-0.5, e.g. -1.5 for chunk 1"
+            remedy = f"forwards and dgrads are integers: write {show(int(value))}"
     else:
-        shown, remedy = _show(entry), "must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
+        shown, remedy = show(entry), "must be a number: c forward, -c dgrad, -c-0.5 wgrad of chunk c"
     raise OrderError.at(position, f"{shown}; {remedy}")
 
 
-def _show(value: object) -> str:
-    """Returns the repr of a value, cut to 40 characters, and its type."""
-    try:
-        text = repr(value)
-    except Exception:  # an arbitrary object may raise anything in __repr__; report the invalid order instead
-        text = "an unprintable object"
-    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+def _items(value: object) -> list[Any] | None:
+    """Returns the items of an ordered iterable; None for other objects, text, mappings, sets and 0-dimensional arrays."""
+    unordered = isinstance(value, (str, bytes, Mapping, Set)) or (isinstance(value, np.ndarray) and not value.ndim)
+    return None if unordered or not isinstance(value, Iterable) else list(value)
 
 
-def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk") -> tuple:
+def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = "chunk") -> tuple[_T, ...]:
     """Broadcasts an argument to one value per chunk.
 
     Args:
@@ -273,42 +234,34 @@ def one_each(name: str, value: Any, count: int, kind: type, *, of: str = "chunk"
     Raises:
         OrderError: If a value has another type or is out of range, or the number of values is not `count`.
     """
-    values: list[Any] = [value] * count
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
-        values = [value.item()] * count if isinstance(value, np.ndarray) and not value.ndim else list(value)
+    items = _items(value)
+    values: list[Any] = [value] * count if items is None else items
+    one = "bool" if issubclass(kind, bool) else "int >= 1"
     for item in values:
-        if not (isinstance(item, (bool, np.bool_)) if kind is bool else _is_integer(item) and 1 <= int(item) < 2**31):
-            one = f"{kind.__name__}{' >= 1' * (kind is int)}"
-            raise OrderError(f"`{name}` is {_show(value)}: must be one {one}, or one per {of}", field=name)
+        if not (isinstance(item, (bool, np.bool_)) if one == "bool" else _is_integer(item) and 1 <= int(item) < 2**31):
+            raise OrderError(f"`{name}` is {show(value)}: must be one {one}, or one per {of}", field=name)
     if len(values) != count:
-        wrong = f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}"
-        raise OrderError(wrong, field=name)
+        raise OrderError(f"`{name}` has {len(values)} values, but there are {count} {of}s: give one per {of}", field=name)
     return tuple(kind(item) for item in values)
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
-    """Raises OrderError unless both are integer arrays of shape [N] with N > 0, and all kinds and chunks are in range."""
+    """Raises OrderError unless both are integer arrays [N] with N > 0, kinds are in range and chunks are 0 to C - 1."""
     if not kinds.size:
         raise OrderError("the order is empty; add at least one forward and one backward, e.g. [1, -1]")
     integers = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
     if not integers or kinds.ndim != 1 or kinds.shape != chunks.shape:
-        raise OrderError(
-            f"`kinds` is {kinds.dtype}{list(kinds.shape)} and `chunks` is {chunks.dtype}{list(chunks.shape)}: both must be "
-            f"integer arrays of shape [N]"
-        )
+        shown = f"`kinds` is {kinds.dtype}{list(kinds.shape)} and `chunks` is {chunks.dtype}{list(chunks.shape)}"
+        raise OrderError(f"{shown}: both must be integer arrays of shape [N]")
     wrong = np.flatnonzero((kinds < FORWARD) | (kinds > BACKWARD) | (chunks < 0) | (chunks >= len(chunks)))
     if len(wrong):
         position = int(wrong[0])
         allowed = f"kinds must be {FORWARD} to {BACKWARD}, and chunks numbered from 0 without gaps"
         raise OrderError.at(position, f"of kind {kinds[position]} and chunk {chunks[position]}; {allowed}")
-
-
-def _check_chunks(chunks: np.ndarray) -> None:
-    """Raises OrderError unless the chunks are 0 to C - 1. Messages number them from 1."""
     seen = np.bincount(chunks) > 0
     if not seen.all():
         missing = int(np.argmin(seen))
-        position = int(np.flatnonzero(chunks > missing)[0])
+        position = int(np.argmax(chunks > missing))
         problem = f"of chunk {chunks[position] + 1}, but chunk {missing + 1} has no entry"
         raise OrderError.at(position, f"{problem}; number the chunks from 1 without gaps")
 
@@ -328,27 +281,25 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
     Raises:
         OrderError: If the order cannot run. Errors within a chunk take precedence over errors between two chunks.
     """
-    _check_chunks(chunks)
-    assert len(layers) == chunks.max() + 1
     microbatches: list[int] = []
     # Per chunk: the number of forwards and dgrads so far, and the microbatches with a pending wgrad.
     forwards, dgrads = [0] * len(layers), [0] * len(layers)
     pending: list[deque[int]] = [deque() for _ in layers]
-    dgrad_kinds = (DGRAD, BACKWARD)
-    masks = {FORWARD: kinds == FORWARD, DGRAD: (kinds == DGRAD) | (kinds == BACKWARD)}
-    totals = {kind: np.bincount(chunks[mask], minlength=len(layers)).tolist() for kind, mask in masks.items()}
+    # A full backward counts as a dgrad.
+    parts = np.where(kinds == BACKWARD, DGRAD, kinds)
+    totals = {part: np.bincount(chunks[parts == part], minlength=len(layers)).tolist() for part in (FORWARD, DGRAD)}
 
-    def position_of(kind: int, c: int, m: int) -> int:
-        return int(np.flatnonzero(masks[kind] & (chunks == c))[m])
+    def position_of(part: int, c: int, m: int) -> int:
+        return int(np.flatnonzero((parts == part) & (chunks == c))[m])
 
     def error_at(position: int, m: int, problem: str) -> OrderError:
-        name = "dgrad" if kinds[position] in dgrad_kinds else KINDS[kinds[position]]
-        return OrderError.at(position, f"the {name} of chunk {chunks[position] + 1}, microbatch {m}, {problem}")
+        action = f"the {KINDS[parts[position]]} of chunk {chunks[position] + 1}, microbatch {m}"
+        return OrderError.at(position, f"{action}, {problem}")
 
-    def remedy(kind: int, c: int, m: int) -> str:
+    def remedy(part: int, c: int, m: int) -> str:
         """Suggests a move after the required action, or gives the number of such actions if it is missing."""
-        total = totals[kind][c]
-        return f"move it after entry {position_of(kind, c, m)}" if m < total else f"the order has only {total} of them"
+        total = totals[part][c]
+        return f"move it after entry {position_of(part, c, m)}" if m < total else f"the order has only {total} of them"
 
     cross_chunk_error = None
     for position, (kind, c) in enumerate(zip(kinds.tolist(), chunks.tolist(), strict=True)):
@@ -366,9 +317,9 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
             if kind != FORWARD and m >= forwards[c]:
                 raise error_at(position, m, f"which comes before its forward; {remedy(FORWARD, c, m)}")
             if 0 <= neighbour < len(layers) and done[neighbour] <= m < totals[needed][neighbour]:
-                name = "forward" if kind == FORWARD else "dgrad"
-                problem = f"which needs the {name} of chunk {neighbour + 1}, a later entry; {remedy(needed, neighbour, m)}"
-                cross_chunk_error = cross_chunk_error or error_at(position, m, problem)
+                problem = f"which needs the {KINDS[needed]} of chunk {neighbour + 1}, a later entry"
+                error = error_at(position, m, f"{problem}; {remedy(needed, neighbour, m)}")
+                cross_chunk_error = cross_chunk_error or error
             if kind == BACKWARD and pending[c] and wgrads == "oldest":
                 problem = f"and includes its wgrad while the wgrad of microbatch {pending[c][0]} is pending"
                 raise error_at(position, m, f"{problem}; wgrads go first in, first out: split it")

@@ -70,13 +70,11 @@ class Schedule(Sequence[Order]):
         if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
             problem = "`orders` must be a sequence of at least one Order; Order.parse constructs one from signed numbers"
             raise OrderError(problem, field="orders")
-        if not isinstance(self.ticks, tuple):
-            raise OrderError("`ticks` must be a tuple with one row per rank", field="ticks")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
         object.__setattr__(self, "placement", placement)
         _check_counts(self)
         object.__setattr__(self, "num_stages", sum(map(len, placement)))
-        object.__setattr__(self, "ticks", _check_ticks(self) if self.ticks else _earliest(self))
+        object.__setattr__(self, "ticks", _check_ticks(self) if len(self.ticks) else _earliest(self))
         for row in self.ticks:
             row.flags.writeable = False
 
@@ -88,11 +86,15 @@ class Schedule(Sequence[Order]):
         """Returns the order of a rank, or a tuple of orders for a slice."""
         return self.orders[index]
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """Returns the name and the numbers of ranks, stages, microbatches and ticks."""
         counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches, "tick": self.num_ticks}
         words = (f"{count} {word}{('es' if word == 'microbatch' else 's') * (count > 1)}" for word, count in counts.items())
-        return f"Schedule({self.name}: {', '.join(words)})"
+        return f"{self.name}: {', '.join(words)}"
+
+    def __repr__(self) -> str:
+        """Returns the type and the text of `__str__`."""
+        return f"Schedule({self})"
 
     def split(self) -> "Schedule":
         """Splits every full backward into a dgrad and a wgrad right after it. The ticks become the earliest possible ones."""
@@ -121,6 +123,11 @@ class Schedule(Sequence[Order]):
         return len(self.orders)
 
     @property
+    def num_chunks(self) -> int:
+        """Largest number of chunks of a rank."""
+        return max(map(len, self.placement))
+
+    @property
     def num_microbatches(self) -> int:
         """Number of microbatches of a step."""
         return self.orders[0].num_microbatches
@@ -142,9 +149,7 @@ class Schedule(Sequence[Order]):
 
     def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """Reorders values per rank and chunk to an array by stage, int64 [S]."""
-        values = np.empty(self.num_stages, np.int64)
-        values[np.concatenate(self.placement)] = np.concatenate(rows)
-        return values
+        return np.concatenate(rows)[np.argsort(np.concatenate(self.placement))]
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
@@ -261,10 +266,8 @@ def _check_counts(schedule: Schedule) -> None:
         if order.num_chunks != len(stages):
             placed = f"{len(stages)} stages in its placement; give one stage per chunk"
             raise OrderError.of_rank(r, f" has {order.num_chunks} chunks in its order, but {placed}")
-        if not all(isinstance(stage, (int, np.integer)) for stage in stages):
-            raise OrderError.of_rank(r, f" has stages {stages}; stages must be integers >= 0")
-        if list(stages) != sorted(stages):
-            raise OrderError.of_rank(r, f" has stages {stages}; list them in ascending order, chunk by chunk")
+        if not all(isinstance(stage, (int, np.integer)) for stage in stages) or list(stages) != sorted(stages):
+            raise OrderError.of_rank(r, f" has stages {stages}; list integers in ascending order, chunk by chunk")
         if order.num_microbatches != orders[0].num_microbatches:
             expected = f"but rank 0 has {orders[0].num_microbatches}; all ranks must have the same number"
             raise OrderError.of_rank(r, f" has {order.num_microbatches} microbatches, {expected}")

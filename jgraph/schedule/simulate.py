@@ -101,40 +101,11 @@ class Simulation:
         """The idle fraction of all ranks' time, from 0 to 1."""
         return float(self.idle.mean() / self.makespan)
 
-    def memory(self, sizes: Mapping[str, float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the memory use of each rank over time.
-
-        Args:
-            sizes: Bytes per array in each pool. Pools that are missing count as 0.
-
-        Returns:
-            For each rank, the ascending times of changes and the bytes in use from each of these times on, float64 arrays.
-
-        Raises:
-            OrderError: If a pool is unknown or a size is negative.
-        """
-        check_sizes(sizes)
-        times, changes = [], []
-        for pool, (born, died) in live_spans(self.schedule, self.starts, self.ends, latency=self.latency).items():
-            times += [born, died]
-            changes += [np.full(born.shape, float(sizes.get(pool, 0))), np.full(died.shape, -float(sizes.get(pool, 0)))]
-        times, changes = np.stack(times), np.stack(changes)
-        curves = []
-        for stages in self.schedule.placement:
-            t, change = times[:, list(stages)].ravel(), changes[:, list(stages)].ravel()
-            t, change = t[np.isfinite(t)], change[np.isfinite(t)]
-            # Frees come before allocations at the same time.
-            at = np.lexsort((change, t))
-            t, level = t[at], np.cumsum(change[at])
-            last_at_time = np.append(t[1:] != t[:-1], True)[: len(t)]
-            curves.append((t[last_at_time], level[last_at_time]))
-        return curves
-
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
         """Returns the peak memory use of each rank, in bytes.
 
         Can exceed the size of the slots if stages differ in cost: a received array counts from its arrival, but `assign` gives
-        it a slot only from the tick after the one that made it.
+        it a slot only from the next tick on.
 
         Args:
             sizes: Bytes per array in each pool. Pools that are missing count as 0.
@@ -145,7 +116,17 @@ class Simulation:
         Raises:
             OrderError: If a pool is unknown or a size is negative.
         """
-        return np.array([level.max(initial=0) for _, level in self.memory(sizes)])
+        check_sizes(sizes)
+        times, changes = [], []
+        for pool, spans in live_spans(self.schedule, self.starts, self.ends, latency=self.latency).items():
+            times += spans
+            changes += [np.full(spans[0].shape, sign * float(sizes.get(pool, 0))) for sign in (1, -1)]
+        times, changes, peaks = np.stack(times), np.stack(changes), []
+        for stages in self.schedule.placement:
+            time, change = times[:, list(stages)].ravel(), changes[:, list(stages)].ravel()
+            # Frees come before allocations at the same time. Arrays that do not exist have the time NaN, which sorts last.
+            peaks.append(np.cumsum(change[np.lexsort((change, time))]).max(initial=0))
+        return np.array(peaks)
 
 
 def simulate(

@@ -22,6 +22,10 @@ POOLS = ("forward_dgrad", "forward_wgrad", "stash", "activation", "gradient")
 _BACKWARDS, _WGRADS = (DGRAD, BACKWARD), (WGRAD, BACKWARD)
 
 
+# For each pool, the start and the end of each array's live range, [S, M].
+Ranges = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
 @dataclass(frozen=True)
 class Slots:
     """Slots of the arrays of a schedule, by pool.
@@ -45,7 +49,7 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the first and the last tick in which each array is live.
+    """Returns the first and the last live tick of each array.
 
     A received array is live from the tick after the action that made it. The first stage receives no activation, because its
     input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no
@@ -87,23 +91,19 @@ def live_spans(
     }
 
 
-def assign(schedule: Schedule) -> Slots:
-    """Assigns a slot to every array of a schedule, with the minimum number of slots on each rank."""
-    return assign_ranges(schedule, live_ranges(schedule))
-
-
-def assign_ranges(schedule: Schedule, ranges: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Slots:
-    """Assigns slots to arrays with explicit live ranges.
+def assign(schedule: Schedule, ranges: Ranges | None = None) -> Slots:
+    """Assigns a slot to every array of a schedule, with the minimum number of slots on each rank.
 
     Args:
-        schedule: The schedule, for the rank of each stage.
+        schedule: The schedule.
         ranges: For each pool, the first and the last tick of each array, int [S, M], both inclusive; -1 if there is no array.
+            None for `live_ranges`.
 
     Returns:
         The slots, by pool.
     """
     numbers, counts = {}, {}
-    for pool, (born, died) in ranges.items():
+    for pool, (born, died) in (ranges or live_ranges(schedule)).items():
         slot, count = np.full(born.shape, -1), np.zeros(schedule.num_ranks, np.int64)
         for r in range(schedule.num_ranks):
             own = (born >= 0) & (schedule.rank_of_stage == r)[:, None]

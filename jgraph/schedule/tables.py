@@ -19,7 +19,7 @@ import numpy as np
 from jgraph.errors import OrderError, check_choice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, WGRAD, Kind
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.slots import POOLS, assign_ranges, live_ranges
+from jgraph.schedule.slots import POOLS, assign, live_ranges
 
 # T ticks, P ranks, S stages, M microbatches
 
@@ -111,7 +111,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     Args:
         schedule: A schedule with consecutive stages on the same rank, or on neighbours in the ring.
         writing: Which pools a rank writes although its action makes no array for them. `all`: dy of the loss and arrivals in
-            every tick, residuals and stash never. `makers`: every pool in the ticks in which some rank makes an array for it,
+            every tick, residuals and stash never. `makers`: every pool in the ticks where some rank makes an array for it,
             except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot if all ranks run the wgrad
             right after its dgrad.
 
@@ -132,7 +132,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     is_last = np.arange(schedule.num_stages)[:, None] == schedule.num_stages - 1
     born, died = ranges["forward_dgrad"]
     ranges["loss"] = np.where(is_last, born, -1), np.where(is_last, died, -1)
-    assigned = assign_ranges(schedule, ranges)
+    assigned = assign(schedule, ranges)
     numbers, counts = assigned.numbers, {pool: int(count.max()) for pool, count in assigned.counts.items()}
     # Slots in use, bool [max(count, 1), T + 1, P].
     taken = {pool: np.zeros((max(count, 1), len(kind) + 1, schedule.num_ranks), bool) for pool, count in counts.items()}
@@ -213,11 +213,9 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
     distant = ~np.logical_or.reduce(list(sources.values()))
     if distant.any():
         i = int(np.argmax(distant))
-        raise OrderError(
-            f"rank {sender[i]} sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour; place consecutive "
-            f"stages on the same rank or on neighbours",
-            rank=int(sender[i]),
-        )
+        problem = f" sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour"
+        remedy = "place consecutive stages on the same rank or on neighbours"
+        raise OrderError.of_rank(int(sender[i]), f"{problem}; {remedy}")
     found, hops = {}, {}
     for source, mask in sources.items():
         if source != "same" and mask.any():

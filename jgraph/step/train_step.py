@@ -37,7 +37,7 @@ from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, InProgram, Strategy
 from jgraph.strategies.objective import Objective, Sums, halted, raised
 from jgraph.tree import leaf_names, matching
-from jgraph.xla import check_identity, compile_and_report, compiler_options, option_errors
+from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
 Tree = Any
@@ -358,9 +358,8 @@ class TrainStep:
         xla_options = checks.strings("xla_options", xla_options, example="name=value")
         options = self.options(jax.default_backend(), graph=graph, xla_options=xla_options)
         shapes = self.placed_shapes(batch)
-        with option_errors():
-            gradients = self.bound.compile_gradients(self.state.params, self.state.carry, shapes, self.key, options)
-            compiled, report = compile_and_report(self._jitted(gradients).lower(self.state, gradients.inputs), options)
+        gradients = self.bound.compile_gradients(self.state.params, self.state.carry, shapes, self.key, options)
+        compiled, report = compile_and_report(self._jitted(gradients).lower(self.state, gradients.inputs), options)
         check_identity(compiled, self.state)
         return CompiledStep(compiled, report, shapes, gradients)
 

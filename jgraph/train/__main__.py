@@ -93,12 +93,10 @@ def _run(args: list[str], prog: str) -> int:
     if config is None:
         return 0
     # Imported after the flags are checked, because importing jax takes seconds.
-    from absl import logging
-
+    from jgraph.checkpoint import hide_tracebacks
     from jgraph.train.trainer import train
 
-    # Orbax logs tracebacks of errors that it also raises.
-    logging.set_verbosity(logging.FATAL)
+    hide_tracebacks()
     summary = train(config, console=FlagConsole(FIELDS), end=functools.partial(cli.end_at_once, prog, fields=FIELDS))
     # Exit with 128 + signal number, so that `train && next` stops.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0

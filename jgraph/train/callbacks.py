@@ -172,7 +172,7 @@ class Metrics(Callback):
 
     def _warn_of_dead_experts(self, done: int, state: TrainState) -> None:
         """Warns once of each layer with experts that have received no token for 100 steps."""
-        for layer, experts in statistics.starved(state.carried).items():
+        for layer, experts in statistics.dead_experts(state.carried).items():
             if layer not in self._warned:
                 self._warned.add(layer)
                 some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"

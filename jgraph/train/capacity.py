@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jgraph.errors import ConfigError
-from jgraph.moe.config import capacity_of, places
+from jgraph.moe.config import capacity_of, rows_per_pair
 from jgraph.processes import all_gather_scalar
 from jgraph.step.state import StepMetrics
 from jgraph.train.config import TrainConfig
@@ -59,7 +59,7 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
         must = "halt only for want of `model.moe.capacity`, which it does not have"
         raise ConfigError(f"`module` is {config.module}: must {must} ({told}halted with {halt.needed})", field="module")
     rows, devices = _rows(config), config.parallel.ep
-    had = places(moe.capacity, rows, devices)
+    had = rows_per_pair(moe.capacity, rows, devices)
     if halt.needed <= had:
         must = f"halt only where more than the {had} places of a pair are needed"
         raise ConfigError(f"`module` is {config.module}: must {must} ({told}halted with {halt.needed})", field="module")

@@ -34,9 +34,10 @@ class InputConfig:
     """Microbatches per step. Their gradients are accumulated before the update. Must divide batch_size."""
     data: tuple[str, ...] = ("python-docs",)
     """Training data: `python-docs`, `python-source`, `synthetic`; files, directories and globs of text, JSON Lines or Parquet;
-    directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets mixture weights, e.g. code:0.7 prose:0.3."""
+    Hugging Face datasets, e.g. hf:owner/name; directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets
+    mixture weights, e.g. code:0.7 prose:0.3."""
     data_field: Annotated[str, arg(name="data.field")] = "text"
-    """Field of a JSON line, or column of a Parquet file, with the text."""
+    """Field of a JSON line, or column of a Parquet file or dataset, with the text."""
     data_shuffle: Annotated[Literal["windows", "documents"], arg(name="data.shuffle")] = "windows"
     """Unit of shuffling in each epoch. `windows` shuffles windows of the text in its stored order. `documents` shuffles the
     documents first, and then the windows."""

@@ -81,12 +81,11 @@ def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
 def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     """Returns the first state with the weights of another run, and with its optimizer state if the configuration says so.
 
-    Takes over the FP8 amax histories if the recipe is the same and their units do not depend on the other run's layout.
-    Otherwise the histories start empty. Adam's count for bias correction is taken over with its moments. The count of the
-    learning rate starts at 0.
+    Takes over the FP8 amax histories if the recipe is the same. Otherwise the histories start empty. Adam's count for bias
+    correction is taken over with its moments. The count of the learning rate starts at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
-    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8 and saved.has_histories_of_batch
+    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8
     parts = {"params": like.params, "carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.initial.continue_with == "weights":
         return setup.step.init(**saved.place(**parts))

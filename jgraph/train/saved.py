@@ -1,6 +1,5 @@
 """Reads the configuration and the parameters of a run directory, on any devices."""
 
-import contextlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,37 +9,12 @@ import numpy as np
 
 from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
-from jgraph.errors import CheckpointError, ConfigError
 from jgraph.modules import FunctionalModel
-from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
 
 Tree = Any
-
-
-def check_histories(config: TrainConfig, run_dir: RunDir) -> None:
-    """Checks that a run can resume from the amax histories of its newest checkpoint.
-
-    Args:
-        config: The configuration of the run.
-        run_dir: The directory of the run.
-
-    Raises:
-        ConfigError: If an earlier version saved them, in units that depend on the devices and microbatches of the run.
-    """
-    if not (config.is_delayed and run_dir.resumes(config.output)):
-        return
-    with contextlib.suppress(CheckpointError):  # `Checkpoints.restore_latest` reports a damaged one
-        saved = SavedRun(run_dir.path, module=config.module, field="run_dir")
-        saved.close()
-        if not saved.has_histories_of_batch:
-            raise ConfigError(
-                f"`run_dir` is {run_dir.path}: its FP8 amax histories are of an earlier version of jgraph, in units that "
-                "depend on devices and microbatches; begin a new run with `continue_from`, which begins new histories",
-                field="run_dir",
-            )
 
 
 class SavedRun:
@@ -95,15 +69,6 @@ class SavedRun:
         found = self._reader.place({name: leaf for name, (_, leaf) in zip(names, paths, strict=True)})
         leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
         return structure.unflatten(leaves)
-
-    @property
-    def has_histories_of_batch(self) -> bool:
-        """True if amax histories are in units of the batch's mean loss, and so fit every layout.
-
-        Earlier versions stored them in units of the loss of one device's microbatch, which is the same if there is one of both.
-        """
-        config = self.config
-        return not self._reader.has_old_units or config.parallel.dp * config.parallel.fsdp * config.input.num_microbatches == 1
 
     def close(self) -> None:
         """Stops the threads of the reader."""

@@ -31,7 +31,6 @@ from jgraph.train.initial import InitialWeights, initial_weights
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, replace_json, versions
-from jgraph.train.saved import check_histories
 from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.signals import StopRequest
 from jgraph.train.watchdog import Wait, Watchdog, hang_message
@@ -78,7 +77,6 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             corpus = validation.load_data(config.input, config.model, origin.tokenizer_of(config, run_dir))
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
-                check_histories(config, run_dir)
                 if is_process_zero():
                     held.enter_context(run_dir.locked(reporter.warn))
                     # Another process may have written there before this one held the lock.
@@ -363,7 +361,7 @@ def _start(
     setup: TrainSetup, init: Callable[[], TrainState], checkpoints: Checkpoints, shapes: TrainState
 ) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them: restored, or the first. A function, to free the restored arrays."""
-    saved = checkpoints.restore_latest(shapes, old_num_losses=1)  # `check_histories` refused others
+    saved = checkpoints.restore_latest(shapes)
     return (0, init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jgraph.autodiff.flops import product_flops
+from jgraph.autodiff import product_flops
 from jgraph.data import Batch, Corpus, heldout_batches, load
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError

@@ -1,7 +1,6 @@
-"""Command buffers and donation: asked for through checked options, and proven from what XLA compiled.
+"""XLA options, command buffers and donation, checked on the compiled program.
 
-`jgraph.xla.aot` (compile for a GPU that is not here) is a program as well and is imported by its full name; so is
-`jgraph.xla.explain`, which needs it and whose function is `jgraph.explain`.
+Import `jgraph.xla.aot` (compile for an absent GPU) and `jgraph.xla.explain` (which uses it) by their full names.
 """
 
 from jgraph.xla.capture import CaptureReport as CaptureReport
@@ -13,5 +12,4 @@ from jgraph.xla.donation import check_identity as check_identity
 from jgraph.xla.launches import Launches as Launches
 from jgraph.xla.launches import count_launches as count_launches
 from jgraph.xla.options import compiler_options as compiler_options
-from jgraph.xla.options import option_errors as option_errors
 from jgraph.xla.source import Op as Op

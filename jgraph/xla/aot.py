@@ -1,13 +1,13 @@
-"""Compile for an H200, H100 or B200 on a machine without one, so that capture and donation can be tested anywhere.
+"""Compiles programs for an H200, H100 or B200 on a machine without one, to test capture and donation anywhere.
 
     python -m jgraph.aot install     # 133 MB, once for each jax version
 
-NVIDIA's PJRT plugin holds XLA's GPU compiler, which needs a description of the device and not the device. The plugin lies in a
-cache of its own: installed into the environment without NVIDIA's libraries, it makes every start of jax print a stack trace.
-Beside it lies the one library that kernels of Pallas' Mosaic are linked with.
+NVIDIA's PJRT plugin contains XLA's GPU compiler, which needs a description of the device but not the device. The plugin is
+installed into its own cache directory: in the environment, without NVIDIA's libraries, JAX would print a stack trace at every
+start. The same directory holds the library that Pallas Mosaic kernels are linked with.
 
-Kernels of Pallas are compiled, Triton's and Mosaic's. Programs that call cuDNN attention, cuSOLVER or Python cannot be compiled
-this way, and matrix products come out untuned: nothing compiled here says anything about time.
+Pallas kernels (Triton and Mosaic) can be compiled. Programs with cuDNN attention, cuSOLVER or Python callbacks cannot. Matmuls
+are not autotuned, so do not estimate time from the result.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,29 +27,29 @@ import jax
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
+from jgraph.tree import PyTree
 from jgraph.xla.cache import for_elsewhere, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
-from jgraph.xla.options import option_errors
+from jgraph.xla.options import OptionValue
 
-Device: TypeAlias = Any  # jax.Device, which a type checker takes for a variable
-PyTree: TypeAlias = Any
+Device: TypeAlias = Any  # type checkers take jax.Device for a variable
 
 _LIBRARY = "xla_cuda_plugin.so"
 _MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
 GPUS = tuple(device.aot for device in DEVICES if device.aot)
-"""GPUs that can be compiled for. Each has its description beside this file."""
+"""GPUs that can be compiled for. Each has a description in this directory."""
 
 
 def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:
-    """Returns GPUs of one host that programs can be compiled for, but not run on. `jax.devices()` stays as it is.
+    """Returns compile-only GPUs of one host. `jax.devices()` does not change.
 
     Args:
-        count: how many; the same ones at every call.
-        gpu: which, one of `GPUS`.
-        directory: where the plugin was installed; the default cache if None.
+        count: The number of GPUs. Every call returns the same ones.
+        gpu: One of `GPUS`.
+        directory: Where the plugin is installed. Default: the environment or the cache.
 
     Raises:
-        TargetError: no such GPU is described, the plugin is not installed, or it does not fit this jax.
+        TargetError: If there is no description of the GPU, the plugin is not installed, or it does not match this jaxlib.
     """
     if gpu not in GPUS:
         raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}", field="gpu")
@@ -64,23 +63,26 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
 
 
 def compile_for(
-    jitted: object,
-    *args: object,
+    jitted: jax.stages.Wrapped,
+    *args: PyTree,
     gpu: str = "h200",
-    compiler_options: Mapping[str, str | bool | int | float] | None = None,
+    compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a jitted function for a GPU that is not here; returns the program, and what of it XLA captures.
+    """Compiles a jitted function for an absent GPU.
 
     Args:
-        jitted, args: from `jax.jit`, and its arguments as `placed` takes them.
-        gpu: one of `GPUS`.
-        compiler_options: as `jgraph.xla.compiler_options` returns them.
+        jitted: From `jax.jit`.
+        args: Its arguments, as for `placed`.
+        gpu: One of `GPUS`.
+        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
+
+    Returns:
+        The compiled program and its capture report.
 
     Raises:
-        CompilerOptionError: XLA refuses an option.
-        TargetError: no such GPU, no plugin, or the program needs a GPU to be compiled.
+        CompilerOptionError: If XLA refuses an option.
+        TargetError: If `devices` raises it, or compiling the program needs a GPU.
     """
-    assert isinstance(jitted, jax.stages.Wrapped), "compile_for takes what jax.jit returns"
     avals = placed(args, gpu=gpu)
     with lowering_for(gpu):
         lowered = jitted.lower(*avals)
@@ -88,11 +90,12 @@ def compile_for(
 
 
 def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
-    """Returns arguments as shapes on a GPU that is not here. Raises TargetError as `devices` does.
+    """Returns the shapes of arguments, placed on an absent GPU. Raises TargetError as `devices` does.
 
     Args:
-        args: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`; only shapes and dtypes are read. A ShapeDtypeStruct that
-            has a sharding keeps it, everything else is placed on the first device.
+        args: Pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
+            sharding keeps it. Everything else is placed on the first device.
+        gpu: One of `GPUS`.
     """
     sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
 
@@ -106,118 +109,104 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
 
 
 def compile_lowered(
-    lowered: jax.stages.Lowered, compiler_options: Mapping[str, str | bool | int | float]
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles what was lowered for `placed` arguments; the second half of `compile_for`, which raises the same."""
-    with needs_no_gpu(), option_errors(), for_elsewhere():
+    """Compiles a program that was lowered for `placed` arguments. Returns and raises the same as `compile_for`."""
+    with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
-        raise TargetError("XLA wrote down no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
+        raise TargetError("XLA dumped no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
     return compiled, report
 
 
 @contextlib.contextmanager
 def lowering_for(gpu: str) -> Iterator[None]:
-    """Traces and lowers for a GPU that is not here: around `.trace(...)`, `.lower(...)`, with `placed` arguments.
+    """Traces and lowers for an absent GPU. Put it around `.trace(...)` and `.lower(...)` with `placed` arguments.
 
-    A Pallas kernel asks which GPU it is lowered for. The answer is the abstract device of the mesh in context, which keeps its
-    axes. Errors are those of `needs_no_gpu`.
+    A Pallas kernel is chosen by the abstract device of the current mesh, so this sets that device and keeps the axes of the
+    mesh.
+
+    Raises:
+        TargetError: If lowering needs a GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
-    with needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
+    with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
 @contextlib.contextmanager
-def needs_no_gpu() -> Iterator[None]:
-    """Turns errors of lowering and compiling what only a GPU's own software can supply into a TargetError."""
+def _needs_no_gpu() -> Iterator[None]:
+    """Converts errors from programs that only a GPU's own software can lower or compile into a TargetError."""
     try:
         yield
-    except RuntimeError as e:  # of jax and of XLA
+    except RuntimeError as e:
         if "MOSAIC_GPU_RUNTIME_LIB_PATH" not in os.environ and "mosaic" in str(e).lower():
-            raise TargetError(f"kernels of Mosaic need {_MOSAIC}: run python -m jgraph.aot install") from e
+            remedy = f"remove {cache_directory()} and run python -m jgraph.aot install"
+            raise TargetError(f"kernels of Mosaic need {_MOSAIC}: {remedy}") from e
         raise TargetError(f"this program cannot be compiled without a GPU: {str(e).partition(chr(10))[0]}") from e
 
 
 def cache_directory() -> Path:
-    """Returns where `install` puts the plugin unless told otherwise: one directory for each jaxlib version."""
+    """Returns the default directory of the plugin, one for each jaxlib version."""
     return user_cache() / "target" / f"jax-{version()}"
 
 
 def find_library(directory: Path | None = None) -> Path | None:
-    """Returns the plugin's shared library: in `directory` if given, else of the environment (on a GPU machine) or the cache."""
+    """Returns the plugin's shared library in `directory`. Default: in the environment (on a GPU machine) or the cache."""
     places = [directory] if directory else [*map(Path, sys.path), cache_directory()]
     found = (place / "jax_plugins" / name / _LIBRARY for place in places for name in ("xla_cuda13", "xla_cuda12"))
     return next((library for library in found if library.is_file()), None)
 
 
 def install(directory: Path | None = None) -> Path:
-    """Downloads the plugin for the installed jax, with pip, and what Mosaic needs, unless they are there; returns the plugin.
+    """Installs the plugin and Mosaic's library for the installed jaxlib, with pip, unless the plugin is found.
 
     Several processes may call it at once.
 
     Args:
-        directory: where to, absent or empty; the default cache if None.
+        directory: An absent or empty directory. Default: `cache_directory()`.
+
+    Returns:
+        The plugin's shared library.
 
     Raises:
-        TargetError: there is no plugin for this machine, pip failed, or the directory holds something else.
+        TargetError: If there is no plugin for this machine, pip fails, or the directory contains other files.
     """
-    library = find_library(directory) or _install_plugin(directory or cache_directory())
-    root = library.parents[2]
-    # A plugin of the environment is not ours to complete: jax looks beside it for what Mosaic needs.
-    if root == (directory or cache_directory()) and not (root / _MOSAIC).is_file():
-        _install_mosaic(root)
-    return library
-
-
-def _install_plugin(final: Path) -> Path:
+    if library := find_library(directory):
+        return library
     if (sys.platform, platform.machine()) not in (("linux", "x86_64"), ("linux", "aarch64")):
         raise TargetError(f"NVIDIA's plugin exists for Linux only, not for {sys.platform} {platform.machine()}")
+    final = directory or cache_directory()
     with os_errors("directory", final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        # A sibling, so that the rename is atomic: other processes see the whole plugin or none of it.
+        # In the same directory, so that the rename is atomic.
         created = tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent)
     with created as scratch:
         new = Path(scratch) / "plugin"
-        _pip("install", "jax-cuda13-pjrt", "--target", str(new))
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        packages = [f"{package}=={version()}" for package in ("jax-cuda13-pjrt", "jax-cuda13-plugin")]
+        pip = subprocess.run([*command, "--target", str(new), *packages], capture_output=True, text=True, check=False)
+        if pip.returncode:
+            raise TargetError(f"pip could not install {' '.join(packages)}: {(pip.stderr or pip.stdout).strip()}")
         try:
             new.rename(final)
-        except OSError as e:  # not empty: another process was faster, or the directory is someone's
+        except OSError as e:  # not empty: another process was faster, or the directory has another use
             if find_library(final) is None:
-                message = f"`directory` {final} holds something else than the plugin: name another, or empty it"
+                message = f"`directory` {final} holds something else than the plugin: choose another, or empty it"
                 raise TargetError(message, field="directory") from e
     library = find_library(final)
     assert library is not None, f"jax-cuda13-pjrt {version()} holds no {_LIBRARY}"
     return library
 
 
-def _install_mosaic(root: Path) -> None:
-    """Takes one library out of a wheel. The wheel's other files register kernels that only a running program calls."""
-    with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as scratch:
-        _pip("download", "jax-cuda13-plugin", "--dest", scratch)
-        (wheel,) = Path(scratch).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            extracted = Path(archive.extract(_MOSAIC, scratch))
-        (root / _MOSAIC).parent.mkdir(exist_ok=True)
-        extracted.replace(root / _MOSAIC)
-
-
-def _pip(action: str, package: str, *args: str) -> None:
-    command = [sys.executable, "-m", "pip", action, "--quiet", "--no-deps", "--disable-pip-version-check", *args]
-    pip = subprocess.run([*command, f"{package}=={version()}"], capture_output=True, text=True, check=False)
-    if pip.returncode:
-        raise TargetError(f"pip could not {action} {package}=={version()}: {(pip.stderr or pip.stdout).strip()}")
-
-
 @functools.cache
 def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[Device, ...]:
-    """Devices of the description in GPU.textproto, through the plugin in `library`.
+    """Returns compile-only devices for the description in GPU.textproto, from the plugin `library`.
 
-    `jax.experimental.topologies.get_topology_desc` is the public way. It asks jax's own registry for the plugin "cuda", and
-    what is registered there becomes a backend that the next `jax.devices()` tries to start. So the plugin is loaded by the
-    functions underneath, which are not public: everything that relies on them is this function and the next.
+    The public `jax.experimental.topologies.get_topology_desc` takes the plugin from JAX's registry, where it becomes a backend
+    that the next `jax.devices()` tries to start. Therefore this function and the next use private functions of jaxlib.
     """
     from jaxlib import xla_client
 
@@ -234,17 +223,17 @@ def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[Device, .
 def _load_plugin(library: str) -> object:
     from jaxlib import xla_client
 
-    # Not "cuda": jax gives that name to the plugin of a GPU that is really there, and a name can be taken once in a process.
+    # A name can be registered once in a process, and JAX registers the plugin of a present GPU as "cuda".
     name = f"jgraph_target:{library}"
     api = xla_client.load_pjrt_plugin_dynamically(name, library)
     xla_client.initialize_pjrt_plugin(name)
     mosaic = Path(library).parents[2] / _MOSAIC
     if mosaic.is_file():
-        # Mosaic reads it when it compiles; jax sets it itself where its own CUDA wheels are installed.
+        # Mosaic reads this variable when it compiles. JAX sets it only if its CUDA wheels are installed.
         os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(mosaic))
     return api
 
 
 def version() -> str:
-    """Returns jaxlib's version, which the plugin's must be."""
+    """Returns the version of jaxlib. The plugin must have the same."""
     return importlib.metadata.version("jaxlib")

@@ -1,7 +1,7 @@
-"""Compiled programs kept on disk, so that a second start does not compile them again.
+"""Keeps compiled programs on disk, so that the next process does not compile them again.
 
-jax keeps the executables. Beside them is kept what XLA tells only while it compiles: the report of what was captured. Where XLA
-dumps to is no part of jax's key, so the dump behind a report can have a new directory at every start.
+JAX stores the executables. This module stores the capture report of each one, which XLA writes only while it compiles. The dump
+directory of XLA is no part of JAX's cache key, so every compilation can use a new one.
 """
 
 import contextlib
@@ -21,14 +21,20 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgraph.errors import os_errors
 
+_CONFIG: Any = jax.config  # type checkers do not see its options
 _HIT = "/jax/compilation_cache/cache_hits"
-_CONFIG: Any = jax.config  # whose options a type checker does not see
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass
 class Compiles:
-    """What jax compiled: `programs`, of them `hits` out of the cache, in `seconds`; those of several threads are added up."""
+    """Programs that JAX compiled.
+
+    Attributes:
+        programs: The number of programs.
+        hits: The number of programs loaded from the compilation cache.
+        seconds: Compile time, summed over threads.
+    """
 
     programs: int = 0
     hits: int = 0
@@ -42,20 +48,23 @@ class Compiles:
 
 
 def user_cache() -> Path:
-    """Returns the project's part of the user's cache."""
+    """Returns this library's directory in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
 
 
 def enable(directory: Path | None = None, *, field: str = "directory") -> str:
-    """Turns on jax's persistent compilation cache in this process, for programs of every size; returns where it is.
+    """Enables JAX's persistent compilation cache in this process, for programs of every size.
 
     Args:
-        directory: where programs are kept. None: where jax was told to keep them, else in the user's cache. Whoever can write
-            there can run code in every process that reads it.
-        field: The argument that holds the directory, for errors.
+        directory: Where programs are stored. Anybody who can write there can run code in every process that reads it. Default:
+            JAX's configured directory, otherwise a directory in the user's cache.
+        field: The name of the argument that holds the directory, for errors.
+
+    Returns:
+        The path or URL of the cache.
 
     Raises:
-        ConfigError: the directory cannot be made or written.
+        ConfigError: If the directory cannot be created or written.
     """
     place = str(directory or _CONFIG.jax_compilation_cache_dir or user_cache() / "compiled")
     if "://" not in place:
@@ -66,13 +75,13 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # else jax stays with the directory that it used first
+    compilation_cache.reset_cache()  # JAX otherwise keeps using its first directory
     return place
 
 
 @contextlib.contextmanager
 def watch() -> Iterator[Compiles]:
-    """Counts what jax compiles in its block, on all threads.
+    """Counts the programs that JAX compiles inside the block, on all threads.
 
     >>> with watch() as compiles:
     ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
@@ -98,16 +107,21 @@ def watch() -> Iterator[Compiles]:
 
 @contextlib.contextmanager
 def for_elsewhere() -> Iterator[None]:
-    """Keeps jax quiet about programs for devices that are not here: it cannot read those back, and compiles again."""
+    """Suppresses JAX's warning that it cannot read a cached program for an absent device. JAX compiles it again."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         yield
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
-    """Returns where the report of a program is kept, there or not; None where there is no cache on this machine.
+    """Returns the path of a program's capture report, whether it exists or not. None without a local cache.
 
-    Its name hashes what jax's own key holds: the program without lines of source, `options` but for dumps, versions, devices.
+    The name hashes the inputs of JAX's own key: the program without source lines, options except dumps, versions and devices.
+
+    Args:
+        lowered: The program before compilation.
+        compiled: The program.
+        options: XLA options without those for dumps.
     """
     directory = _CONFIG.jax_compilation_cache_dir
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
@@ -116,6 +130,6 @@ def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, opti
     devices = shardings[0].device_set
     device = min(devices, key=lambda device: device.id)
     versions = [jax.__version__, importlib.metadata.version("jaxlib"), device.client.platform_version]
-    told = [sorted(options.items()), versions, device.device_kind, len(devices), os.environ.get("XLA_FLAGS", "")]
-    key = hashlib.sha256((lowered.as_text() + repr(told)).encode()).hexdigest()
+    inputs = [sorted(options.items()), versions, device.device_kind, len(devices), os.environ.get("XLA_FLAGS", "")]
+    key = hashlib.sha256((lowered.as_text() + repr(inputs)).encode()).hexdigest()
     return Path(directory) / "capture" / f"{key}.json"

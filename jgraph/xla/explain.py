@@ -1,7 +1,4 @@
-"""One report of a compiled program: what of it is captured, what became of the donated buffers, how much memory it takes.
-
-Everything is read off the compiled program, for the device at hand or for a GPU that is not here.
-"""
+"""Reports the command buffers, donations and memory of a compiled program, for a present or an absent GPU."""
 
 import contextlib
 import dataclasses
@@ -15,13 +12,14 @@ from typing import Any
 import jax
 
 from jgraph.errors import ConfigError
-from jgraph.xla import aot as targets
+from jgraph.tree import PyTree
+from jgraph.xla import aot
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import Donation, donations
-from jgraph.xla.hlo import HloModule
-from jgraph.xla.options import option_errors
+from jgraph.xla.hlo import HloModule, Instruction
+from jgraph.xla.options import OptionValue
 
-_SHOWN = 8
+_MOST_SHOWN = 8
 _HOW = (
     "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
     "`xla_options` name=value are further entries of it"
@@ -30,7 +28,14 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory by XLA's own account; `aliased` counts the outputs that lie in donated buffers."""
+    """Device memory of a program in bytes, as reported by XLA.
+
+    Attributes:
+        arguments: Size of the arguments.
+        outputs: Size of the outputs.
+        aliased: Size of the outputs in donated buffers.
+        temporaries: Peak size of everything else.
+    """
 
     arguments: int
     outputs: int
@@ -39,14 +44,14 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Returns the memory of a program; None where XLA does not tell."""
+        """Returns the memory of a program. None if XLA does not report it."""
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
 
     @property
     def total(self) -> int:
-        """All of it at once, each buffer counted once."""
+        """Peak memory, with each buffer counted once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -56,11 +61,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class FP8Products:
-    """Matrix products in FP8 of a program compiled for a GPU.
+    """FP8 matmuls in a program compiled for a GPU.
 
     Attributes:
-        products: those whose operands are in FP8.
-        transposes: of FP8 arrays, by XLA: passes over memory that a kernel could have saved.
+        products: The number of matmuls with FP8 operands.
+        transposes: The number of transposes of FP8 arrays that XLA added. Each is a pass over memory.
     """
 
     products: int
@@ -68,20 +73,21 @@ class FP8Products:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "FP8Products":
-        """Counts them in a program's text."""
+        """Counts the FP8 matmuls of a program."""
         text = compiled.as_text() or ""
-        if "f8e" not in text:  # to read all of a program takes seconds
+        if "f8e" not in text:  # parsing a whole program takes seconds
             return cls(0, 0)
         instructions = HloModule(text).instructions
 
-        def in_fp8(names: Sequence[str]) -> list[bool]:
-            found = [instructions[name].shapes for name in names if name in instructions]
-            return [shape.dtype.startswith("f8") for shapes in found for shape in shapes[:1]]
+        def is_fp8(name: str) -> bool:
+            return name in instructions and instructions[name].shapes[0].dtype.startswith("f8")
 
-        transposes = [i for i in instructions.values() if i.opcode == "transpose" and any(in_fp8([i.name]))]
-        # Of a library's kernels and ours; what quantizes into a pool takes the pool, and gives it.
-        calls = [i for i in instructions.values() if i.opcode == "custom-call" and not any(in_fp8([i.name]))]
-        return cls(sum(sum(in_fp8(i.operands)) == 2 for i in calls), len(transposes))
+        def is_matmul(call: Instruction) -> bool:
+            # A custom call with an FP8 result is a kernel that quantizes into a pool.
+            return call.opcode == "custom-call" and not is_fp8(call.name) and sum(map(is_fp8, call.operands)) == 2
+
+        transposes = sum(i.opcode == "transpose" and is_fp8(i.name) for i in instructions.values())
+        return cls(sum(map(is_matmul, instructions.values())), transposes)
 
     def __str__(self) -> str:
         return f"fp8: {self.products} products, {self.transposes} transposes by XLA"
@@ -89,7 +95,14 @@ class FP8Products:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Asynchronous collectives of a kind and shape, and how many have a product or a kernel between their start and end."""
+    """Asynchronous collectives of one kind and shape.
+
+    Attributes:
+        kind: The kind, e.g. `all-gather`.
+        shape: The shape of the result.
+        number: The number of these collectives.
+        hidden: The number with a matmul or a kernel scheduled between start and end.
+    """
 
     kind: str
     shape: str
@@ -98,7 +111,7 @@ class Overlap:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "tuple[Overlap, ...]":
-        """Counts them in a program's text, those that are most first."""
+        """Returns the asynchronous collectives of a program outside of loops, the most frequent first."""
         text = compiled.as_text() or ""
         if "-start(" not in text and " async-start" not in text:
             return ()
@@ -106,7 +119,7 @@ class Overlap:
         for start, between in module.overlaps():
             kind = module.collective(start), str(start.shapes[-1])
             number[kind] += 1
-            hidden[kind] += any(module.works(one) for one in between)
+            hidden[kind] += any(map(module.has_kernel, between))
         return tuple(cls(*kind, count, hidden[kind]) for kind, count in number.most_common())
 
     def __str__(self) -> str:
@@ -115,17 +128,17 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Capture, donations and memory of a compiled program; `str` of it is the report. Made by `explain`.
+    """The report of `explain`. `str` formats it.
 
     Attributes:
-        name: of the function.
+        name: The name of the function.
         device: XLA's name of the GPU or CPU it was compiled for.
-        capture: command buffers, and thunks in and outside of them; None where XLA does not tell, and `notes` say why.
-        donations: every donated leaf and the output in its buffer.
-        memory: None where XLA does not tell.
-        fp8: products in FP8, as far as a GPU has any.
-        overlaps: asynchronous collectives outside of loops, and how many XLA put something behind.
-        notes: what the report could not say, and why.
+        capture: The thunks inside and outside of command buffers. None if unknown; `notes` has the reason.
+        donations: Every donated leaf and the output in its buffer.
+        memory: Device memory. None if XLA does not report it.
+        fp8: The FP8 matmuls.
+        overlaps: Asynchronous collectives outside of loops, and the number that XLA hides.
+        notes: Limits of the report.
     """
 
     name: str
@@ -139,19 +152,17 @@ class Explanation:
 
     @property
     def dropped(self) -> tuple[Donation, ...]:
-        """Leaves donated for nothing: no output lies in the buffer."""
-        return tuple(donation for donation in self.donations if donation.dropped)
+        """Donated leaves with a buffer that no output uses."""
+        return tuple(donation for donation in self.donations if donation.status == "dropped")
 
     @property
     def crosswise(self) -> tuple[Donation, ...]:
-        """Leaves given to another output than the one in their place."""
-        return tuple(donation for donation in self.donations if donation.crosswise)
+        """Donated leaves with a buffer that another output than their counterpart uses."""
+        return tuple(donation for donation in self.donations if donation.status == "crosswise")
 
     def to_json(self) -> str:
-        """Returns the fields as a JSON object, with `total` in memory, `dropped` and `crosswise` in donations."""
+        """Returns the fields as a JSON object, with `total` in memory."""
         fields = dataclasses.asdict(self)
-        for told, donation in zip(fields["donations"], self.donations, strict=True):
-            told |= {"dropped": donation.dropped, "crosswise": donation.crosswise}
         if self.memory is not None:
             fields["memory"]["total"] = self.memory.total
         return json.dumps(fields)
@@ -160,7 +171,7 @@ class Explanation:
         lines = [f"{self.name} on {self.device}"]
         if self.capture is not None:
             lines.append(str(self.capture))
-        lines += _donation_lines(self.donations)
+        lines += _donation_lines(self)
         if self.memory is not None:
             lines.append(f"memory: {self.memory}")
         if self.fp8.products:
@@ -174,33 +185,31 @@ class Explanation:
 
 def explain(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     donate_argnums: int | Sequence[int] = (),
     target: str | None = None,
-    compiler_options: Mapping[str, str | bool | int | float] | None = None,
+    compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> Explanation:
-    """Reports what XLA made of a function: CUDA graphs, donated buffers, memory. Compiles it and runs nothing.
-
-    As `jax.jit(fn).lower(*args).compile()`, but it reads the compiled program for you, and a GPU need not be here.
+    """Compiles a function and reports its command buffers, donated buffers and memory. Does not run it.
 
     >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
-    >>> report.dropped  # leaves donated for nothing
+    >>> report.dropped  # donated leaves that no output reuses
     ()
 
     Args:
-        fn: a function, or the result of `jax.jit`. With `target`, close over static arguments (`functools.partial`).
-        args: its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`, of which only shapes and dtypes are read.
-        donate_argnums: of a plain function, as `jax.jit` takes them; a jitted one has its own.
-        target: `h200`, `h100` or `b200` to compile for that GPU without having one; None for the default device of jax.
-        compiler_options: as `jgraph.xla.compiler_options` returns them.
+        fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
+        args: Its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
+        donate_argnums: Donated arguments of a function that is not jitted, as for `jax.jit`.
+        target: `h200`, `h100` or `b200` to compile for that GPU without having one. Default: JAX's default device.
+        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
 
     Returns:
-        Explanation, whose `str` is the report. It takes the place of jax's warnings about donations.
+        The report. It replaces JAX's warnings about donations.
 
     Raises:
-        ConfigError: `fn` is not a function, or it is jitted and `donate_argnums` are given too.
-        CompilerOptionError: XLA refuses an option.
-        TargetError: no such target, its compiler is not installed, or the program cannot be compiled without a GPU.
+        ConfigError: If `fn` is not a function, or `donate_argnums` is passed for a jitted function.
+        CompilerOptionError: If XLA refuses an option.
+        TargetError: If the target is unknown, its compiler is not installed, or compiling the program needs a GPU.
     """
     if not callable(fn):
         raise ConfigError(f"explain takes a function, not {type(fn).__name__}", field="fn")
@@ -209,17 +218,12 @@ def explain(
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
-    options = compiler_options or {}
-    device = targets.devices(gpu=target)[0] if target else jax.devices()[0]
-    with warnings.catch_warnings(), targets.lowering_for(target) if target else contextlib.nullcontext():
+    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
+    with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        traced = jitted.trace(*(targets.placed(args, gpu=target) if target else args))
+        traced = jitted.trace(*(aot.placed(args, gpu=target) if target else args))
         lowered = traced.lower()
-    if target:
-        compiled, capture = targets.compile_lowered(lowered, options)
-    else:
-        with option_errors():
-            compiled, capture = compile_and_report(lowered, options)
+    compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options or {})
     return Explanation(
         name=getattr(fn, "__name__", type(fn).__name__),
         device=device.device_kind + (", which is not here" if target else ""),
@@ -233,24 +237,17 @@ def explain(
 
 
 def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
+    platform = jax.default_backend()
     if target is not None:
-        yield "compiled without the GPU: matrix products are not tuned, so kernels may differ from those on one"
-    if capture is None:
-        platform = jax.default_backend()
-        if platform in ("gpu", "cuda"):
-            yield "XLA wrote down no thunks: dumps are off in XLA_FLAGS, or jax's persistent compilation cache had the program"
-        else:
-            yield f"there are no command buffers on a {platform}: target='h200' says what a GPU would capture"
-    elif capture.outside:
-        ops = [op for outside in capture.outside for op in outside.ops]
-        if not ops:
-            yield "the XLA at hand does not say which operations its thunks run: those outside are only counted"
-        elif not any(op.source for op in ops):
-            yield "the program holds no source lines for the operations outside: jax left them out, or XLA made the operations"
+        yield "compiled without the GPU: matmuls are not autotuned, so kernels may differ from those on one"
+    if capture is None and platform in ("gpu", "cuda"):
+        yield "XLA dumped no thunks: XLA_FLAGS disables dumps, or jax's persistent compilation cache had the program"
+    elif capture is None:
+        yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
 def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
-    """Returns paths of the arguments' leaves, by the function's own names (`state['w']`) or, without names, `args[0]['w']`."""
+    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names."""
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
@@ -259,18 +256,18 @@ def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> l
     return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in infos]
 
 
-def _donation_lines(found: Sequence[Donation]) -> Iterator[str]:
+def _donation_lines(report: Explanation) -> Iterator[str]:
+    found = report.donations
     if not found:
         yield "donated: nothing"
         return
-    wrong = [donation for donation in found if donation.dropped or donation.crosswise]
-    right = [donation for donation in found if not (donation.dropped or donation.crosswise)]
-    dropped = sum(donation.dropped for donation in found)
+    right = [donation for donation in found if donation.status == "reused"]
+    wrong = [donation for donation in found if donation.status != "reused"]
     leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {_bytes(sum(d.nbytes for d in found))}"
-    yield f"donated: {leaves}: {len(right)} reused, {dropped} dropped, {len(wrong) - dropped} crosswise"
-    yield from (f"  {donation}" for donation in (*wrong, *right[:_SHOWN]))
-    if len(right) > _SHOWN:
-        yield f"  and {len(right) - _SHOWN} more"
+    yield f"donated: {leaves}: {len(right)} reused, {len(report.dropped)} dropped, {len(report.crosswise)} crosswise"
+    yield from (f"  {donation}" for donation in (*wrong, *right[:_MOST_SHOWN]))
+    if len(right) > _MOST_SHOWN:
+        yield f"  and {len(right) - _MOST_SHOWN} more"
 
 
 def _bytes(number: int) -> str:

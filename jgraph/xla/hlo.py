@@ -1,6 +1,6 @@
-"""XLA's text of a compiled program, read: instructions, aliases, and the stack of calls behind each operation.
+"""Parses the text of a compiled program: instructions, input-output aliases, and the call stack of each operation.
 
-The text is `compiled.as_text()`. This is the only file that knows how it is written.
+The text is `compiled.as_text()`. Only this file depends on its format.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Self
 
 from jgraph.errors import ProfileError
 
-# What only moves, names or casts values.
+# Opcodes that move, name or cast values without computing any.
 _MOVES = {
     *("parameter", "constant", "bitcast", "bitcast-convert", "tuple", "get-tuple-element", "iota", "broadcast", "convert"),
     *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
@@ -23,7 +23,7 @@ _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all"),
     *("reduce-scatter", "recv", "send"),
 }
-# Lists of devices; `[groups,size]<=[...]`, which counts through them; or a mesh and some of its axes.
+# Device groups: explicit lists, `[groups,size]<=[...]` (an iota that counts through the devices), or a mesh with some axes.
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(\{\{[\d,{}]*\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\] \{[^}]*\})"
@@ -34,10 +34,10 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# `{output path}: (parameter, {path in the parameter}, kind)`. A path is empty, or one index a level of tuples.
+# `{output path}: (parameter, {path in the parameter}, kind)`. A path is empty or has one index for each level of tuples.
 _ENTRY = r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, (?:may|must)-alias)?\)"
 _ALIASES = re.compile(rf".*input_output_alias=\{{((?:[ ,]*{_ENTRY})*)")
-# Ordered side effects, such as printing, pass a token that jax puts before the arguments and outputs of the user.
+# Ordered side effects such as printing pass a token. JAX puts tokens before the arguments and outputs of the user.
 _TOKENS = re.compile(r".*?entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
 
 
@@ -50,10 +50,12 @@ class Shape:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes, without padding."""
         bits = _BITS[self.dtype] if self.dtype in _BITS else int((re.findall(r"\d+", self.dtype) or ["8"])[0])
         return self.size * bits // 8
 
@@ -63,7 +65,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program, `text`: its name without `%`, XLA's opcode, the shapes of its results, its operands' names."""
+    """One line of a program.
+
+    Attributes:
+        name: XLA's name, without `%`.
+        opcode: XLA's opcode, e.g. `fusion`.
+        shapes: The shapes of the results.
+        operands: The names of the operands.
+        text: The line.
+    """
 
     name: str
     opcode: str
@@ -73,80 +83,85 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """jax's name of the operation, e.g. `jit(step)/fft`; empty where XLA made it by itself."""
+        """JAX's name of the operation, e.g. `jit(step)/fft`. Empty for instructions that XLA added."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls."""
+        """The names of the computations that it calls."""
         branches = _BRANCHES.search(self.text)
         return (*_CALLED.findall(self.text), *(re.findall(r"[\w.\-]+", branches[1]) if branches else ()))
 
     @property
     def target(self) -> str:
-        """The target of a custom call."""
+        """The target of a custom call. Empty for other opcodes."""
         found = re.search(r'custom_call_target="([^"]*)"', self.text)
         return found[1] if found else ""
 
     @property
-    def is_product(self) -> bool:
+    def is_matmul(self) -> bool:
+        """True for a matmul or convolution, including those of cuBLAS."""
         return self.opcode in ("dot", "convolution") or "$matmul" in self.target or "$gemm" in self.target
 
     @property
     def is_attention(self) -> bool:
+        """True for cuDNN's fused attention."""
         return "fmha" in self.target
 
     @property
     def only_moves(self) -> bool:
+        """True if it moves, names or casts values without computing any."""
         return self.opcode in _MOVES
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in order; the last is the root."""
+    """Instructions by name, in the order of the schedule. The last one is the root."""
 
     name: str
     instructions: Mapping[str, Instruction]
 
     @property
     def root(self) -> Instruction:
+        """The instruction that computes the result."""
         return list(self.instructions.values())[-1]
 
     def parameters(self) -> list[Instruction]:
+        """Returns the parameters in the order of their numbers."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(re.findall(r"parameter\((\d+)\)", i.text)[0]))
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """A compiled program; each part of `text` is read when it is first asked for."""
+    """A compiled program. Each part of `text` is parsed on first use."""
 
     text: str = field(repr=False)
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Reads all of a text. Raises ProfileError for one that is cut or none at all."""
+        """Parses the whole text. Raises ProfileError if it is truncated or has no entry computation."""
         module = cls(text)
         if module.entry not in module.computations:
-            raise ProfileError("there is no whole program in the text")
+            raise ProfileError("the text does not contain a complete program")
         return module
 
     @property
     def name(self) -> str:
-        """The program's name, as profilers give it."""
+        """The name of the program in profiles."""
         found = re.match(r"HloModule ([\w.\-]+)", self.text)
         return found[1] if found else ""
 
     @property
     def entry(self) -> str:
-        """The name of the computation that is run."""
+        """The name of the entry computation."""
         found = re.search(r"^ENTRY %?([\w.\-]+) \(", self.text, re.MULTILINE)
         return found[1] if found else ""
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
-        """All computations by name. Raises ProfileError where the text is cut."""
+        """All computations by name. Raises ProfileError if the text is truncated."""
         computations: dict[str, dict[str, Instruction]] = {}
         current = None
         for line in self.text.splitlines():
@@ -157,17 +172,17 @@ class HloModule:
             elif current is not None and (found := _LINE.match(line)):
                 current[found[1]] = _instruction(found[1], line, found.end())
         if current is not None:
-            raise ProfileError("there is no whole program in the text")
+            raise ProfileError("the text does not contain a complete program")
         return {name: Computation(name, instructions) for name, instructions in computations.items() if instructions}
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """All instructions by name; names are unique in a program."""
+        """All instructions by name. Names are unique in a program."""
         return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
 
     @property
     def collectives(self) -> Counter[tuple[str, str]]:
-        """Counts collectives by kind and groups of devices as XLA writes these; of an asynchronous one, what starts it."""
+        """Counts collectives by kind and by device groups in XLA's notation. Counts only the start of asynchronous ones."""
         found: Counter[tuple[str, str]] = Counter()
         for instruction in self.instructions.values():
             if (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
@@ -176,35 +191,38 @@ class HloModule:
         return found
 
     def overlaps(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
-        """Yields what starts an asynchronous collective of the entry, and what the schedule has between that and its end."""
+        """Yields the start of each asynchronous collective of the entry, and the instructions scheduled before its end."""
         if self.entry not in self.computations:
             return
         found = list(self.computations[self.entry].instructions.values())
-        places = {instruction.name: place for place, instruction in enumerate(found)}
+        positions = {instruction.name: position for position, instruction in enumerate(found)}
         for end, done in enumerate(found):
-            start = places.get(done.operands[0], end) if done.opcode.endswith("-done") else end
+            start = positions.get(done.operands[0], end) if done.opcode.endswith("-done") else end
             if self.collective(found[start]) and start < end:
                 yield found[start], found[start + 1 : end]
 
     def collective(self, instruction: Instruction) -> str:
-        """Returns the kind of collective that an instruction starts, or is: `all-gather`, say; empty for any other."""
-        called = [self.computations[name].root.opcode for name in instruction.called if name in self.computations]
-        opcode = called[0] if instruction.opcode == "async-start" and called else instruction.opcode
+        """Returns the kind of collective that an instruction runs or starts, e.g. `all-gather`. Empty for other opcodes."""
+        opcode = instruction.opcode
+        if opcode == "async-start" and (called := self._called(instruction)):
+            opcode = called[0].root.opcode
         return kind if (kind := opcode.removesuffix("-start")) in _COLLECTIVES else ""
 
-    def works(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction is or has in it a matrix product, attention, or another kernel that was not XLA's."""
-        called = (self.computations[name] for name in instruction.called if name in self.computations)
-        parts = [instruction, *(part for computation in called for part in computation.instructions.values())]
-        return any(part.is_product or part.opcode == "custom-call" for part in parts)
+    def has_kernel(self, instruction: Instruction) -> bool:
+        """True if an instruction is or contains a matmul, attention, or another kernel that XLA did not generate."""
+        inner = (part for computation in self._called(instruction) for part in computation.instructions.values())
+        return any(part.is_matmul or part.opcode == "custom-call" for part in (instruction, *inner))
+
+    def _called(self, instruction: Instruction) -> list[Computation]:
+        return [self.computations[name] for name in instruction.called if name in self.computations]
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Flat index of an output leaf to that of the argument leaf whose buffer it takes; tokens are not counted."""
+        """Maps the flat index of an output leaf to that of the argument leaf in the same buffer. Tokens are not counted."""
         tokens = _TOKENS.match(self.text)
         arguments, outputs = (text.count("token") for text in tokens.groups()) if tokens else (0, 0)
-        # jax hands over flat leaves, so a path has one index at most: none for a single output or a parameter by itself, and
-        # one for an output among several or a parameter inside the one tuple that holds them all.
+        # JAX passes flat leaves, so a path has at most one index: none for a single output or a separate parameter, one for an
+        # output among several or for a parameter in the one tuple that holds them all.
         assert not any("," in output + path for output, _, path in self._aliases), "nested tuples"
         return {int(o or 0) - outputs: int(path or parameter) - arguments for o, parameter, path in self._aliases}
 
@@ -214,7 +232,7 @@ class HloModule:
         return re.findall(_ENTRY, found[1]) if found else []
 
     def calls(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
-        """Yields (file, line) of the call that made an operation and of its callers, innermost first."""
+        """Yields (file, line) of each call on the stack of an operation, innermost first."""
         files, locations, frames = (self._tables.get(name, {}) for name in ("FileNames", "FileLocations", "StackFrames"))
         found = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frame = int(found[1]) if found else 0
@@ -223,12 +241,13 @@ class HloModule:
             location = _numbers(locations.get(numbers.get("file_location_id", 0), ""))
             if file := files.get(location.get("file_name_id", 0)):
                 yield file.strip('"'), str(location.get("line", 0))
-            # The number of a caller is written one too high; a caller always comes before whom it calls.
+            # XLA writes parent_frame_id one too high. A parent always precedes its children, and the outermost frame names
+            # itself.
             frame = min(numbers.get("parent_frame_id", 0), frame) - 1
 
     @cached_property
     def _tables(self) -> dict[str, dict[int, str]]:
-        """The tables at the top of the text, rows by number."""
+        """The tables at the top of the text, as rows by number."""
         tables: dict[str, dict[int, str]] = {}
         rows: dict[int, str] = {}
         for line in self.text.splitlines():
@@ -246,21 +265,21 @@ def _numbers(row: str) -> dict[str, int]:
 
 
 def _instruction(name: str, line: str, start: int) -> Instruction:
-    """Reads a line, of which the result's shape begins at `start`."""
+    """Parses a line. The shape of the result begins at index `start`."""
     try:
         end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
         opcode, _, _ = line[end:].partition("(")
         opening = end + len(opcode)
         operands = re.findall(r"%([\w.\-]+)", line[opening : _closing(line, opening)])
     except (IndexError, ValueError):
-        raise ProfileError(f"the program's text is cut or damaged at {name}") from None
+        raise ProfileError(f"the text of the program is truncated or damaged at instruction {name}") from None
     arrays = _ARRAY.findall(line[start:end])
     shapes = tuple(Shape(dtype, tuple(map(int, dims.split(","))) if dims else ()) for dtype, dims in arrays)
     return Instruction(name, opcode.strip(), shapes or (Shape("token", ()),), tuple(operands), line)
 
 
 def _closing(line: str, start: int) -> int:
-    """Returns the position after the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for position in range(start, len(line)):
         depth += {"(": 1, ")": -1}.get(line[position], 0)

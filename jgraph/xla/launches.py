@@ -1,70 +1,65 @@
-"""How often command buffers were really launched, updated and recorded, counted by the profiler.
+"""Counts launches, updates and recordings of command buffers with JAX's profiler.
 
-What XLA captured (`capture`) is what could be launched as graphs. Whether a step launches them, and whether it has to change
-them first because its arguments moved, only a run shows. XLA can leave its command buffers aside while a profiler watches; a
-program that is compiled with `xla_enable_command_buffers_during_profiling` uses them in any case.
+The capture report lists thunks that can be launched as graphs. Only a run shows whether a step launches them, and whether it
+must update them first because an argument moved. XLA may skip its command buffers while a profiler runs; compile with
+`xla_enable_command_buffers_during_profiling` to always use them.
 """
 
 import contextlib
+import re
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 
 from jgraph.errors import JgraphError
 
-# XLA's names for recording into a graph that is new, or for the first time in this way; jax 0.10 has the last, 0.12 the second.
+ProfileData: TypeAlias = Any  # type checkers take jax.profiler.ProfileData for a variable
+
+_GRAPH_EVENTS = ("cuGraph", "command_buffer::")
+# XLA's events for the first recording of a graph. jax 0.10 has the last name, 0.12 the second.
 _FIRST = ("command_buffer::initialize", "command_buffer::record", "command_buffer::record_for_va_remapping")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launches:
-    """What happened to command buffers on all devices; all 0 where there are none, as on a CPU.
+    """Command buffer events on all devices of this process. All 0 on a CPU.
 
-    `records` are graphs made anew, `updates` recordings into one that was there, since an array lies elsewhere than last time.
+    Attributes:
+        launches: Graph launches.
+        updates: Recordings into an existing graph, because an array has moved.
+        records: New graphs.
     """
 
     launches: int
     updates: int
     records: int
 
-
-class LaunchCount:
-    """What `count_launches` hands out: `launches`, `updates` and `records` of `counts`, once the block is over."""
-
-    _counts: Launches | None = None
-
-    @property
-    def counts(self) -> Launches:
-        if self._counts is None:
-            raise JgraphError("launches are counted when the block of count_launches() has ended: read them after it")
-        return self._counts
-
-    launches = property(lambda self: self.counts.launches)
-    updates = property(lambda self: self.counts.updates)
-    records = property(lambda self: self.counts.records)
-
-    def __repr__(self) -> str:
-        return f"LaunchCount({self._counts or 'still counting'})"
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises JgraphError for a count that is not available yet. Python calls this for absent attributes only."""
+        if name in Launches.__annotations__:
+            raise JgraphError(f"`{name}` is counted when the block of count_launches() ends: read it after the block")
+        raise AttributeError(name)
 
 
 @contextlib.contextmanager
-def count_launches() -> Iterator[LaunchCount]:
-    """Counts graph launches in its block, on all devices of this process.
+def count_launches() -> Iterator[Launches]:
+    """Counts graph launches inside the block, on all devices of this process.
 
         with count_launches() as count:
             state, metrics = step(state, batch)
         assert (count.launches, count.updates) == (1, 0)
 
-    Arrays that are alive at the end of the block are waited for. Times mean nothing in it: the profiler is on.
+    Waits for all live arrays at the end of the block. Do not measure time inside it, because the profiler is running.
 
     Raises:
-        JgraphError: a profiler is on already, or the counts are read inside the block.
+        JgraphError: If a profiler is already running, or the counts are read inside the block.
     """
-    count = LaunchCount()
+    count = Launches.__new__(Launches)
     with tempfile.TemporaryDirectory(prefix="jgraph-launches-") as directory:
         try:
             jax.profiler.start_trace(directory, profiler_options=profiler_options())
@@ -75,40 +70,43 @@ def count_launches() -> Iterator[LaunchCount]:
             jax.block_until_ready(jax.live_arrays())
         finally:
             jax.profiler.stop_trace()
-        count._counts = launches_of(_events(Path(directory)))
+        (file,) = Path(directory).rglob("*.xplane.pb")
+        vars(count).update(vars(launches_of(graph_events(jax.profiler.ProfileData.from_file(str(file))))))
 
 
 def profiler_options() -> jax.profiler.ProfileOptions:
-    """Returns options that record devices and XLA's host, not every Python call, which would slow down what is watched."""
+    """Returns options that record devices and XLA's host events, but not Python calls, which would slow down the program."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
-def launches_of(events: Mapping[tuple[str, str], int]) -> Launches:
-    """Returns the counts in a profile, from how often each (plane, name of an event) occurs in it."""
-    names: Counter[str] = Counter()
-    for (plane, name), number in events.items():
-        if plane.startswith("/host:"):
-            names[name.partition(" ")[0].partition("#")[0]] += number  # without "(CudaGraph:496)", without arguments
-    first = sum(names[name] for name in _FIRST)
-    # The driver's own calls are the truth, where the profiler sees them.
-    driver = [name for name in names if name.startswith("cuGraph")]
-    launches = sum(names[name] for name in driver if name.startswith("cuGraphLaunch"))
-    records = sum(names[name] for name in driver if name.startswith("cuGraphInstantiate")) if driver else first
+def graph_events(profile: ProfileData) -> dict[str, list[float]]:
+    """Maps the names of host events about command buffers to the durations of their occurrences, in ms."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for plane in profile.planes:
+        for line in plane.lines if plane.name.startswith("/host:") else ():
+            for event in line.events:
+                if event.name.startswith(_GRAPH_EVENTS):
+                    # Remove a suffix such as "(CudaGraph:496)", and arguments.
+                    found[re.split(r"[ (#]", event.name)[0]].append(event.duration_ns / 1e6)
+    return found
+
+
+def launches_of(events: Mapping[str, Sequence[float]]) -> Launches:
+    """Counts the launches in a profile.
+
+    Args:
+        events: From `graph_events`.
+    """
+    count = {name: len(durations) for name, durations in events.items()}
+    first = sum(count.get(name, 0) for name in _FIRST)
+    # Prefer calls of the CUDA driver, if the profiler recorded them.
+    driver = [name for name in count if name.startswith("cuGraph")]
+    launches = sum(count[name] for name in driver if name.startswith("cuGraphLaunch"))
+    records = sum(count[name] for name in driver if name.startswith("cuGraphInstantiate")) if driver else first
     return Launches(
-        launches=launches or names["command_buffer::execute"],
-        updates=names["command_buffer::update"] + max(first - records, 0),
+        launches=launches or count.get("command_buffer::execute", 0),
+        updates=count.get("command_buffer::update", 0) + max(first - records, 0),
         records=records,
-    )
-
-
-def _events(directory: Path) -> Counter[tuple[str, str]]:
-    return Counter(
-        (plane.name, event.name)
-        for file in directory.glob("**/*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes
-        if plane.name.startswith("/host:")
-        for line in plane.lines
-        for event in line.events
     )

@@ -1,7 +1,7 @@
-"""XLA options of a compiled step: which command buffers, and whatever the user adds, refused early when XLA lacks them.
+"""XLA options of a compiled program: command buffers, and options of the user that are checked before compilation.
 
-XLA tells of a wrong option only while it compiles, after the model was built and traced, and does not say which names or values
-it has. Option names come and go between releases, so a list kept here would be wrong soon; the installed library knows its own.
+XLA reports a wrong option only during compilation and does not list the valid names. Names change between releases, so they are
+read from the installed library.
 """
 
 import contextlib
@@ -17,34 +17,36 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from jgraph.errors import CompilerOptionError, check_choice
+from jgraph.xla import _protobuf
 
-Graph = Literal["auto", "off", "full"]
 OptionValue: TypeAlias = str | bool | int | float
-OptionKind = Literal["bool", "int32", "int64", "float", "string", "enum", "message"]
+_Graph = Literal["auto", "off", "full"]
+_OptionKind = Literal["bool", "int32", "int64", "float", "string", "enum", "message"]
 
-COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
-MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
-
-# No training step computes on the host.
-_NEVER_CAPTURED = {"INVALID", "HOST_EXECUTE"}
-# A graph that has both a collective and a branch cannot be instantiated (CUDA_ERROR_INVALID_VALUE), so it is one or the other.
+_COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
+_MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
+# CUDA cannot instantiate a graph with both a collective and a branch (CUDA_ERROR_INVALID_VALUE).
 _COLLECTIVES, _BRANCHES = {"COLLECTIVES", "COLLECTIVES_KERNEL"}, {"CONDITIONAL", "WHILE"}
-# XLA's own kernels for small all-reduces; in a graph it is NCCL's or none.
+_NEVER_CAPTURED = {"INVALID", "HOST_EXECUTE"}
+# XLA's own kernels for small all-reduces cannot be captured. Without them XLA calls NCCL.
 _SMALL_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
-# What every release that jgraph supports can record; used only when the installed library does not tell.
+# Commands of every supported XLA release, in case the installed library does not list its own.
 _COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,CONVOLUTION"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`.
+    """A field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`.
 
-    A `message` cannot be set from a text. A repeated one takes several values, separated by commas, instead of XLA's default.
-    `values` are the names that an `enum` may take, empty where the library keeps them elsewhere.
+    Attributes:
+        name: The name.
+        kind: The type. A `message` cannot be set from a string.
+        repeated: True if it takes several values, separated by commas. They replace XLA's default.
+        values: The values of an `enum`. Empty if the library does not list them.
     """
 
     name: str
-    kind: OptionKind
+    kind: _OptionKind
     repeated: bool
     values: tuple[str, ...] = ()
 
@@ -52,107 +54,49 @@ class Option:
 def compiler_options(
     graph: str, xla_options: Sequence[str] = (), *, platform: str, num_devices: int = 1
 ) -> dict[str, OptionValue]:
-    """Returns XLA options by name, for `jax.stages.Lowered.compile(compiler_options=...)`. Starts no backend, imports no jax.
+    """Returns XLA options for `jax.jit(compiler_options=...)` or `Lowered.compile`. Does not start a backend or import JAX.
 
     Args:
-        graph: which command buffers (CUDA graphs) XLA records. `auto` leaves its default; `off` records nothing; `full` records
-            everything, on several devices the collectives too, and then loops and branches as their pieces.
-        xla_options: further `name=value` options; they win over those of `graph`.
-        platform: `cpu`, or `gpu`/`cuda`. Command buffers exist on a GPU only, so on a CPU `graph` adds nothing.
-        num_devices: that the program runs on.
+        graph: The command buffers (CUDA graphs) that XLA records. `auto`: XLA's default. `off`: none. `full`: every thunk, or
+            on several devices every thunk except loops and branches, because CUDA cannot combine them with collectives.
+        xla_options: More options as `name=value`. They override those of `graph`.
+        platform: `cpu`, or `gpu`/`cuda`. `graph` has no effect on a CPU.
+        num_devices: The number of devices of the program.
+
+    Returns:
+        A dictionary of option values by name.
 
     Raises:
-        ConfigError: `graph` is none of the three.
-        CompilerOptionError: an option or its value is not one the installed XLA has.
+        ConfigError: If `graph` is not one of the three.
+        CompilerOptionError: If the installed XLA does not have an option, or an option has an invalid value.
     """
-    check_choice("graph", graph, get_args(Graph))
+    check_choice("graph", graph, get_args(_Graph))
     options: dict[str, OptionValue] = {}
     if platform in ("gpu", "cuda"):
         options |= _graph_options(graph, num_devices)
     for text in xla_options:
         name, equals, value = text.strip().partition("=")
         if not equals:
-            raise _refused(f"has {text!r}: must be name=value")
-        options[name] = check_option(name, value)
+            raise _error(f"has {text!r}: must be name=value")
+        options[name] = _checked(name, value)
     return options
 
 
-def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
-    if graph == "auto":
-        return {}
-    if graph == "off":
-        return {COMMAND_BUFFER: ""}  # no value replaces the default set by an empty one
-    installed = installed_options() or {}
-    commands = installed[COMMAND_BUFFER].values if COMMAND_BUFFER in installed else _COMMON.split(",")
-    left_out = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
-    options: dict[str, OptionValue] = {COMMAND_BUFFER: ",".join(c for c in commands if c not in left_out), MIN_GRAPH_SIZE: 1}
-    if num_devices > 1 and _SMALL_COLLECTIVES in installed:
-        options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
-    return options
-
-
-def check_option(name: str, value: str) -> OptionValue:
-    """Returns the value of an option in the type that XLA wants; the text itself where the library does not tell its options.
-
-    Args:
-        name: an XLA option without dashes.
-        value: `true` or `false` for a bool, commas between several values.
-
-    Raises:
-        CompilerOptionError: with the closest name, the type, or the allowed values.
-    """
-    known = installed_options()
-    if known is None:
-        return value
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise _refused(f"names {name}, which the installed XLA does not have{hint}")
-    option = known[name]
-    if option.kind == "message":
-        raise _refused(f"sets {name}, which holds a structure and cannot be set from a text")
-    if option.repeated:
-        for item in value.split(",") if value else ():
-            _convert(option, item)
-        return value
-    return _convert(option, value)
-
-
-def _convert(option: Option, value: str) -> OptionValue:
-    try:
-        match option.kind:
-            case "bool":
-                return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-            case "int32" | "int64":
-                number, limit = int(value), 2 ** (int(option.kind[3:]) - 1)
-                if not -limit <= number < limit:
-                    raise ValueError
-                return number
-            case "float":
-                return float(value)
-            case "enum" if option.values and value not in option.values:
-                raise ValueError
-            case _:
-                return value
-    except (KeyError, ValueError):
-        allowed = {"bool": "true or false", "enum": "one of " + ", ".join(option.values)}
-        allowed = allowed.get(option.kind, f"of type {option.kind}")
-        raise _refused(f"sets {option.name} to {value!r}: must be {allowed}") from None
-
-
-def _refused(what: str) -> CompilerOptionError:
-    return CompilerOptionError(f"`xla_options` {what}", field="xla_options")
+def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
+    """Returns the `name=value` options that the installed XLA has. Returns none unless the platform is `gpu` or `cuda`."""
+    installed = installed_options() or {} if platform in ("gpu", "cuda") else {}
+    return tuple(option for option in options if option.partition("=")[0] in installed)
 
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Turns XLA's own complaint about an option into a CompilerOptionError, around `compile()`; other errors pass.
+    """Converts XLA's error about an option into a CompilerOptionError. Other errors pass.
 
-    Needed where the installed library does not tell its options, and for limits that only XLA knows.
+    Some limits are known only to XLA. If the installed library does not list its options, XLA alone checks them.
     """
     try:
         yield
-    except RuntimeError as e:  # jax.errors.JaxRuntimeError is one; naming it would import jax here
+    except RuntimeError as e:  # JaxRuntimeError is a subclass; its name would require importing JAX
         if complaint := re.search(r"No such compile option: .*|While setting option .*", str(e)):
             raise CompilerOptionError(f"XLA refuses an option: {complaint[0]}", field="xla_options") from e
         raise
@@ -160,92 +104,103 @@ def option_errors() -> Iterator[None]:
 
 @functools.cache
 def installed_options() -> Mapping[str, Option] | None:
-    """Returns every option of the installed XLA by name, or None where the library does not tell. 30 ms, once a process."""
-    descriptor = _descriptor_of_installed_xla()
+    """Returns every option of the installed XLA by name, or None if the library does not list them. Takes 30 ms once."""
+    descriptor = _debug_options_descriptor()
     if descriptor is None:
         return None
-    message = next(_submessages(descriptor, 4, b"DebugOptions"))
-    enums = dict(_enums(message, 4, ".xla.DebugOptions.")) | dict(_enums(descriptor, 5, ".xla."))
-    options = (_option(field, enums) for field in _submessages(message, 2))
+    message = next(found for found in _protobuf.submessages(descriptor, 4) if found[0] == (1, b"DebugOptions"))
+    enums = _enums(message, 4, ".xla.DebugOptions.") | _enums(descriptor, 5, ".xla.")
+    options = (_option(field, enums) for field in _protobuf.submessages(message, 2))
     return types.MappingProxyType({option.name: option for option in options})
 
 
-def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
-    """Returns those of some `name=value` that the installed XLA has, for a GPU; none for another platform."""
-    installed = installed_options() or {} if platform in ("gpu", "cuda") else {}
-    return tuple(option for option in options if option.partition("=")[0] in installed)
+def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
+    if graph == "auto":
+        return {}
+    if graph == "off":
+        return {_COMMAND_BUFFER: ""}  # replaces the default commands by an empty set
+    installed = installed_options() or {}
+    commands = installed[_COMMAND_BUFFER].values if _COMMAND_BUFFER in installed else _COMMON.split(",")
+    excluded = _NEVER_CAPTURED | (_COLLECTIVES if num_devices == 1 else _BRANCHES)
+    options: dict[str, OptionValue] = {_COMMAND_BUFFER: ",".join(c for c in commands if c not in excluded), _MIN_GRAPH_SIZE: 1}
+    if num_devices > 1 and _SMALL_COLLECTIVES in installed:
+        options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
+    return options
 
 
-# --- The descriptor. Field numbers are those of google/protobuf/descriptor.proto, which are fixed for good. ---
+def _checked(name: str, value: str) -> OptionValue:
+    """Returns an option's value in XLA's type, or the string if the installed library does not list its options."""
+    installed = installed_options()
+    if installed is None:
+        return value
+    if name not in installed:
+        close = difflib.get_close_matches(name, installed, n=1, cutoff=0.75)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise _error(f"names {name}, which the installed XLA does not have{hint}")
+    option = installed[name]
+    if option.kind == "message":
+        raise _error(f"sets {name}, which holds a structure and cannot be set from a string")
+    if not option.repeated:
+        return _converted(option, value)
+    for item in value.split(",") if value else ():
+        _converted(option, item)
+    return value
 
-_Fields: TypeAlias = list[tuple[int, bytes | int]]
-_KINDS: dict[int, OptionKind] = {1: "float", 2: "float", 3: "int64", 5: "int32", 8: "bool", 11: "message", 14: "enum"}
+
+def _converted(option: Option, value: str) -> OptionValue:
+    try:
+        match option.kind:
+            case "bool":
+                return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+            case "int32" | "int64":
+                number, limit = int(value), 2 ** (int(option.kind[3:]) - 1)
+                if -limit <= number < limit:
+                    return number
+            case "float":
+                return float(value)
+            case _:
+                if not option.values or value in option.values:
+                    return value
+    except (KeyError, ValueError):
+        pass
+    allowed = {"bool": "true or false", "enum": "one of " + ", ".join(option.values)}
+    raise _error(f"sets {option.name} to {value!r}: must be {allowed.get(option.kind, f'of type {option.kind}')}")
 
 
-def _descriptor_of_installed_xla() -> _Fields | None:
-    """Returns fields of the FileDescriptorProto of xla/xla.proto inside jaxlib's shared library; None when it is not there.
+def _error(problem: str) -> CompilerOptionError:
+    return CompilerOptionError(f"`xla_options` {problem}", field="xla_options")
 
-    No public function of jax lists XLA's options. The protocol buffer runtime needs this descriptor for XLA's own lookup of
-    option names, so the library has to carry it: this is the same list that XLA will check against, only earlier. It is still
-    a private artefact. Everything that relies on it is this function, and without it options are checked by XLA alone.
+
+# --- The descriptor of DebugOptions. Field numbers are those of google/protobuf/descriptor.proto. ---
+
+_KINDS: dict[int | None, _OptionKind] = {1: "float", 2: "float", 3: "int64", 5: "int32", 8: "bool", 11: "message", 14: "enum"}
+
+
+def _debug_options_descriptor() -> _protobuf.Fields | None:
+    """Returns the FileDescriptorProto of xla/xla.proto in jaxlib's shared library, or None if it is not found.
+
+    No public function of JAX lists XLA's options. The library contains this descriptor because XLA looks up option names in it.
+    Only this function depends on that. Without the descriptor, XLA alone checks options.
     """
     spec = importlib.util.find_spec("jaxlib")
     library = Path(next(iter(spec.submodule_search_locations or ()), "")) / "libjax_common.so" if spec else None
     if library is None or not library.is_file():
         return None
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = data.find(b"\n\x0dxla/xla.proto")  # field 1, 13 bytes: the file's name, first thing in its descriptor
-        if start < 0:
-            return None
-        descriptor = _fields(data[start : start + 2**20])
-    return descriptor if next(_submessages(descriptor, 4, b"DebugOptions"), None) else None
+        start = data.find(b"\n\x0dxla/xla.proto")  # field 1 of the descriptor: the file name, 13 bytes
+        descriptor = _protobuf.fields(data[start : start + 2**20]) if start >= 0 else []
+    return descriptor if any(found[0] == (1, b"DebugOptions") for found in _protobuf.submessages(descriptor, 4)) else None
 
 
-def _fields(data: bytes) -> _Fields:
-    """Reads (number, value) of each field of a message. Ends where no message can go on: the length is not stored with it."""
-    fields: _Fields = []
-    position = number = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        previous, number = number, key >> 3
-        # Serialized in order of field number, so a smaller one (0 included) belongs to whatever comes after this message.
-        if number < max(previous, 1) or key & 7 not in (0, 2):
-            break
-        value, position = _varint(data, position)
-        if key & 7 == 2:
-            value, position = data[position : position + value], position + value
-        fields.append((number, value))
-    return fields
+def _enums(message: _protobuf.Fields, number: int, prefix: str) -> dict[str, tuple[str, ...]]:
+    """Maps the qualified name of each enum in field `number` to the names of its values."""
+    return {
+        prefix + _protobuf.text(enum, 1): tuple(_protobuf.text(value, 1) for value in _protobuf.submessages(enum, 2))
+        for enum in _protobuf.submessages(message, number)
+    }
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        value, shift, position = value | (byte & 127) << shift, shift + 7, position + 1
-        if byte < 128:
-            return value, position
-
-
-def _submessages(fields: _Fields, tag: int, name: bytes | None = None) -> Iterator[_Fields]:
-    for number, value in fields:
-        if number == tag and isinstance(value, bytes):
-            inner = _fields(value)
-            if name is None or inner[0] == (1, name):
-                yield inner
-
-
-def _enums(fields: _Fields, tag: int, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for enum in _submessages(fields, tag):
-        yield prefix + _text(enum, 1), tuple(_text(value, 1) for value in _submessages(enum, 2))
-
-
-def _option(field: _Fields, enums: Mapping[str, tuple[str, ...]]) -> Option:
-    numbers = dict(field)
-    kind = _KINDS.get(numbers[5] if isinstance(numbers[5], int) else 0, "string")
-    return Option(_text(field, 1), kind, numbers[4] == 3, enums.get(_text(field, 6), ()) if kind == "enum" else ())
-
-
-def _text(fields: _Fields, tag: int) -> str:
-    value = dict(fields).get(tag, b"")
-    return value.decode() if isinstance(value, bytes) else ""
+def _option(field: _protobuf.Fields, enums: Mapping[str, tuple[str, ...]]) -> Option:
+    kind = _KINDS.get(_protobuf.integer(field, 5), "string")
+    values = enums.get(_protobuf.text(field, 6), ()) if kind == "enum" else ()
+    return Option(_protobuf.text(field, 1), kind, _protobuf.integer(field, 4) == 3, values)

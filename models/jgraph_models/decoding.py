@@ -1,12 +1,13 @@
-"""A GPT that draws one token after the other: the keys and values of those before stay in a cache.
+"""Generates text with a GPT, one token at a time, with a cache of keys and values.
 
-The same numbers as `GPT.logits`, in other shapes: a single token's products are bound by reading the weights. So these are cast
-once, and every matrix lies with the axis that a product sums over last: a kernel takes whole rows as they lie.
+Computes the logits of `GPT.logits` with other layouts. The matmuls of a single token are bound by reading the weights, so
+weights are cast once, and the contracted axis of every matrix is the last: a kernel reads contiguous rows.
 """
 
-# B batch, T prompt, C slots of the cache, D model, F output of a product, H query heads, G key/value heads, R = H / G,
+# B batch, T prompt, C slots of the cache, D model, F output of a matmul, H query heads, G key/value heads, R = H / G,
 # E = 2G keys and values, K head size, V vocabulary
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,22 +19,23 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.kernels.matvec import fits, matvec
 from jgraph.modules import Decoder
-from jgraph.moe import MoE
 from jgraph_models.gpt_config import GPTConfig
-from jgraph_models.rotary import rotate
+from jgraph_models.rotary import Rotary, rotate
 
 Tree = Any
 
 
-def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
-    """Returns a GPT in the pieces that draw text.
+def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], kernel_of: Callable[[GPTConfig], Any]) -> Decoder:
+    """Returns the decoder of a GPT.
 
     Args:
-        rotary_of, kernel_of: give the tables of so many positions, and the attention kernel of a prompt.
+        config: Settings of the model.
+        rotary_of: `rotary_of(config, length)` returns the rotary tables.
+        kernel_of: `kernel_of(config)` returns the attention kernel for a prompt.
     """
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
-    mixture = Mixture(config) if config.moe.num_experts else None
+    mixture = _Mixture(config) if config.moe.num_experts else None
 
     def prepare(params: Tree, carried: Tree) -> Tree:
         def ready(path: Any, leaf: Array) -> Array:
@@ -55,7 +57,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
     def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Tree]:
         tables = rotary_of(config, length)
         T = tokens_BT.shape[1]
-        rotary_T1K = tuple(table[:T] for table in tables)
+        rotary_T1K = tables[0][:T], tables[1][:T]
         x_BTD, caches = weights["embedding_VD"][tokens_BT], []
         for layer in weights["layers"]:
 
@@ -79,7 +81,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
 
             def attend(q_BHK: Array, k_BGK: Array, v_BGK: Array, kv_BECK: Array = kv_BECK) -> Array:
                 new_BEK = jnp.concatenate([rotate(k_BGK, rotary_B1K), v_BGK], axis=1)
-                kv_BECK = write(kv_BECK, new_BEK, positions_B)
+                kv_BECK = _write_to_cache(kv_BECK, new_BEK, positions_B)
                 caches.append(kv_BECK)
                 with jgraph.scope("attention"):
                     return read(rotate(q_BHK, rotary_B1K), kv_BECK, positions_B)
@@ -88,7 +90,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         return logits(weights, x_BD), {"layers": caches, "rotary": cache["rotary"]}
 
     def block(layer: Tree, x: Array, attend: Any) -> Array:
-        """Attention and MLP of tokens [..., D]; `attend` takes queries, keys and values [..., heads, K]."""
+        """Applies attention and MLP to tokens [..., D]. `attend` takes queries, keys and values [..., heads, K]."""
         own = layer["attention"]
         qkv = linear(x, **own["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
         q, k, v = jnp.split(qkv, [H, H + G], axis=-2)
@@ -97,7 +99,7 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
         if mixture is not None:
             return x + mixture(layer["mlp"], layer["state"], norm(x, layer["mlp_norm"]))
-        own, activation = layer["mlp"], gated if config.mlp == "swiglu" else jax.nn.gelu
+        own, activation = layer["mlp"], _gated if config.mlp == "swiglu" else jax.nn.gelu
         hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
         return linear(hidden, **own["down"], bias=x)
 
@@ -110,8 +112,8 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         activation: Any = None,
         dtype: Any = dtype,
     ) -> Array:
-        """Applies a linear layer, whose matrix is [F, D], to tokens [..., D] or to their norm; `bias` is added at the end."""
-        parts = 2 if activation is gated else 1
+        """Applies a matrix [F, D] to tokens [..., D], after an optional norm; adds `bias` at the end."""
+        parts = 2 if activation is _gated else 1
 
         def of_one(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
             scale_D, add_F = normed and normed["scale"], None if bias is None else bias.reshape(-1)
@@ -139,28 +141,28 @@ def decoder(config: GPTConfig, rotary_of: Any, kernel_of: Any) -> Decoder:
         return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
 
     def read(q_BHK: Array, kv_BECK: Array, positions_B: Array) -> Array:
-        """Attends to the slots up to each text's position; to all slots once the position exceeds the last one."""
+        """Attends to the slots up to each text's position, or to all slots if the position exceeds the last one."""
         q_BGRK = q_BHK.reshape(-1, G, H // G, K)
         k_BGCK, v_BGCK = kv_BECK[:, :G], kv_BECK[:, G:]
-        scores_BGRC = K**-0.5 * contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
+        scores_BGRC = K**-0.5 * _contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
         seen_BC = jnp.arange(kv_BECK.shape[2]) <= positions_B[:, None]
         shares_BGRC = jax.nn.softmax(jnp.where(seen_BC[:, None, None], scores_BGRC, -jnp.inf)).astype(dtype)
-        return contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
+        return _contract("bgrc,bgck->bgrk", shares_BGRC, v_BGCK).astype(dtype).reshape(q_BHK.shape)
 
     return Decoder(prepare, prefill, decode)
 
 
 def by_layer(config: GPTConfig, tree: Tree) -> list[Tree]:
-    """Returns what parameters or carried state have of each layer."""
+    """Returns the parameters or the mutable state of each layer."""
     blocks, numbers = tree["blocks"], range(config.num_layers)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
 
 
-class Mixture:
-    """The training layer's mixture of experts, in evaluation, with parameters and state given to each call."""
+class _Mixture:
+    """The mixture of experts of the training layer in evaluation mode, as a function of parameters and state."""
 
     def __init__(self, config: GPTConfig):
-        moe = nnx.eval_shape(lambda: MoE(config.d_model, config.d_ff, config.moe, rngs=nnx.Rngs(0)))
+        moe = nnx.eval_shape(lambda: jgraph.MoE(config.d_model, config.d_ff, config.moe, rngs=nnx.Rngs(0)))
         moe.eval()
         self._graph, _, self._shapes = nnx.split(moe, nnx.Param, ...)
 
@@ -168,17 +170,17 @@ class Mixture:
         return nnx.merge(self._graph, params, state)(x)
 
     def state(self) -> Tree:
-        """Returns a state for a router that does not read it. Raises ConfigError for one with a bias."""
+        """Returns a state of zeros for a router without a bias. Raises ConfigError for a router with a bias."""
         shapes = nnx.to_pure_dict(self._shapes)
         if "bias_E" in shapes:
             raise ConfigError("`carried` is empty: must be the model's state, which has the router's bias", field="carried")
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
+def _write_to_cache(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
     """Writes the keys and values of each text's newest token into the ring buffer, at slot position % C.
 
-    Once a text has more than C tokens, this overwrites the oldest. The other slots are not recomputed.
+    In a text of more than C tokens, this overwrites the oldest. Other slots are not recomputed.
     """
     slots_B = positions_B % kv_BECK.shape[2]
     if len(positions_B) == 1:
@@ -187,13 +189,13 @@ def write(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
     return kv_BECK.at[rows_B, :, slots_B].set(new_BEK, unique_indices=True, indices_are_sorted=True)
 
 
-def gated(gate: Array, up: Array) -> Array:
-    """SwiGLU, after its products."""
+def _gated(gate: Array, up: Array) -> Array:
+    """Applies SwiGLU to the outputs of its matmuls."""
     return jax.nn.silu(gate) * up
 
 
-def contract(subscripts: str, x: Array, y: Array) -> Array:
-    """Returns an einsum in float32, on NVIDIA GPUs as a sum of products, which XLA fuses with what is around it."""
+def _contract(subscripts: str, x: Array, y: Array) -> Array:
+    """Computes an einsum in float32. On NVIDIA GPUs it is a sum of products, which XLA fuses with surrounding operations."""
 
     def by_sum(x: Array, y: Array) -> Array:
         inputs, out = subscripts.split("->")
@@ -207,7 +209,7 @@ def contract(subscripts: str, x: Array, y: Array) -> Array:
 
         return jnp.sum(aligned(x, of_x) * aligned(y, of_y), axis=axes.index(summed))
 
-    def by_product(x: Array, y: Array) -> Array:
+    def by_einsum(x: Array, y: Array) -> Array:
         return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
-    return jax.lax.platform_dependent(x, y, cuda=by_sum, default=by_product)
+    return jax.lax.platform_dependent(x, y, cuda=by_sum, default=by_einsum)

@@ -1,7 +1,7 @@
 """A decoder-only transformer in Flax NNX: pre-norm, RMSNorm, rotary embeddings, grouped-query attention.
 
-By its settings it is a GPT, a Llama 3, a Qwen2 or 3, a Mixtral. Shazeer, "GLU variants improve transformer" (arXiv:2002.05202)
-for SwiGLU; Ainslie et al., "GQA" (arXiv:2305.13245).
+The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "GLU variants improve transformer"
+(arXiv:2002.05202). Grouped-query attention: Ainslie et al., "GQA" (arXiv:2305.13245).
 """
 
 # B batch, T sequence, S = T + 1 (inputs and labels), D model, F hidden, V vocabulary,
@@ -20,7 +20,6 @@ from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.modules import Decoder
-from jgraph.moe import MoE
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
@@ -35,14 +34,14 @@ _GELU_CUBIC = 0.044715
 
 
 class GPT(nnx.Module):
-    """`loss(batch)` to train it, `logits(tokens_BT)` to use it. Weights are float32, activations `config.compute_dtype`."""
+    """A GPT. Train it with `loss(batch)`, use it with `logits(tokens_BT)`. Weights are float32, activations `compute_dtype`."""
 
     hugging_face = HUGGING_FACE
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.remat: Literal["nothing", "layer"] = "nothing"  # set by who trains it
-        self.blocks: Any  # a list of blocks, or one block whose arrays have the layers as their first axis
+        self.remat: Literal["nothing", "layer"] = "nothing"  # set by the trainer
+        self.blocks: Any  # a list of blocks, or a block of stacked layers
         init = nnx.initializers.normal(_INIT_SCALE)
         self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
         if config.scan_layers:
@@ -55,20 +54,21 @@ class GPT(nnx.Module):
 
     @staticmethod
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-        """Returns the model in the pieces of a pipeline."""
+        """Returns the model for a pipeline."""
         return pipeline_model(config, ranks)
 
     def cached_decoder(self) -> Decoder:
-        """Returns the model in the pieces that draw text, with a cache of keys and values."""
-        return decoder(self.config, rotary_of, library_attention)
+        """Returns the decoder, which generates text with a cache of keys and values."""
+        return decoder(self.config, rotary_of, _library_attention)
 
     def loss(self, batch: Any) -> Array:
         """Returns the mean next-token loss in nats, scalar float32.
 
         Args:
-            batch: int32 ids [B, S], S - 1 predicted per row; or what `jgraph.data.apart` gives, to keep documents apart.
+            batch: int32 ids [B, S], with S - 1 predictions per row; or a dict with `tokens`, `starts` and `weights`, to
+                separate documents (`jgraph.data`).
         """
-        tokens_BS, starts_BT, weights_BT = taken_apart(batch)
+        tokens_BS, starts_BT, weights_BT = _unpacked(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
         chunk = self.config.chunk_of(labels_BT.size)
         return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
@@ -78,13 +78,13 @@ class GPT(nnx.Module):
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BT: Array, starts_BT: Array | None = None) -> Array:
-        """Returns the normed hidden states (B, T, D) that the head reads, in `compute_dtype`.
+        """Returns the normalized hidden states (B, T, D) that the head reads, in `compute_dtype`.
 
         Args:
             tokens_BT: int32 ids.
-            starts_BT: where in its row each token's document begins, of which it sees no other; None: all are one.
+            starts_BT: Start of each token's document in its row. Tokens attend within their document. None for one document.
         """
-        # Rows are gathered in float32 and then cast: their gradient is summed over repeated tokens, in float32.
+        # Rows are gathered in float32 and then cast, so that the gradient of repeated tokens is summed in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
@@ -92,7 +92,7 @@ class GPT(nnx.Module):
             def one(x_BTD: Array, block: Block) -> Array:
                 return block(x_BTD, rotary_T1K, starts_BT)
 
-            # A loop keeps by itself what is made again apart from what was made before.
+            # XLA cannot merge the recomputation with the forward pass across a loop.
             one = nnx.remat(one, prevent_cse=False) if self.remat == "layer" else one
             x_BTD = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
@@ -104,7 +104,7 @@ class GPT(nnx.Module):
             parts = nnx.remat(parts) if self.remat == "layer" else parts
             for block in self.blocks:
                 x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
-            return added_and_normed(self.norm, x_BTD, add_BTD, kernel)[1]
+            return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
 
     def output(self) -> Array:
@@ -114,13 +114,13 @@ class GPT(nnx.Module):
 
 
 def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-    """Returns a GPT for a pipeline of `ranks`, each with 1/ranks of the vocabulary, padded with zeros where indivisible."""
+    """Returns a GPT for a pipeline. Each rank has 1/ranks of the vocabulary, padded with zeros if it is indivisible."""
     block, _, state = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
-        return split_embedding(outer["embedding_VD"], taken_apart(batch)[0][:, :-1], config.compute_dtype)
+        return split_embedding(outer["embedding_VD"], _unpacked(batch)[0][:, :-1], config.compute_dtype)
 
     def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
         own = nnx.merge(block, params, *carried or [state])
@@ -128,7 +128,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return (x_BTD, nnx.to_pure_dict(nnx.state(own, nnx.Not(nnx.Param)))) if carried else x_BTD
 
     def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
-        tokens_BS, _, weights_BT = taken_apart(batch)
+        tokens_BS, _, weights_BT = _unpacked(batch)
         x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
         head_DV = outer["embedding_VD"].T if config.head == "tied" else outer["head_DV"]
         labels_BT, size = tokens_BS[:, 1:], config.vocab_size if padding else 0
@@ -164,14 +164,14 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         sharded=axes,
         split=split,
         join=join,
-        context=lambda batch: taken_apart(batch)[1],
+        context=lambda batch: _unpacked(batch)[1],
         split_carried=lambda carried: by_layer(config, carried),
         join_carried=join_layers,
     )
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each reading a norm of the residual stream and adding to it."""
+    """Attention and MLP. Each reads a norm of the residual stream and adds to the stream."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -180,7 +180,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         if config.moe.num_experts:
             inits = {"kernel_init": _init(config), "down_init": _init(config, residual=True)}
-            self.mlp = MoE(config.d_model, config.d_ff, config.moe, rngs=rngs, **inits)
+            self.mlp = jgraph.MoE(config.d_model, config.d_ff, config.moe, rngs=rngs, **inits)
         else:
             self.mlp = MLP(config, rngs=rngs)
 
@@ -191,15 +191,15 @@ class Block(nnx.Module):
     def parts(
         self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
     ) -> tuple[Array, Array]:
-        """Takes a stream and what is still to be added to it, and returns the same."""
-        x_BTD, normed_BTD = added_and_normed(self.attention_norm, x_BTD, add_BTD, norm)
+        """Applies the block to a residual stream and a term that is not added yet. Returns the same two."""
+        x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
-        x_BTD, normed_BTD = added_and_normed(self.mlp_norm, x_BTD, attended_BTD, norm)
+        x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
         return x_BTD, self.mlp(normed_BTD)
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention over one fused projection (H query, G key and G value heads, in this order)."""
+    """Causal grouped-query attention with one fused projection: H query, G key and G value heads, in this order."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -213,7 +213,7 @@ class Attention(nnx.Module):
         config = self.config
         B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
-        kernel: Any = attention_kernel(config, T) if starts_BT is None else document_kernel(config)
+        kernel: Any = attention_kernel(config, T) if starts_BT is None else _document_kernel(config)
         if kernel == "fused":
             with jgraph.scope("attention"):
                 y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
@@ -222,7 +222,7 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         with jgraph.scope("attention"):
-            # Only distances count in what is rotated: positions need not begin again at each document.
+            # The rotation encodes distances, so positions need not restart at each document.
             rotated = rotate(q_BTHK, rotary_T1K), rotate(k_BTGK, rotary_T1K), v_BTGK
             if starts_BT is None:
                 y_BTHK = jax.nn.dot_product_attention(*rotated, is_causal=True, implementation=kernel)
@@ -232,7 +232,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """GELU (tanh form) or SwiGLU."""
+    """An MLP with GELU (tanh form) or SwiGLU."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -247,42 +247,42 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
-def added_and_normed(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
-    """Returns the stream with what is added to it, and its norm."""
+def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
+    """Adds a term to the residual stream. Returns the sum and its norm."""
     if kernel == "fused":
         assert norm.scale is not None
-        scale_D = norm.scale[...].astype(x_BTD.dtype)  # as RMSNorm does; over devices it is gathered so
+        scale_D = norm.scale[...].astype(x_BTD.dtype)  # like RMSNorm; on several devices it is gathered in this dtype
         return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
 
 def norm_kernel(config: GPTConfig) -> Norm:
-    """Returns the kernel of the residual stream's norms."""
+    """Returns the kernel for the norms of the residual stream."""
     return "xla" if config.norm == "xla" else "fused"
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
-    """Returns the kernel for sequences of a length; `auto` by the device. Raises ConfigError as `library_attention`."""
+    """Returns the attention kernel for a sequence length. Raises ConfigError like `_library_attention`."""
     if config.attention == "fused":
         return "fused"
     if config.attention == "auto" and config.can_fuse_attention:
         heads = config.num_heads + 2 * config.num_kv_heads
         if choose((1, length, heads, config.head_size), jnp.dtype(config.compute_dtype)) == "mosaic":
             return "fused"
-    return library_attention(config)
+    return _library_attention(config)
 
 
-def document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
-    """Returns the implementation of `document_attention`. Raises ConfigError where another kernel was asked for."""
+def _document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
+    """Returns the implementation of `document_attention`. Raises ConfigError if the settings name another kernel."""
     if config.attention in ("cudnn", "fused"):
-        message = f"`model.attention` is {config.attention}: must be auto or xla where documents are kept apart"
+        message = f"`model.attention` is {config.attention}: must be auto or xla for separate documents"
         raise ConfigError(message, field="model.attention")
     return "xla" if config.attention == "xla" else "auto"
 
 
-def library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
-    """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError where cuDNN or the device would refuse it."""
+def _library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
+    """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError if cuDNN or the device does not support it."""
     if config.attention in ("fused", "xla"):
         return "xla"
     is_gpu = jax.default_backend() == "gpu"
@@ -296,7 +296,7 @@ def library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
 
 
 def rotary_of(config: GPTConfig, length: int) -> Rotary:
-    """Returns the rotary tables of a model for sequences of so many tokens."""
+    """Returns the rotary tables of a model for sequences of `length` tokens."""
     scaling = None
     if config.rope_scaling == "llama3":
         factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -304,8 +304,8 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
     return rotary(length, config.head_size, config.rope_theta, scaling)
 
 
-def taken_apart(batch: Any) -> tuple[Array, Array | None, Array | None]:
-    """Returns a batch's tokens; where its documents begin and what each prediction counts, or None where they are joined."""
+def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
+    """Returns tokens, document starts and weights of a batch; None for the last two if documents are not separate."""
     return (batch["tokens"], batch["starts"], batch["weights"]) if isinstance(batch, dict) else (batch, None, None)
 
 
@@ -313,8 +313,8 @@ def taken_apart(batch: Any) -> tuple[Array, Array | None, Array | None]:
 def gelu(x: Array) -> Array:
     """Returns GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the dtype of x.
 
-    Written in the order that XLA recognises after a matrix product: there it can become the product's epilogue, which stores
-    `x` and `gelu(x)` at once. The gradient starts from `x` alone.
+    The operations are in the order that XLA recognizes after a matmul: it fuses them as an epilogue that stores `x` and
+    `gelu(x)` at once. The gradient reads `x` only.
     """
     return x * (0.5 * (1 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * (x * (x * x))))))
 
@@ -322,8 +322,8 @@ def gelu(x: Array) -> Array:
 def _gelu_backward(x: Array, dy: Array) -> tuple[Array]:
     x32 = x.astype(jnp.float32)
     square = x32 * x32
-    # 0.5 * (1 + tanh(z)) is sigmoid(2z). With a division in it this kernel is bound by arithmetic, not by memory: the square
-    # of a reciprocal root takes a fraction of a division's instructions (90 -> 82 us a layer of GPT 124M on an H200).
+    # 0.5 * (1 + tanh(z)) is sigmoid(2z). A division would make this kernel compute-bound. The square of a reciprocal square
+    # root needs a fraction of the instructions (90 -> 82 us per layer of GPT 124M on an H200).
     root = jax.lax.rsqrt(1 + jnp.exp(-2 * _GELU_SCALE * x32 * (1 + _GELU_CUBIC * square)))
     sigmoid = root * root
     slope = sigmoid * (1 + (1 - sigmoid) * (2 * _GELU_SCALE) * x32 * (1 + 3 * _GELU_CUBIC * square))
@@ -352,5 +352,5 @@ def _linear(
 
 
 def _init(config: GPTConfig, *, residual: bool = False) -> nnx.Initializer:
-    # Projections into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
+    # Projections into the residual stream have smaller initial weights, so that its variance does not grow with depth (GPT-2).
     return nnx.initializers.normal(_INIT_SCALE / (2 * config.num_layers) ** 0.5 if residual else _INIT_SCALE)

@@ -1,4 +1,4 @@
-"""Sizes and numerics of a GPT. No jax here, so that a wrong flag is told in no time."""
+"""Sizes and numerics of a GPT. No jax here, so that a wrong flag is reported at once."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from jgraph.errors import check_types, require, require_positive
 from jgraph.moe.config import MoEConfig
 
-_OF_SCALING = "rope_factor rope_low_freq_factor rope_high_freq_factor rope_original_length"
+_SCALING_FIELDS = "rope_factor rope_low_freq_factor rope_high_freq_factor rope_original_length"
 _DENSE = MoEConfig()
 
 
@@ -29,46 +29,46 @@ class GPTConfig:
     vocab_size: int = 256
     """Rows of the embedding; token ids must be smaller."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    """Non-linearity of the MLP; swiglu has a third matrix."""
+    """Activation of the MLP; swiglu has a third matrix."""
     moe: MoEConfig = _DENSE
-    """Mixtures of experts in the place of every MLP; experts are swiglu."""
+    """Mixtures of experts in place of every MLP; experts are swiglu."""
     head: Literal["tied", "untied"] = "tied"
-    """Whether the output projection is the embedding or a matrix of its own."""
+    """Whether the output projection is the embedding (tied) or another matrix (untied)."""
     attention_bias: Literal["none", "qkv"] = "none"
-    """Whether queries, keys and values have a bias (Qwen2)."""
+    """Whether queries, keys and values have a bias, as in Qwen2."""
     qk_norm: Literal["none", "head"] = "none"
-    """Whether each head's query and key pass an RMSNorm before they are rotated (Qwen3)."""
+    """Whether the queries and keys of each head are normalized before the rotation, as in Qwen3."""
     attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
     """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
     and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
     norm: Literal["auto", "fused", "xla"] = "auto"
-    """RMSNorm of the residual stream. fused adds onto the stream in the same kernel, where a GPU has one; auto is fused, except
-    in FP8, whose kernels compute the norms."""
+    """RMSNorm of the residual stream. fused adds to the stream in the same kernel, on GPUs with one. auto is fused, or xla in
+    FP8, where the quantization kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of activations and of the weights' per-step copy; weights themselves are float32."""
+    """Dtype of activations and of the copy of the weights in each step; the weights are float32."""
     scan_layers: bool = False
-    """Compile one block and loop over it: shorter compile time, slower step."""
+    """Compile one block and scan over it: shorter compile time, slower step."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "llama3"] = "none"
-    """How the rotary frequencies are lowered for sequences longer than the model was first trained on: not, or as Llama 3.1."""
+    """How the rotary frequencies are lowered for sequences longer than those of the first training: not, or as in Llama 3.1."""
     rope_factor: float = 8.0
-    """With llama3: what low frequencies are divided by."""
+    """With llama3: divisor of low frequencies."""
     rope_low_freq_factor: float = 1.0
-    """With llama3: frequencies that turn at most so often over the original length are low."""
+    """With llama3: frequencies with at most this number of turns over the original length are low."""
     rope_high_freq_factor: float = 4.0
-    """With llama3: frequencies that turn at least so often stay as they are; between the two, the change is gradual."""
+    """With llama3: frequencies with at least this number of turns are unchanged; in between, the divisor changes gradually."""
     rope_original_length: int = 8192
-    """With llama3: tokens of a sequence that the model was first trained on."""
+    """With llama3: sequence length of the first training, in tokens."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     loss_chunk: int = 0
-    """Tokens whose logits are held at once; must divide a microbatch's; 0 takes the most that stay under 2**29 logits."""
+    """Tokens per chunk of the loss; must divide the tokens of a microbatch. 0 for the largest chunk below 2**29 logits."""
 
     def __post_init__(self):
         check_types(self, prefix="model.")
         names = "num_layers d_model num_heads num_kv_heads d_ff vocab_size rope_theta norm_eps"
-        require_positive(self, f"{names} {_OF_SCALING}", prefix="model.")
+        require_positive(self, f"{names} {_SCALING_FIELDS}", prefix="model.")
         require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
         if self.moe.num_experts:
             require(self.mlp == "swiglu", "model.mlp", self.mlp, "swiglu with `model.moe.num_experts`")
@@ -79,7 +79,7 @@ class GPTConfig:
         require(heads % groups == 0, "model.num_kv_heads", groups, f"a divisor of `model.num_heads` {heads}")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         require(low < high, "model.rope_low_freq_factor", low, f"below `model.rope_high_freq_factor` {high}")
-        for name in _OF_SCALING.split() if self.rope_scaling == "none" else ():
+        for name in _SCALING_FIELDS.split() if self.rope_scaling == "none" else ():
             value, usual = getattr(self, name), type(self).__dataclass_fields__[name].default
             require(value == usual, f"model.{name}", value, f"{usual} where `model.rope_scaling` is none")
         if self.attention == "cudnn":
@@ -95,21 +95,21 @@ class GPTConfig:
 
     @property
     def can_fuse_attention(self) -> bool:
-        """Whether queries, keys and values go into attention as the projection makes them, with as many heads each."""
+        """True if queries, keys and values have the same number of heads and are not normalized after the projection."""
         return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
 
     def in_fp8(self) -> "GPTConfig":
-        """Returns the settings for products in FP8, whose kernels compute the norms: `norm` auto is xla."""
+        """Returns the settings for matmuls in FP8. Their quantization kernels compute the norms, so `norm` auto is xla."""
         return replace(self, norm="xla") if self.norm == "auto" else self
 
     def chunk_of(self, num_tokens: int) -> int:
-        """Returns `loss_chunk`. Raises ConfigError where it does not divide the tokens of a microbatch."""
+        """Returns `loss_chunk`. Raises ConfigError if it does not divide the tokens of a microbatch."""
         allowed = f"a divisor of the {num_tokens} tokens of a microbatch, or 0"
         require(not self.loss_chunk or num_tokens % self.loss_chunk == 0, "model.loss_chunk", self.loss_chunk, allowed)
         return self.loss_chunk
 
     def check_cudnn(self) -> None:
-        """Raises ConfigError where cuDNN's attention refuses these sizes (head size a multiple of 8, at most 128; 16-bit)."""
+        """Raises ConfigError if cuDNN attention does not support the sizes (head size a multiple of 8, at most 128; 16-bit)."""
         require(
             self.head_size % 8 == 0 and self.head_size <= 128,
             "model.head_dim" if self.head_dim else "model.num_heads",
@@ -125,12 +125,15 @@ class GPTConfig:
         )
 
     def flops(self, sequences: int, length: int) -> float:
-        """Returns the FLOPs of loss and gradients of so many tokens: 6·N·tokens + 6·L·d·T·tokens.
+        """Returns the FLOPs of loss and gradients: 6·N·tokens + 6·L·d·T·tokens.
 
-        N counts the weights of matrix products that a token meets (attention, MLP or its experts with their router, head; the
-        embedding look-up is none), each used by one multiplication and one addition forward and twice that backward. The second
-        term is causal attention, which needs half of its T x T scores: L layers, d = num_heads * head_size, T = length.
-        Recomputation and elementwise work do not count.
+        N is the number of matmul weights per token (attention, MLP or experts and router, head; not the embedding look-up).
+        Each has one multiply-add forward and two backward. The second term is causal attention, which needs half of the T x T
+        scores: L layers, d = num_heads * head_size, T = length. Recomputation and elementwise operations are not counted.
+
+        Args:
+            sequences: Number of sequences.
+            length: Tokens of a sequence.
         """
         width = self.num_heads * self.head_size
         attention = self.d_model * (width + 2 * self.num_kv_heads * self.head_size) + width * self.d_model

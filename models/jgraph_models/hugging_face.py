@@ -1,4 +1,4 @@
-"""How Llama, Qwen and Mixtral are called in a Hugging Face folder: config.json and tensors, each in both directions. No jax."""
+"""Maps Llama, Qwen and Mixtral to Hugging Face folders and back: config.json and tensors. No jax here."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from jgraph.interop.names import HuggingFace, Part, side_by_side
 from jgraph.moe.config import MoEConfig
 from jgraph_models.gpt_config import GPTConfig
 
-# Our parameters outside the blocks, and those of a block, with the tensors that they are made of, side by side. The widths of
-# a tensor's rows and columns are named: D model, V vocabulary, F hidden, Q queries, G keys or values, K head, E experts.
+# The tensors that each parameter concatenates, outside of blocks and in a block. Letters name the sizes of a tensor's axes:
+# D model, V vocabulary, F hidden, Q queries, G keys or values, K head, E experts.
 _OUTER = {
     "embedding_VD": {"model.embed_tokens.weight": "VD"},
     "norm/scale": {"model.norm.weight": "D"},
@@ -29,7 +29,7 @@ _MLP = {
     "mlp/up/kernel": {"mlp.gate_proj.weight": "FD", "mlp.up_proj.weight": "FD"},
     "mlp/down/kernel": {"mlp.down_proj.weight": "DF"},
 }
-# Mixtures of experts, in the place of the MLP; {} is the number of an expert.
+# Mixtures of experts, in place of the MLP; {} is the index of an expert.
 _MIXTRAL = {
     "mlp/router_DE": {"block_sparse_moe.gate.weight": "ED"},
     "mlp/up_EDF2": {"block_sparse_moe.experts.{}.w1.weight": "FD", "block_sparse_moe.experts.{}.w3.weight": "FD"},
@@ -41,7 +41,7 @@ _QWEN3_MOE = {
     "mlp/down_EFD": {"mlp.experts.{}.down_proj.weight": "DF"},
 }
 _TRANSPOSED = ("kernel", "head_DV", "router_DE", "up_EDF2", "down_EFD")
-# Settings that have one name there and one here, in every architecture: sizes, and the epsilon.
+# Settings and fields of config.json that are the same in every architecture.
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
@@ -55,7 +55,7 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_length": "original_max_position_embeddings",
 }
-# What sets the architectures apart: of dense models, and of mixtures.
+# Settings that distinguish the architectures of dense models, and of mixtures of experts.
 _DENSE = {
     "LlamaForCausalLM": {"attention_bias": "none", "qk_norm": "none"},
     "Qwen2ForCausalLM": {"attention_bias": "qkv", "qk_norm": "none"},
@@ -67,7 +67,7 @@ _MIXTURES = {
 }
 _ARCHITECTURES = _DENSE | _MIXTURES
 _TYPES = {name.removesuffix("ForCausalLM").lower().replace("moe", "_moe"): name for name in _ARCHITECTURES}
-# What these models do not do: the values with which a config.json says so. A key that is not there says so too.
+# Features that these models lack: allowed values of a field of config.json. The field may be missing.
 _MUST: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -83,7 +83,7 @@ _MUST: dict[str, tuple[Any, ...]] = {
 
 
 def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
-    """Yields every tensor of a model, layer by layer, with the name of the parameter that it is a part of."""
+    """Yields every tensor of a model with the name of its parameter, layer by layer."""
     K, E = config.head_size, config.moe.num_experts
     widths = {"D": config.d_model, "V": config.vocab_size, "F": config.moe.d_ff or config.d_ff if E else config.d_ff, "K": K}
     widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K, "E": E}
@@ -119,7 +119,7 @@ def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
 
 
 def ignored(config: GPTConfig) -> tuple[str, ...]:
-    """Returns patterns of tensors that may be there besides: constants, and a head that is the embedding."""
+    """Returns patterns of tensors that a folder may contain in addition: constants, and a tied head."""
     return ("*.rotary_emb.inv_freq", *["lm_head.weight"] * (config.head == "tied"))
 
 
@@ -131,19 +131,19 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = strings(config, "architectures") or [_TYPES.get(string(config, "model_type", ""), "missing")]
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
-        raise _cannot("architectures", ", ".join(map(str, names)), f"one of {', '.join(_ARCHITECTURES)}")
+        raise _unsupported("architectures", ", ".join(map(str, names)), f"one of {', '.join(_ARCHITECTURES)}")
     for name, allowed in _MUST.items():
         if name in config and config[name] not in allowed:
-            raise _cannot(name, config[name], f"{allowed[0]}".lower())
+            raise _unsupported(name, config[name], f"{allowed[0]}".lower())
     if "sliding_attention" in strings(config, "layer_types"):
-        raise _cannot("layer_types", "sliding_attention", "full_attention in every layer")
+        raise _unsupported("layer_types", "sliding_attention", "full_attention in every layer")
     if names[0] == "MixtralForCausalLM" and config.get("sliding_window") is not None:
-        raise _cannot("sliding_window", config["sliding_window"], "null")
+        raise _unsupported("sliding_window", config["sliding_window"], "null")
     found: dict[str, Any] = {own: integer(config, theirs) for own, theirs in _SIZES.items()}
     found |= {own: number(config, theirs) for own, theirs in _EPSILON.items()}
     found["d_ff"] = integer(config, "intermediate_size")
-    found["moe"] = _moe(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
-    found |= _ARCHITECTURES[names[0]] | _rotary(config, names[0]) | {"mlp": "swiglu"}
+    found["moe"] = _moe_settings(config, names[0]) if names[0] in _MIXTURES else {"num_experts": 0}
+    found |= _ARCHITECTURES[names[0]] | _rotary_settings(config, names[0]) | {"mlp": "swiglu"}
     found["num_kv_heads"] = integer(config, "num_key_value_heads", found["num_heads"])
     head_dim = integer(config, "head_dim", 0, least=0)
     found["head_dim"] = 0 if head_dim * found["num_heads"] == found["d_model"] else head_dim
@@ -151,8 +151,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _moe(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    # Mixtral has no width but that of an expert, and divides weights by their sum. The number has two names in Qwen3's.
+def _moe_settings(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    # Mixtral has one width, that of an expert, and normalizes weights. In Qwen3, the number of experts has two names.
     width, own, is_normalized, experts = integer(config, "intermediate_size"), 0, True, "num_local_experts"
     if architecture != "MixtralForCausalLM":
         own, is_normalized = integer(config, "moe_intermediate_size"), boolean(config, "norm_topk_prob", False)
@@ -169,28 +169,32 @@ def _moe(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-def _rotary(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    # transformers 5 has one group; before, the base stood alone and the rest was called otherwise.
+def _rotary_settings(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    # transformers 5 has one group of fields. Earlier versions have the base outside of it, and other names.
     rope = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     kind = string(rope, "rope_type", string(rope, "type", "default"))
     default = 1e6 if architecture == "MixtralForCausalLM" else 1e4
     found: dict[str, Any] = {"rope_theta": number(rope, "rope_theta", number(config, "rope_theta", default))}
     if (fraction := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
-        raise _cannot("partial_rotary_factor", fraction, "1")
+        raise _unsupported("partial_rotary_factor", fraction, "1")
     if kind == "default":
         return found | {"rope_scaling": "none"} | {own: getattr(GPTConfig, own) for own in _SCALING}
     if kind != "llama3":
-        raise _cannot("rope_type", kind, "default or llama3")
+        raise _unsupported("rope_type", kind, "default or llama3")
     for own, theirs in _SCALING.items():
         found[own] = integer(rope, theirs) if own == "rope_original_length" else number(rope, theirs)
     return found | {"rope_scaling": "llama3"}
 
 
 def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of a model with these settings, as transformers 4 and 5 read it; the rest is as in `base`.
+    """Returns the config.json of a model, for transformers 4 and 5.
+
+    Args:
+        settings: Settings of the model.
+        base: A config.json with the other fields.
 
     Raises:
-        ConfigError: there is no such architecture.
+        ConfigError: If no architecture has these settings.
     """
     if settings.mlp != "swiglu":
         raise ConfigError(f"`model.mlp` is {settings.mlp}: must be swiglu in a Hugging Face folder", field="model.mlp")
@@ -207,7 +211,7 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
     found |= {theirs: getattr(settings, own) for own, theirs in (_SIZES | _EPSILON).items()}
     found["intermediate_size"] = settings.d_ff
     if settings.moe.num_experts:
-        found |= _config_of_moe(settings.moe, settings.d_ff, kind)
+        found |= _moe_config(settings.moe, settings.d_ff, kind)
     found |= {"num_key_value_heads": settings.num_kv_heads, "head_dim": settings.head_size}
     found |= {"tie_word_embeddings": settings.head == "tied", "rope_theta": settings.rope_theta, "rope_scaling": None}
     if settings.rope_scaling == "llama3":
@@ -215,12 +219,12 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in base.items() if name != "rope_parameters"} | found
 
 
-def _config_of_moe(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
+def _moe_config(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
     there = "in a Hugging Face folder"
     require(moe.router != "sigmoid", "model.moe.router", moe.router, f"softmax-topk or topk-softmax {there}")
     require(moe.shared_experts == 0, "model.moe.shared_experts", moe.shared_experts, f"0 {there}")
     require(moe.weights_scale == 1, "model.moe.weights_scale", moe.weights_scale, f"1 {there}")
-    # A softmax over the chosen is one over all, divided by the sum of the chosen.
+    # A softmax over the chosen experts equals a softmax over all, divided by the sum of the chosen.
     is_normalized = moe.router == "topk-softmax" or moe.weights == "normalized"
     found = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": moe.balance_loss}
     if kind == "mixtral":
@@ -230,7 +234,7 @@ def _config_of_moe(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
     return found | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _cannot(name: str, value: object, allowed: str) -> ConfigError:
+def _unsupported(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"`{name}` is {value}: must be {allowed}", field=name)
 
 

@@ -1,7 +1,7 @@
 """Named configurations of training runs.
 
-Sizes of `gpt-*` as in GPT-3 (arXiv:2005.14165, table 2.1); of `llama3-*` and `qwen3-*` as in the config.json of meta-llama's
-Llama-3.2-1B and Llama-3.1-8B, and of Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, on the Hugging Face hub.
+`gpt-*` have the sizes of GPT-3 (arXiv:2005.14165, table 2.1). `llama3-*` and `qwen3-*` have those of meta-llama's Llama-3.2-1B
+and Llama-3.1-8B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, from their config.json on the Hugging Face hub.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from jgraph.moe.config import MoEConfig
 from jgraph.train.config import DefaultSteps, OptimizerConfig, TrainConfig
 from jgraph_models.gpt_config import GPTConfig
 
-_GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matrix product has whole tiles
+_GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matmul has whole tiles
 
 
 def _gpt(preset: str, *, layers: int, width: int, heads: int, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
@@ -26,9 +26,9 @@ def _llama(factor: float, **sizes: Any) -> GPTConfig:
 
 
 def _qwen3(**sizes: Any) -> GPTConfig:
-    usual: dict[str, Any] = {"num_kv_heads": 8, "vocab_size": 151_936, "mlp": "swiglu", "qk_norm": "head"}
-    usual |= {"rope_theta": 1_000_000.0, "norm_eps": 1e-6}
-    return GPTConfig(**usual | sizes)
+    defaults: dict[str, Any] = {"num_kv_heads": 8, "vocab_size": 151_936, "mlp": "swiglu", "qk_norm": "head"}
+    defaults |= {"rope_theta": 1_000_000.0, "norm_eps": 1e-6}
+    return GPTConfig(**defaults | sizes)
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
@@ -39,8 +39,8 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
         seq_len=seq_len,
         eval_every=1000,
         checkpoint_every=1000,
-        # cuBLAS beats Triton at these sizes under the card's power limit, and it takes GELU as an epilogue (1% of a step of
-        # gpt-1b3 on an H200, notes/develop/measurements.md); small products, as in launch-bound, are faster with Triton.
+        # At these sizes cuBLAS is faster than Triton under the GPU's power limit, and fuses GELU as an epilogue (1% of a step
+        # of gpt-1b3 on an H200, notes/develop/measurements.md). Small matmuls, as in launch-bound, are faster with Triton.
         xla_options=("xla_gpu_enable_triton_gemm=false",),
         model=model,
         optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=DefaultSteps(500)),
@@ -50,7 +50,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
 def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
     return TrainConfig.of(
         preset=preset,
-        # Sized for less than two minutes on two CPU cores: many small steps learn more there than few large ones.
+        # Takes less than two minutes on two CPU cores. In this time many small steps learn more than few large ones.
         steps=900,
         batch_size=batch_size,
         seq_len=128,
@@ -70,7 +70,7 @@ PRESETS: dict[str, TrainConfig] = {
         _tiny(
             "gpt-moe-tiny",
             GPTConfig(compute_dtype="float32", mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=256)),
-            # On a CPU every expert multiplies every row: half as many, to take about as long as cpu-tiny.
+            # On a CPU every expert multiplies every row. Half the batch takes about as long as cpu-tiny.
             batch_size=4,
         ),
         TrainConfig.of(
@@ -82,7 +82,7 @@ PRESETS: dict[str, TrainConfig] = {
         _gpt("gpt-124m", layers=12, width=768, heads=12, batch_size=16, seq_len=1024, peak=6e-4),
         _run(
             "gpt-moe",
-            # As many weights an expert as gpt-124m's MLP has.
+            # An expert has as many weights as the MLP of gpt-124m.
             GPTConfig(
                 num_layers=12,
                 d_model=768,

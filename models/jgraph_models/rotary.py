@@ -1,4 +1,4 @@
-"""Rotary embeddings: positions as rotations of a head's pairs (Su et al., "RoFormer", arXiv:2104.09864)."""
+"""Rotary embeddings: encodes positions by rotating pairs of a head (Su et al., "RoFormer", arXiv:2104.09864)."""
 
 # B batch, T sequence, H heads, K head size
 
@@ -14,10 +14,14 @@ Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Scaling:
-    """Says which frequencies are lowered, so that sequences may be longer than those that a model was first trained on.
+    """Lowers rotary frequencies for sequences longer than those of the first training, as in Llama 3.1.
 
-    As Llama 3.1 does: a frequency that turns `low` times or less over `length` tokens is divided by `factor`, one that turns
-    `high` times or more stays as it is, and between the two the divisor's inverse goes linearly with the turns.
+    Attributes:
+        factor: Divisor of low frequencies.
+        low: Frequencies with at most this number of turns over `length` tokens are low.
+        high: Frequencies with at least this number of turns are not changed. In between, the inverse of the divisor is linear
+            in the number of turns.
+        length: Sequence length of the first training, in tokens.
     """
 
     factor: float
@@ -26,16 +30,23 @@ class Scaling:
     length: int
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        """Returns frequencies, in radians a token, as they are used."""
+        """Scales frequencies, in radians per token."""
         turns = self.length * frequencies / (2 * np.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
 def rotary(length: int, head_size: int, theta: float, scaling: Scaling | None = None) -> Rotary:
-    """Returns float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K), for `rotate`; i counts pairs.
+    """Returns float32 cosines and signed sines (T, 1, K) of position times theta**(-2i/K) for pair i, for `rotate`.
 
-    Constants of the program, made here in float64: computed in it, they would be computed at every step.
+    NumPy arrays, computed in float64, which become constants of the program. Computed by jax, they would be computed in every
+    step.
+
+    Args:
+        length: T, tokens of a sequence.
+        head_size: K.
+        theta: Base of the frequencies.
+        scaling: Lowers the frequencies; None for no change.
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
     angles_TK = np.arange(length)[:, None] * (scaling(frequencies) if scaling else frequencies)
@@ -46,14 +57,14 @@ def rotary(length: int, head_size: int, theta: float, scaling: Scaling | None = 
 
 
 def halves(rotary_T1K: Rotary) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines (T, K/2) of the pairs, from the tables of `rotary`."""
+    """Returns cosines and sines of the pairs, (T, K/2), from the tables of `rotary`."""
     cos_T1K, sin_T1K = rotary_T1K
     pairs = cos_T1K.shape[-1] // 2
     return cos_T1K[:, 0, :pairs], sin_T1K[:, 0, pairs:]
 
 
 def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
-    """Rotates the pairs (i, i + K/2) of each head, in float32, back in the input's dtype."""
+    """Rotates the pairs (i, i + K/2) of each head in float32. Returns the dtype of the input."""
     cos_T1K, sin_T1K = rotary_T1K
     x32 = x_BTHK.astype(jnp.float32)
     return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)

@@ -1,4 +1,4 @@
-"""Stages to split, one of each kind that there is."""
+"""Stages to split, one of each kind."""
 
 # B batch, T sequence, D model, F hidden
 
@@ -22,7 +22,7 @@ B, T, D, F, V, LAYERS = 2, 16, 32, 64, 40, 3
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage with arguments, and how many leaves of its parameters are delayed by default."""
+    """A stage with arguments, and the number of leaves of params that are delayed by default."""
 
     run: Callable[..., Any]
     params: Any
@@ -32,7 +32,7 @@ class Stage:
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    # By numpy: every process that collects tests imports what calls this, and would compile a program for each shape.
+    # NumPy compiles nothing. This runs at import, in every process that collects tests.
     return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
@@ -108,7 +108,7 @@ def grouped_params(*lead: int, seed: int = 0, width: int = D) -> dict[str, jax.A
 
 
 def grouped_mlp(p, x):
-    """Two experts a token, of three: SwiGLU, by grouped products, summed with weights."""
+    """Routes each token to two of three SwiGLU experts, with grouped matmuls."""
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = jax.lax.top_k(jax.nn.softmax(tokens @ p["router"]), 2)
     order = jnp.argsort(chosen.ravel())
@@ -164,7 +164,7 @@ def scanned_nnx() -> Stage:
 
 
 def shared_function(transform: Callable[..., Any]) -> Stage:
-    """One function for both layers, which jax traces once."""
+    """Two layers that call one function; jax traces it once."""
     body = transform(mlp)
     return Stage(lambda p, x: body(layer(1)(p), body(layer(0)(p), x)), mlp_params(2), hidden(), delayed=2)
 
@@ -212,7 +212,7 @@ def weight_on_the_left() -> Stage:
 
 
 def weight_in_pieces() -> Stage:
-    """A weight that is cast, reshaped, cut and turned on its way to its products."""
+    """A weight that is reshaped, sliced and transposed before its matmuls."""
 
     def run(p, x):
         w = p["w"].reshape(D, 2, F)
@@ -223,7 +223,7 @@ def weight_in_pieces() -> Stage:
 
 
 def weight_normalised() -> Stage:
-    """A weight that is changed, not only moved: its gradient goes through the change."""
+    """A normalized weight; its gradient passes through the norm."""
 
     def run(p, x):
         return x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0))
@@ -239,7 +239,7 @@ def mapped() -> Stage:
 
 
 def branching() -> Stage:
-    """A product in a branch is not delayed, and the one outside is."""
+    """A matmul in a branch is not delayed; a matmul outside is."""
 
     def run(p, x):
         x = jax.lax.cond(x[0, 0, 0] > 0, lambda x: x @ p["w"], lambda x: x * 2, x)
@@ -283,7 +283,7 @@ STAGES: dict[str, Callable[[], Stage]] = {
 
 
 def gradients_by_vjp(stage: Stage, dy: Any) -> tuple[Any, Any]:
-    """(gradients of params, dx) by `jax.vjp`, jitted."""
+    """Returns the gradients of params and x by a jitted `jax.vjp`."""
 
     def run(params, x, dy):
         return jax.vjp(lambda p, x: stage.run(p, x, *stage.extra), params, x)[1](dy)
@@ -292,7 +292,7 @@ def gradients_by_vjp(stage: Stage, dy: Any) -> tuple[Any, Any]:
 
 
 def gradient_like(y: Any) -> Any:
-    """A random dy; float0 for what has no gradient."""
+    """Returns a random dy, float0 for integer leaves."""
     leaves, tree = jax.tree.flatten(y)
     drawn = [
         normal(100 + i, *leaf.shape).astype(leaf.dtype)

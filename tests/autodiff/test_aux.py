@@ -1,4 +1,4 @@
-"""A stage's result that is not differentiated: forward gives it, and the backward is as without it."""
+"""`has_aux`: forward returns aux, and the backward pass does not depend on it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.autodiff.stages import D, hidden, mlp_params, normal
 
 
 def observed(params, x, history):
-    """An MLP; besides, what of its inputs, weights and activations only the aux needs, by products and by a scan too."""
+    """An MLP with an aux that needs matmuls and a scan of its own."""
     up = x @ params["up"]
     largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in (x, params["up"], up)])
     seen = (x @ params["probe"]).mean() + (up @ params["down"]).max()
@@ -21,7 +21,7 @@ def observed(params, x, history):
 
 
 def layers(params, x, history):
-    """The same twice, under a scan."""
+    """Two such layers in a scan."""
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), params)
 
     def one(x, own):
@@ -46,7 +46,7 @@ def kept(spec):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", STAGES)
-def test_an_aux_changes_nothing_of_the_backward(name):
+def test_an_aux_adds_no_flops_and_no_kept_bytes(name):
     stage, x = STAGES[name], hidden()
     with_aux = jgraph.split_backward(stage, has_aux=True)
     without = jgraph.split_backward(lambda *args: stage(*args)[0])
@@ -62,7 +62,7 @@ def test_an_aux_changes_nothing_of_the_backward(name):
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_forward_gives_the_aux_and_the_gradients_are_those_of_vjp(name):
+def test_aux_and_gradients_equal_those_of_vjp(name):
     stage, x = STAGES[name], hidden()
     split = jgraph.split_backward(stage, has_aux=True)
     y, residuals, aux = split.forward(PARAMS, x, HISTORY)
@@ -73,7 +73,7 @@ def test_forward_gives_the_aux_and_the_gradients_are_those_of_vjp(name):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_a_stage_without_an_aux_is_refused_where_one_is_declared():
+def test_a_stage_that_returns_no_pair_is_refused_with_has_aux():
     with pytest.raises(SplitError) as error:
         jgraph.split_backward(lambda params, x: x, has_aux=True).forward({}, hidden())
     assert error.value.field == "has_aux"

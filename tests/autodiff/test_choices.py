@@ -1,4 +1,4 @@
-"""What can be chosen, and what is said where it cannot be."""
+"""Options of `split_backward`, and the errors of wrong arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,10 @@ def test_patterns_choose_what_is_delayed():
         ("gpt block", "mlp_norm/scale/value", "mul"),
     ],
 )
-def test_what_cannot_wait_is_refused_by_name_with_the_way_it_takes(name, path, by):
+def test_a_parameter_that_cannot_be_delayed_is_named_with_the_primitive_that_reads_it(name, path, by):
     stage = STAGES[name]()
     split = jgraph.split_backward(stage.run, delay=(path,))
-    with pytest.raises(SplitError, match=f"parameter {path} reaches the output through {by}.* leave it out") as caught:
+    with pytest.raises(SplitError, match=f"parameter {path} reaches the output through {by}.* remove it from") as caught:
         split.forward(stage.params, stage.x, *stage.extra)
     assert caught.value.path == path
 
@@ -54,7 +54,7 @@ def test_a_pattern_that_matches_nothing_is_refused():
         jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
 
 
-def test_products_that_widen_by_four_are_made_again_if_asked_for():
+def test_wide_recomputes_matmuls_that_widen_by_four():
     params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden()
     stage = lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"]  # noqa: E731
     kept, again = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
@@ -70,13 +70,13 @@ CHOICES = [{"recompute": "all"}, {"recompute": ["all"]}, {"delay": 3}, {"delay":
 
 
 @pytest.mark.parametrize("asked", CHOICES, ids=str)
-def test_a_choice_that_is_not_there_is_refused_before_anything_is_split(asked):
+def test_an_unknown_option_is_refused_before_the_stage_is_traced(asked):
     with pytest.raises(JgraphError) as error:
         jgraph.split_backward(mlp, **asked)
     assert error.value.field == next(iter(asked))
 
 
-def test_a_stage_that_is_no_function_is_refused():
+def test_a_stage_must_be_a_function():
     with pytest.raises(SplitError) as error:
         jgraph.split_backward(mlp_params())
     assert error.value.field == "stage_fn"
@@ -84,17 +84,17 @@ def test_a_stage_that_is_no_function_is_refused():
 
 def test_integer_inputs_are_refused_by_path():
     split = jgraph.split_backward(lambda p, x: x["h"] @ p["w"])
-    with pytest.raises(SplitError, match=r"x/tokens is int32; only floating inputs .* pass it as an extra argument") as caught:
+    with pytest.raises(SplitError, match=r"x/tokens is int32: must be floating; pass it as an extra argument") as caught:
         split.forward({"w": normal(1, 32, 8)}, {"h": hidden(), "tokens": jnp.zeros(3, jnp.int32)})
     assert caught.value.path == "tokens"
 
 
-def test_dy_must_look_like_y():
+def test_dy_must_have_the_structure_and_shapes_of_y():
     split = jgraph.split_backward(mlp)
     y, residuals = split.forward(mlp_params(), hidden())
     with pytest.raises(SplitError, match="dy has the structure"):
         split.dgrad(mlp_params(), residuals, (y, y))
-    with pytest.raises(SplitError, match=r"dy has a leaf of shape \(2, 15, 32\) where y has \(2, 16, 32\)"):
+    with pytest.raises(SplitError, match=r"dy has a leaf of shape \(2, 15, 32\), but y has \(2, 16, 32\)"):
         split.dgrad(mlp_params(), residuals, y[:, :15])
 
 
@@ -112,18 +112,14 @@ def test_parts_of_different_shapes_do_not_mix():
     split = jgraph.split_backward(mlp)
     residuals, *_ = run(split, mlp_params(), hidden())
     stash = run(split, mlp_params(), hidden()[:1])[1]
-    with pytest.raises(SplitError, match="stash belongs to other residuals"):
+    with pytest.raises(SplitError, match="stash belongs to residuals of other shapes"):
         split.wgrad(mlp_params(), residuals, stash)
 
 
-def test_a_stash_that_was_given_away_is_told():
+def test_a_donated_stash_is_refused():
     split = jgraph.split_backward(mlp)
     residuals, stash, *_ = run(split, mlp_params(), hidden())
     for leaf in stash.arrays:
         leaf.delete()
     with pytest.raises(SplitError, match="stash were donated to an earlier call"):
         split.wgrad(mlp_params(), residuals, stash)
-
-
-def test_the_public_names_are_there():
-    assert jgraph.split_backward.__module__ == "jgraph.autodiff.split"

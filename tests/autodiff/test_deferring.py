@@ -1,4 +1,4 @@
-"""wgrads may wait, and come in any order."""
+"""wgrads can run later, in any order."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def zeros():
 
 @st.composite
 def interleavings(draw):
-    """A legal sequence of (kind, microbatch): dgrads and wgrads in any order after what they need."""
+    """Draws a valid sequence of (kind, microbatch): each dgrad after its forward, each wgrad after its dgrad."""
     todo = [("F", m) for m in range(MICROBATCHES)]
     sequence = []
     while todo:
@@ -56,7 +56,7 @@ def play(sequence):
 def test_wgrads_in_any_order_give_the_undelayed_sum(sequence):
     undelayed = play([(kind, m) for m in range(MICROBATCHES) for kind in "FIW"])
     for ours, theirs in zip(jax.tree.leaves(play(sequence)), jax.tree.leaves(undelayed), strict=True):
-        # A sum of n float32 terms in two orders differs by at most 2(n - 1) roundings of the sum of their sizes.
+        # Two orders of a sum of n float32 terms differ by at most 2(n - 1) roundings of the sum of their magnitudes.
         bound = 2 * (MICROBATCHES - 1) * np.finfo(np.float32).eps * float(jnp.abs(theirs).max()) * MICROBATCHES
         assert float(jnp.abs(ours - theirs).max()) <= bound
 
@@ -67,7 +67,7 @@ def test_the_same_order_gives_the_same_bits():
         np.testing.assert_array_equal(first, second)
 
 
-def test_the_undelayed_sum_is_that_of_jax_vjp():
+def test_the_undelayed_sum_equals_that_of_jax_vjp():
     total = play([(kind, m) for m in range(MICROBATCHES) for kind in "FIW"])
     parts = [gradients_by_vjp(Stage(mlp, PARAMS, x), mlp(PARAMS, x))[0] for x in XS]
     for ours, theirs in zip(jax.tree.leaves(total), jax.tree.leaves(jax.tree.map(lambda *g: sum(g), *parts)), strict=True):
@@ -79,7 +79,7 @@ def relative(ours, reference) -> list[float]:
     return [float(jnp.linalg.norm((a.astype(jnp.float32) - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in pairs]
 
 
-def test_in_bfloat16_main_grad_is_no_further_from_the_truth_than_jax_vjp():
+def test_in_bfloat16_main_grad_is_as_accurate_as_jax_vjp():
     exact = gpt_block()
     low = gpt_block(compute_dtype="bfloat16")
     dy = hidden(3).astype(jnp.bfloat16)
@@ -106,11 +106,11 @@ def test_main_grad_stays_float32_and_in_place(dtype):
     lowered = jax.jit(split.accumulate, donate_argnums=0, keep_unused=True).lower(main_grad, params, spec.residuals, spec.stash)
     compiled = lowered.compile()
     assert [leaf.dtype for leaf in jax.tree.leaves(compiled.out_info)] == [jnp.float32] * 3
-    # Leaf by leaf; the bias, which is not delayed, passes through.
+    # The bias is not delayed and is returned unchanged.
     assert {out: arg for out, arg in alias_map(compiled).items() if out < 3} == {0: 0, 1: 1, 2: 2}
 
 
-def test_a_weight_that_is_changed_after_its_cast_gets_its_gradient_through_both():
+def test_a_weight_scaled_after_its_cast_has_the_gradient_of_both():
     def run(p, x):
         return x @ (p["w"].astype(jnp.bfloat16) * jnp.bfloat16(0.75))
 
@@ -125,7 +125,7 @@ def test_a_weight_that_is_changed_after_its_cast_gets_its_gradient_through_both(
         assert float(jnp.abs(ours - reference).max()) <= 2**-7 * float(jnp.abs(reference).max())
 
 
-def test_bfloat16_parameters_do_not_round_what_goes_into_main_grad():
+def test_gradients_of_bfloat16_parameters_are_not_rounded_before_main_grad():
     params, x = {"w": normal(2, 32, 8).astype(jnp.bfloat16)}, hidden().astype(jnp.bfloat16)
     split = jgraph.split_backward(lambda p, x: x @ p["w"])
     y, residuals = split.forward(params, x)
@@ -146,7 +146,7 @@ def test_bfloat16_parameters_do_not_round_what_goes_into_main_grad():
     ],
     ids=["grouped", "grouped, reshaped", "ragged"],
 )
-def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(product, dtype):
+def test_gradients_of_experts_are_added_to_main_grad_in_float32(product, dtype):
     def run(p, x):
         return product(x, p["w"].astype(x.dtype), sizes)
 
@@ -154,7 +154,7 @@ def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(pr
     split = jgraph.split_backward(run)
     y, residuals = split.forward(params, x)
     stash = split.dgrad(params, residuals, y)[2]
-    with jax.disable_jit():  # in a program XLA leaves out a rounding that is followed by its inverse
+    with jax.disable_jit():  # XLA removes a rounding that is followed by its inverse
         total = split.accumulate({"w": jnp.zeros((4, 32, 8))}, params, residuals, stash)["w"]
     of_group = jnp.repeat(jnp.eye(4, dtype=x.dtype), sizes, axis=0, total_repeat_length=18)
     exact = jnp.einsum("bg,bd,bf->gdf", of_group, x[:18], y[:18], preferred_element_type=jnp.float32)
@@ -163,7 +163,7 @@ def test_experts_in_bfloat16_give_main_grad_their_gradients_from_float32_sums(pr
 
 
 def grouped_wgrads(run, params) -> list[int]:
-    """Of each kernel that makes weight gradients while `main_grad` is added to, how many operands it has."""
+    """Returns the number of operands of each wgrad kernel in `accumulate`."""
     split, x = jgraph.split_backward(run), normal(3, 20, 32)
     spec = split.spec(params, x)
 
@@ -174,7 +174,7 @@ def grouped_wgrads(run, params) -> list[int]:
     return found(jax.make_jaxpr(split.accumulate)(params, params, spec.residuals, spec.stash).jaxpr)
 
 
-def test_the_kernel_adds_onto_main_grad_where_its_weight_is_a_parameter_of_no_other_product():
+def test_a_kernel_adds_to_main_grad_if_its_weight_is_a_parameter_of_one_matmul():
     sizes, params = jnp.array([9, 0, 4, 5]), {"w": normal(2, 4, 32, 32)}
     assert grouped_wgrads(lambda p, x: grouped_dot(x, p["w"], sizes), params) == [4]
     assert grouped_wgrads(lambda p, x: grouped_dot(x, p["w"].swapaxes(1, 2), sizes), params) == [3]

@@ -1,4 +1,4 @@
-"""dgrad and wgrad together are `jax.vjp`."""
+"""dgrad and wgrad compute the gradients of `jax.vjp`."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def split_gradients(split, params, x, extra, dy):
 
 
 def assert_close(ours, theirs, rtol=RTOL):
-    """Within `rtol` of the largest entry of each leaf; products of these sizes are sums of up to 64 terms."""
+    """Compares leaves within `rtol` of their largest entry. The matmuls sum up to 64 terms."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         name = jax.tree_util.keystr(path)
@@ -37,7 +37,7 @@ def assert_close(ours, theirs, rtol=RTOL):
     ("name", "recompute"),
     [(name, "elementwise") for name in STAGES] + [(name, "nothing") for name in ("mlp", "gpt block", "experts", "scan")],
 )
-def test_split_gradients_are_those_of_jax_vjp(name, recompute):
+def test_split_gradients_equal_those_of_jax_vjp(name, recompute):
     stage = STAGES[name]()
     split = jgraph.split_backward(stage.run, recompute=recompute)
     y = split.forward(stage.params, stage.x, *stage.extra)[0]
@@ -49,7 +49,7 @@ def test_split_gradients_are_those_of_jax_vjp(name, recompute):
     assert len(delayed) == stage.delayed, delayed
 
 
-# Here our sum over two uses, groups or taps is made in another order than jax's, and the terms cancel in part.
+# jax adds two uses, groups or filter taps in another order, and the terms partly cancel.
 SUMS_IN_ANOTHER_ORDER = (
     "weight used twice",
     "experts",
@@ -61,7 +61,7 @@ SUMS_IN_ANOTHER_ORDER = (
 )
 
 
-def test_in_float32_the_mlps_weight_gradients_are_bit_for_bit_those_of_the_same_product():
+def test_in_float32_the_weight_gradients_of_an_mlp_are_those_of_the_same_matmul():
     params, x, dy = mlp_params(), hidden(), normal(9, *hidden().shape)
     split = jgraph.split_backward(mlp)
     gradients, dx = split_gradients(split, params, x, (), dy)
@@ -77,13 +77,6 @@ def test_in_float32_the_mlps_weight_gradients_are_bit_for_bit_those_of_the_same_
     np.testing.assert_allclose(gradients["down"], down, rtol=0, atol=float(jnp.abs(down).max()) * 3e-7)
     np.testing.assert_allclose(gradients["up"], up, rtol=0, atol=float(jnp.abs(up).max()) * 3e-7)
     assert dx.shape == x.shape
-
-
-def test_everything_works_inside_one_jit():
-    params, x = mlp_params(), hidden()
-    split = jgraph.split_backward(mlp)
-    step = jax.jit(lambda params, x, dy: split_gradients(split, params, x, (), dy))
-    assert_close(step(params, x, x), gradients_by_vjp(Stage(mlp, params, x), x))
 
 
 def test_a_scan_over_microbatches_accumulates():
@@ -111,7 +104,7 @@ def test_vmap_over_microbatches():
         assert_close(jax.tree.map(lambda a, i=i: a[i], ours), gradients_by_vjp(Stage(mlp, params, x), x))
 
 
-def test_shard_map_with_its_checks():
+def test_shard_map_with_check_vma():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params, x = mlp_params(), hidden()
     split = jgraph.split_backward(mlp)
@@ -169,7 +162,7 @@ SIZES = dict(zip(LETTERS, (2, 3, 4, 5, 2, 3), strict=True))
 
 @st.composite
 def chains(draw):
-    """Random einsums one after another, each with a weight that may be turned, cut out or cast first."""
+    """Draws a chain of einsums with weights that are reshaped, transposed, sliced or scaled first."""
     x_axes = draw(st.permutations(LETTERS))[: draw(st.integers(2, 4))]
     steps, axes = [], list(x_axes)
     for _ in range(draw(st.integers(1, 4))):
@@ -239,5 +232,5 @@ def test_random_chains_of_einsums_split(chain):
     split = jgraph.split_backward(stage.run)
     dy = gradient_like(jax.eval_shape(stage.run, stage.params, stage.x))
     ours = split_gradients(split, stage.params, stage.x, (), dy)
-    # Contractions of a few terms of either sign: the result may be a tenth of its terms.
+    # Terms of a contraction partly cancel, to about a tenth.
     assert_close(ours, gradients_by_vjp(stage, dy), rtol=2e-5)

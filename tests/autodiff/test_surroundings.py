@@ -1,4 +1,4 @@
-"""What is around a stage: arrays on a mesh, callbacks in it; and what cannot be split is refused in a line."""
+"""Stages with sharded arrays, complex numbers and callbacks."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def test_arrays_on_automatic_axes_have_the_gradients_of_one_device(where, jitted
     assert_close((jax.jit(run) if jitted else run)(placed, placed_x), gradients_by_vjp(Stage(mlp, params, x), x))
 
 
-def test_wgrad_makes_x_again_on_the_mesh_of_forward():
+def test_wgrad_recomputes_x_on_the_mesh_of_forward():
     mesh, params, x = mesh_of(AxisType.Auto), mlp_params(), hidden()
     split, expected = jgraph.split_backward(mlp), gradients_by_vjp(Stage(mlp, params, x), x)[0]
     placed = jax.device_put(params, on(mesh))
@@ -51,21 +51,24 @@ def test_wgrad_makes_x_again_on_the_mesh_of_forward():
 
 def test_arrays_on_explicit_axes_are_refused_by_name():
     mesh, split = mesh_of(AxisType.Explicit), jgraph.split_backward(mlp)
-    with pytest.raises(SplitError, match=r"x lies on the explicit axes .*'data'.*must be automatic") as error:
+    with pytest.raises(SplitError, match=r"x is sharded over the explicit mesh axes .*'data'.*must be automatic") as error:
         split.forward(mlp_params(), jax.device_put(hidden(), on(mesh, "data")))
     assert error.value.path == ""
     params = mlp_params()
     params["down"] = jax.device_put(params["down"], on(mesh, "data"))
-    with pytest.raises(SplitError, match=r"params/down lies on the explicit axes .*'data'") as error:
+    with pytest.raises(SplitError, match=r"params/down is sharded over the explicit mesh axes .*'data'") as error:
         split.forward(params, hidden())
     assert error.value.path == "down"
     assert "\n" not in str(error.value)
 
 
-def test_a_stage_that_spreads_over_explicit_axes_is_refused():
+def test_a_stage_that_reshards_over_explicit_axes_is_refused():
     mesh = mesh_of(AxisType.Explicit)
-    split = jgraph.split_backward(lambda p, x: jax.sharding.reshard(mlp(p, x), on(mesh, "data")))
-    with pytest.raises(SplitError, match="computes with arrays on explicit axes"):
+    sharded = lambda p, x: jax.sharding.reshard(mlp(p, x), on(mesh, "data"))  # noqa: E731
+    with pytest.raises(SplitError, match="y is sharded over the explicit mesh axes"):
+        jgraph.split_backward(sharded).forward(jax.device_put(mlp_params(), on(mesh)), jax.device_put(hidden(), on(mesh)))
+    split = jgraph.split_backward(lambda p, x: jax.sharding.reshard(sharded(p, x), on(mesh)))
+    with pytest.raises(SplitError, match="computes with arrays sharded over explicit mesh axes"):
         split.forward(jax.device_put(mlp_params(), on(mesh)), jax.device_put(hidden(), on(mesh)))
 
 
@@ -83,13 +86,13 @@ COMPLEX = jnp.ones((32, 32), jnp.complex64)
     ],
     ids=["params", "x", "y"],
 )
-def test_what_is_complex_is_refused_by_name(stage, params, x, path):
+def test_a_complex_argument_or_result_is_refused_by_name(stage, params, x, path):
     with pytest.raises(SplitError, match=f"/{path} is complex64; params, x and y must be real") as error:
         jgraph.split_backward(stage).forward(params, x)
     assert error.value.path == path
 
 
-def test_complex_numbers_inside_of_a_stage_have_the_gradients_of_jax_vjp():
+def test_complex_numbers_inside_a_stage_have_the_gradients_of_jax_vjp():
     def stage(p, x):
         return jnp.fft.ifft(jnp.fft.fft(x @ p["w"]) * (p["v"] + 2j)).real
 
@@ -142,7 +145,7 @@ def held(split, params, x):
     return residuals, split.dgrad(params, residuals, x)[2]
 
 
-def test_prints_are_of_forward_alone(capfd):
+def test_debug_print_runs_in_forward_only(capfd):
     def noisy(p, x):
         jax.debug.print("x is {x:.3f}", x=x[0, 0, 0])
         return mlp(p, x)

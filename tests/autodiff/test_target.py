@@ -1,4 +1,4 @@
-"""What XLA makes of the parts on an H200, seen without one."""
+"""Compiles forward, dgrad and wgrad for an H200 that is not present."""
 
 import re
 
@@ -37,9 +37,9 @@ SPLIT = jgraph.split_backward(stage)
 SPEC = SPLIT.spec(PARAMS, shape(1, N, D, dtype=jnp.bfloat16))
 
 
-def test_wgrad_adds_onto_main_grad_inside_the_product(h200):
+def test_wgrad_adds_to_main_grad_inside_the_matmul(h200):
     run = jax.jit(SPLIT.accumulate, donate_argnums=0)
-    # Triton's products do the same in their epilogue, where the text does not show it.
+    # Triton matmuls do the same in their epilogue, but the compiled text does not show it.
     options = {"xla_gpu_enable_triton_gemm": False}
     compiled, _ = compile_for(run, PARAMS, PARAMS, SPEC.residuals, SPEC.stash, compiler_options=options)
     products = re.findall(r"f32\[\d+,\d+\].*custom_call_target=\"__cublas[^\"]*\".*", compiled.as_text())
@@ -49,7 +49,7 @@ def test_wgrad_adds_onto_main_grad_inside_the_product(h200):
         assert "output_to_operand_aliasing" in product
 
 
-def test_a_gelu_behind_a_product_that_is_kept_is_computed_by_the_product(h200):
+def test_a_gelu_is_the_epilogue_of_a_matmul_with_a_kept_output(h200):
     split = jgraph.split_backward(lambda p, x: x + gelu(x @ p["up"]) @ p["down"])
     args = {name: shape(*PARAMS[name].shape, dtype=jnp.bfloat16) for name in ("up", "down")}, SPEC.y
     compiled, _ = compile_for(jax.jit(split.forward), *args, compiler_options={"xla_gpu_enable_triton_gemm": False})
@@ -68,7 +68,7 @@ def test_each_part_is_captured_whole(h200):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic kernels need jax 0.11")
-def test_each_part_of_experts_has_the_two_kernels_that_are_its_own_and_adds_in_place(h200):
+def test_each_part_of_experts_has_two_kernels_and_adds_in_place(h200):
     split, rows = jgraph.split_backward(experts), shape(N, D, dtype=jnp.bfloat16)
     params = {"up": shape(4, D, 2 * F), "down": shape(4, F, D)}
     with lowering_for("h200"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.checkpoint import CheckpointReader, store
-from jgraph.checkpoint.store import Checkpoints, check_space, checksums, is_no_space
+from jgraph.checkpoint.store import Checkpoints, check_space, checksums
 from jgraph.errors import CheckpointError
 
 
@@ -28,16 +28,16 @@ def assert_same(a, b):
 
 
 @pytest.fixture
-def warnings_told() -> list[str]:
+def warned() -> list[str]:
     return []
 
 
 @pytest.fixture
-def open_checkpoints(tmp_path, warnings_told):
+def open_checkpoints(tmp_path, warned):
     opened = []
 
     def open_(keep: int = 2) -> Checkpoints:
-        opened.append(Checkpoints(tmp_path / "checkpoints", keep, warn=warnings_told.append))
+        opened.append(Checkpoints(tmp_path / "checkpoints", keep, warn=warned.append))
         return opened[-1]
 
     yield open_
@@ -47,7 +47,7 @@ def open_checkpoints(tmp_path, warnings_told):
 
 @pytest.fixture
 def directory(open_checkpoints, tmp_path):
-    """Holds the states of seeds 1 and 2 as steps 1 and 2."""
+    """Returns a directory with the states of seeds 1 and 2 as steps 1 and 2."""
     checkpoints = open_checkpoints()
     checkpoints.save(1, make_state(1))
     checkpoints.save(2, make_state(2))
@@ -105,17 +105,17 @@ DAMAGES = [
 ]
 
 
-def test_what_was_saved_comes_back_bit_for_bit(open_checkpoints, directory):
+def test_a_state_is_restored_bit_for_bit(open_checkpoints, directory):
     step, state = open_checkpoints().restore_latest(jax.eval_shape(make_state))
     assert step == 2
     assert_same(state, make_state(2))
 
 
-def test_nothing_saved_is_none(open_checkpoints):
+def test_an_empty_directory_restores_none(open_checkpoints):
     assert open_checkpoints().restore_latest(make_state()) is None
 
 
-def test_only_the_last_ones_are_kept_and_no_deleted_one_takes_space(open_checkpoints, tmp_path):
+def test_only_the_last_checkpoints_take_space(open_checkpoints, tmp_path):
     checkpoints = open_checkpoints(keep=2)
     for step in range(1, 6):
         checkpoints.save(step, make_state(step))
@@ -125,7 +125,7 @@ def test_only_the_last_ones_are_kept_and_no_deleted_one_takes_space(open_checkpo
     assert not list((tmp_path / "checkpoints").glob("deleted/*"))
 
 
-def test_the_state_may_be_donated_while_it_is_being_written(open_checkpoints):
+def test_the_state_can_be_donated_while_it_is_written(open_checkpoints):
     @partial(jax.jit, donate_argnums=0)
     def step(state):
         return jax.tree.map(lambda x: -2 * x, state)
@@ -136,23 +136,23 @@ def test_the_state_may_be_donated_while_it_is_being_written(open_checkpoints):
     for _ in range(20):
         state = step(state)
     checkpoints.wait()
-    # The checksums would tell, too, if a step had written over the bytes.
+    # If a step had overwritten the bytes, the checksums would differ.
     assert_same(checkpoints.restore_latest(state)[1], make_state(3))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(open_checkpoints, directory, warnings_told, damage):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_restored(open_checkpoints, directory, warned, damage):
     damage(directory / "2")
     checkpoints = open_checkpoints()
     step, state = checkpoints.restore_latest(make_state())
     assert step == 1
     assert_same(state, make_state(1))
-    assert len(warnings_told) == 1
-    assert str(directory / "2") in warnings_told[0]
-    assert "\n" not in warnings_told[0]
+    assert len(warned) == 1
+    assert str(directory / "2") in warned[0]
+    assert "\n" not in warned[0]
 
 
-def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, directory, warnings_told):
+def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, directory, warned):
     flip_a_byte(directory / "2")
     checkpoints = open_checkpoints()
     checkpoints.restore_latest(make_state())
@@ -160,10 +160,10 @@ def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, d
     checkpoints.close()
     assert (directory / "damaged-2").is_dir()
     assert_same(open_checkpoints().restore_latest(make_state())[1], make_state(22))
-    assert len(warnings_told) == 1
+    assert len(warned) == 1
 
 
-def test_when_all_are_damaged_the_error_names_each_and_moves_none(open_checkpoints, directory, warnings_told):
+def test_if_all_are_damaged_the_error_names_each_and_none_is_moved(open_checkpoints, directory, warned):
     flip_a_byte(directory / "1")
     delete_largest(directory / "2")
     with pytest.raises(CheckpointError, match="every checkpoint is damaged") as e:
@@ -173,26 +173,26 @@ def test_when_all_are_damaged_the_error_names_each_and_moves_none(open_checkpoin
     assert "`resume` off" in str(e.value)
     assert (directory / "1").is_dir()
     assert (directory / "2").is_dir()
-    assert not warnings_told
+    assert not warned
 
 
-def test_a_state_of_other_shapes_is_refused_with_the_leaves_that_differ(open_checkpoints, directory):
+def test_a_state_of_other_shapes_is_refused_with_the_differing_leaves(open_checkpoints, directory):
     other = make_state() | {"a": jnp.zeros((300, 41))}
     with pytest.raises(CheckpointError, match=r"does not fit.*'a'.*float32\[300, 40\].*float32\[300, 41\]"):
         open_checkpoints().restore_latest(other)
 
 
-def test_what_an_interrupted_save_left_behind_is_ignored_and_removed(open_checkpoints, directory, warnings_told):
+def test_leftovers_of_an_interrupted_save_are_ignored_and_removed(open_checkpoints, directory, warned):
     shutil.copytree(directory / "2", directory / "3.orbax-checkpoint-tmp")
     checkpoints = open_checkpoints()
     assert checkpoints.restore_latest(make_state())[0] == 2
     checkpoints.save(3, make_state(3))
     checkpoints.close()
     assert not list(directory.glob("*tmp*"))
-    assert not warnings_told
+    assert not warned
 
 
-def test_a_step_that_is_there_is_not_written_again(open_checkpoints, directory):
+def test_saving_the_newest_step_again_has_no_effect(open_checkpoints, directory):
     checkpoints = open_checkpoints()
     checkpoints.save(2, make_state(99))
     checkpoints.wait()
@@ -200,7 +200,7 @@ def test_a_step_that_is_there_is_not_written_again(open_checkpoints, directory):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
-def test_a_change_of_any_one_bit_changes_the_checksum(dtype):
+def test_a_change_of_one_bit_changes_the_checksum(dtype):
     unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
     words = jnp.arange(1, 8, dtype=unsigned)
     variants = [words] + [
@@ -217,7 +217,7 @@ def test_swapped_elements_change_the_checksum():
     assert checksums([x]) != checksums([x[::-1]])
 
 
-def test_space_is_counted_at_the_nearest_directory_that_exists(tmp_path):
+def test_space_is_checked_at_the_nearest_existing_directory(tmp_path):
     check_space(tmp_path / "not" / "yet", make_state(), 3)
     with pytest.raises(CheckpointError, match=r"needs .* bytes for 1000000000000 checkpoints"):
         check_space(tmp_path / "not" / "yet", make_state(), 10**12)
@@ -226,7 +226,7 @@ def test_space_is_counted_at_the_nearest_directory_that_exists(tmp_path):
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), ValueError("RESOURCE_EXHAUSTED: ... No space left on device [errno=28]")]
 )
-def test_a_full_disk_is_told_as_such_wherever_it_shows(open_checkpoints, monkeypatch, error):
+def test_a_full_disk_is_reported_from_every_error(open_checkpoints, monkeypatch, error):
     checkpoints = open_checkpoints()
 
     def fail(*args, **kwargs):
@@ -237,13 +237,12 @@ def test_a_full_disk_is_told_as_such_wherever_it_shows(open_checkpoints, monkeyp
         with pytest.raises(CheckpointError, match="no space left") as e:
             checkpoints.save(1, make_state())
     assert "`run_dir`" in str(e.value)
-    assert is_no_space(e.value)
 
 
 # --- Single leaves ---
 
 
-def test_a_leaf_is_read_alone_bit_for_bit(directory):
+def test_a_single_leaf_is_read_bit_for_bit(directory):
     with contextlib.closing(CheckpointReader(directory)) as reader:
         assert reader.step == 2
         assert_same(reader.read("['b'][0]"), make_state(2)["b"][0])
@@ -251,7 +250,7 @@ def test_a_leaf_is_read_alone_bit_for_bit(directory):
         assert_same(reader.read("['a']"), make_state(1)["a"])
 
 
-def test_a_leaf_of_other_bits_than_were_saved_is_not_believed(open_checkpoints, tmp_path, monkeypatch):
+def test_a_leaf_with_a_wrong_checksum_is_refused(open_checkpoints, tmp_path, monkeypatch):
     of = store.checksums
     monkeypatch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
     checkpoints = open_checkpoints()
@@ -264,6 +263,6 @@ def test_a_leaf_of_other_bits_than_were_saved_is_not_believed(open_checkpoints, 
         reader.read("['a']")
 
 
-def test_a_reader_where_there_is_no_checkpoint_says_so(tmp_path):
+def test_a_reader_without_a_checkpoint_raises(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
         CheckpointReader(tmp_path / "none")

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jgraph.data import Ahead, Batches, Concatenated, apart, heldout_batches
-from jgraph.data.mixture import Source
-from jgraph.data.orders import Index
+from jgraph.data import Ahead, Batches, Concatenated, Index, Source, apart, heldout_batches
+from jgraph.data._orders import shuffled_windows
 from jgraph.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -47,7 +46,7 @@ def test_batches_are_the_same_for_ever():
 def test_an_epoch_takes_every_window_once_and_the_next_one_again(num_tokens, seq_len, seed):
     assume(num_tokens > seq_len)
     batches = batches_of(np.arange(num_tokens, dtype=np.uint16), batch_size=3, seq_len=seq_len, seed=seed)
-    windows = batches.orders[0].num_rows
+    windows = shuffled_windows(num_tokens, seq_len=seq_len, seed=seed).num_rows
     starts = first_tokens(batches, 2 * windows)
     for epoch in (starts[:windows], starts[windows:]):
         offset = min(epoch)
@@ -58,7 +57,8 @@ def test_an_epoch_takes_every_window_once_and_the_next_one_again(num_tokens, seq
 
 def test_epochs_differ_in_offset_and_order():
     batches = batches_of()
-    starts = np.array(first_tokens(batches, 4 * batches.orders[0].num_rows)).reshape(4, batches.orders[0].num_rows)
+    windows = shuffled_windows(len(TOKENS), seq_len=16, seed=0).num_rows
+    starts = np.array(first_tokens(batches, 4 * windows)).reshape(4, windows)
     assert len({int(epoch.min()) for epoch in starts}) > 1
     orders = starts - starts.min(axis=1, keepdims=True)
     assert len({tuple(order) for order in orders.tolist()}) == 4

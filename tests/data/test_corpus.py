@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgraph.data import CORPORA, Concatenated, TokenFile, load, make_token_files, write_tokens
-from jgraph.data.sources import SYNTHETIC_ENTROPY
+from jgraph.data._named import SYNTHETIC_ENTROPY
 from jgraph.errors import DataError
 
 
@@ -186,7 +186,7 @@ def test_token_files_of_a_larger_vocabulary_are_refused(token_directory):
 
 
 def test_single_token_file_is_refused_with_its_directory(token_directory):
-    with pytest.raises(DataError, match=r"a single token file; name the directory that it is in, .*tokens"):
+    with pytest.raises(DataError, match=r"a single token file; name its directory, .*tokens"):
         open_corpus(token_directory / "heldout-00000.bin")
 
 
@@ -228,7 +228,7 @@ def test_documents_are_told_apart_in_every_span(text_file, tokenizer_file, token
     found = []
     for source in (*corpus.sources, *corpus.heldout_sources):
         tokens, length = source.tokens, len(source.tokens)
-        marks = np.concatenate([source.firsts(at, min(at + 51, length))[1:] for at in range(0, length - 1, 50)])
+        marks = np.concatenate([source.index.firsts(at, min(at + 51, length))[1:] for at in range(0, length - 1, 50)])
         starts = [0, *(1 + np.flatnonzero(marks)), length]
         found += [corpus.decode(tokens[start:stop]) for start, stop in pairwise(starts)]
     end = "\n" if read == "bytes" else "<|endoftext|>"

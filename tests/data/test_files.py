@@ -3,12 +3,13 @@
 import json
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jgraph.data import load, make_token_files, write_tokens
-from jgraph.data.files import weighted
+from jgraph.data._files import weighted
 from jgraph.errors import ConfigError, DataError
 
 
@@ -54,21 +55,48 @@ def test_parquet_holds_a_document_a_row(tmp_path, text_file, stories):
     parquet.write_table(pyarrow.table({"body": [*stories, None], "id": range(len(stories) + 1)}), path)
     assert open_corpus(path, field="body").fingerprint == open_corpus(text_file).fingerprint
     for field, message in (
-        ("text", "has the columns 'body', 'id', not 'text': set `data_field`"),
-        ("id", "must be of strings"),
+        ("text", "row 1 has the fields 'body', 'id', not 'text': set `data_field`"),
+        ("id", "row 1: field 'id' is a number: must be a string"),
     ):
         with pytest.raises(DataError, match=message):
             open_corpus(path, field=field)
     path.write_bytes(b"no such thing")
-    with pytest.raises(DataError, match=r"pages.parquet: damaged, or no Parquet file"):
+    with pytest.raises(DataError, match=r"pages.parquet: damaged, or not a Parquet file"):
         open_corpus(path)
 
 
-def test_parquet_without_its_library_is_refused_with_the_install_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+@pytest.mark.parametrize(
+    ("name", "library", "extra"), [("pages.parquet", "pyarrow", "parquet"), ("hf:owner/name", "datasets", "datasets")]
+)
+def test_a_missing_library_is_refused_with_the_install_command(tmp_path, monkeypatch, name, library, extra):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "pages.parquet").touch()
-    with pytest.raises(DataError, match=r"pages.parquet: needs .*pip install 'jgraph\[parquet\]'"):
-        open_corpus(tmp_path / "pages.parquet")
+    with pytest.raises(DataError, match=rf"{name}: needs the {library} library: pip install 'jgraph\[{extra}\]'"):
+        open_corpus(name)
+
+
+@pytest.mark.long
+def test_a_dataset_holds_a_document_a_row_and_makes_the_token_files_of_its_text(tmp_path, text_file, stories, tokenizer_file):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"body": story, "id": number} for number, story in enumerate(stories)]
+    (tmp_path / "streamed").mkdir()
+    (tmp_path / "streamed" / "pages.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    datasets.Dataset.from_list([*rows, {"body": None, "id": 0}]).save_to_disk(tmp_path / "saved")
+    for name in ("streamed", "saved"):
+        assert open_corpus(f"hf:{tmp_path}/{name}", field="body").fingerprint == open_corpus(text_file).fingerprint
+    weighed = open_corpus(f"hf:{tmp_path}/streamed@train:3", f"{text_file}:1", field="body")
+    assert [source.weight for source in weighed.sources] == [3, 1]
+    for field, split, message in (
+        ("text", "train", "row 1 has the fields 'body', 'id', not 'text'"),
+        ("id", "train", "row 1: field 'id' is a number: must be a string"),
+        ("body", "test", "Bad split: test"),
+    ):
+        with pytest.raises(DataError, match=rf"`data` is hf:.*streamed@{split}: {message}"):
+            open_corpus(f"hf:{tmp_path}/streamed@{split}", field=field)
+    for name, text, field in (("a", Path(f"hf:{tmp_path}/streamed"), "body"), ("b", text_file, "text")):
+        make_token_files([text], tokenizer_file, tmp_path / name, field=field)
+    assert open_corpus(tmp_path / "a").fingerprint == open_corpus(tmp_path / "b").fingerprint
 
 
 @pytest.mark.parametrize(
@@ -84,8 +112,8 @@ def test_parquet_without_its_library_is_refused_with_the_install_command(tmp_pat
             b'{"body": "one", "id": 1}\n',
             r"a.jsonl: line 1 has the fields 'body', 'id', not 'text'",
         ),
-        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 is an array: must be an object"),
-        ("a.png", b"\x89PNG\0", r"a.png: no text .*'.*texts/\*.txt'"),
+        ("a.jsonl", b"[1]\n", r"a.jsonl: line 1 is an array: must be an object with a string in field 'text'"),
+        ("a.png", b"\x89PNG\0", r"a.png: not a text .*'.*texts/\*.txt'"),
     ],
 )
 def test_a_file_that_holds_no_text_is_refused_with_its_name_and_place(folder, name, contents, message):
@@ -158,7 +186,7 @@ def test_token_files_of_different_tokenizers_are_refused(tokens, tmp_path):
     (tmp_path / "bare").mkdir()
     for side in ("train", "heldout"):
         write_tokens(tmp_path / "bare" / f"{side}-0.bin", [np.arange(40)], vocab_size=40)
-    with pytest.raises(DataError, match=r"bare has a vocabulary of 40, .*tokens one of 300"):
+    with pytest.raises(DataError, match=r"bare has a vocabulary of 40 in uint16, .*tokens one of 300"):
         open_corpus(tokens, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"bare was made with another tokenizer.json than .*tokens"):

@@ -107,7 +107,7 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         path.write_bytes(b"half")
 
-    monkeypatch.setattr("jgraph.data.make.write_tokens", interrupted)
+    monkeypatch.setattr("jgraph.data._make.write_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make()
     assert len(calls) == 2
@@ -222,7 +222,7 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, capsys):
     ("flags", "said"),
     [
         (["--train-bpe", "256"], "--train-bpe is 256"),
-        ([], "--tokenizer names one and --train-bpe makes one: neither"),
+        ([], "--tokenizer names a file and --train-bpe trains one: neither"),
         (["--train-bpe", "300", "--tokenizer", "tokenizer.json"], "both"),
     ],
 )

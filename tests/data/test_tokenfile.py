@@ -86,7 +86,7 @@ def test_wrong_header_is_refused(token_file, offset, data, message):
 def test_changed_token_is_found_by_verify_alone(token_file):
     overwrite(token_file, 128, b"\x01")
     assert read_tokens(token_file)[0] == 1
-    with pytest.raises(DataError, match=r"SHA-256 is .*, header says .*: damaged"):
+    with pytest.raises(DataError, match=r"SHA-256 is .*, its header has .*: damaged"):
         verify(token_file)
 
 
@@ -124,7 +124,7 @@ def test_largest_id_that_no_token_has_is_found_by_verify(tmp_path):
     path = tmp_path / "train-0.bin"
     write_tokens(path, [np.arange(9)], vocab_size=100)
     overwrite(path, 68, b"\x0a")
-    with pytest.raises(DataError, match="largest id is 8, header says 9: damaged"):
+    with pytest.raises(DataError, match="largest id is 8, its header has 9: damaged"):
         verify(path)
 
 

@@ -79,8 +79,8 @@ def launched(loaded, monkeypatch):
     """Greedy text, and the CUDA graphs launched meanwhile: XLA has none under a profiler if it is not told to."""
     module, option = importlib.import_module("jgraph.inference.generate"), "xla_enable_command_buffers_during_profiling"
     choices = {"static_argnames": ("decoder", "where"), "donate_argnums": 0, "keep_unused": True}
-    token = jax.jit(module.next_token.__wrapped__, **choices, compiler_options={option: True})
-    monkeypatch.setattr(module, "next_token", token)
+    token = jax.jit(module._next_token.__wrapped__, **choices, compiler_options={option: True})
+    monkeypatch.setattr(module, "_next_token", token)
     loaded.generate(PROMPT, temperature=0, max_tokens=NEW)
     with count_launches() as count:
         text = loaded.generate(PROMPT, temperature=0, max_tokens=NEW)

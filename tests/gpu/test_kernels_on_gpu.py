@@ -95,14 +95,14 @@ def test_a_kernel_is_as_near_to_float32_as_plain_jax_is(kernel):
             assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize(("length", "size", "dtype"), [(2048, 128, "bfloat16"), (1000, 64, "bfloat16"), (512, 128, "float32")])
-def test_attention_within_documents_is_as_near_to_float32_as_plain_jax_is(length, size, dtype):
-    args = documents.arrays(length, size, dtype=jnp.dtype(dtype))
+@pytest.mark.parametrize(("length", "size"), [(2048, 128), (1000, 64)])
+def test_attention_within_documents_is_as_near_to_float32_as_plain_jax_is(length, size):
+    args = documents.arrays(length, size)
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(functools.partial(documents.run, implementation="xla"))(
             *(x if x.dtype == jnp.int32 else x.astype(jnp.float32) for x in args)
         )
-    compiled = captured(functools.partial(documents.run, implementation="triton"), *args)
+    compiled = captured(functools.partial(documents.run, implementation="mosaic"), *args)
     plain = jax.jit(functools.partial(documents.run, implementation="xla"))(*args)
     for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
         off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]

@@ -1,4 +1,4 @@
-"""Text from a model: which tokens are drawn, from a cache or without, and when a text ends."""
+"""Text generation: drawn tokens, with and without a cache, and the end of a text."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ MODELS = {
 
 
 class Counting(nnx.Module):
-    """Is sure of the sum, modulo V, of all tokens it sees so far and `step`."""
+    """Predicts the sum of all previous tokens and `step`, modulo V."""
 
     def __init__(self):
         self.step = nnx.Param(jnp.array(3))
@@ -55,7 +55,7 @@ def counting():
 
 
 def gpt(**settings):
-    """A model whose every parameter matters, and its parameters."""
+    """Returns a model and parameters with noise, so that each parameter affects the result."""
     config = GPTConfig(**SIZES | settings)
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     noise = lambda p: p + 0.3 * jax.random.normal(jax.random.key(p.size), p.shape)  # noqa: E731
@@ -63,7 +63,7 @@ def gpt(**settings):
 
 
 def with_biases(carried):
-    """State of a model, in which every expert's bias matters."""
+    """Returns a random state, so that each expert's bias affects the result."""
     return jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape).astype(leaf.dtype), carried)
 
 
@@ -86,7 +86,7 @@ def expected(step, prompt, num_tokens, window):
 
 
 @pytest.mark.parametrize("window", [1, 3, 16, 40])
-def test_each_token_is_drawn_from_the_logits_after_the_last_real_one(counting, window):
+def test_each_token_is_drawn_from_the_logits_of_the_last_token(counting, window):
     prompts = [prompt for prompt in ([5], [1, 2, 3], [4] * 30) if len(prompt) <= window]
     found = jgraph.generate(counting, {"step": jnp.array(3)}, prompts, max_tokens=20, window=window)
     assert rows(found) == [expected(3, prompt, 20, window) for prompt in prompts]
@@ -100,7 +100,7 @@ def test_seeds_reproduce_and_differ():
     assert set(draws[0][0]) == set(range(V))
 
 
-def test_every_draw_of_a_text_has_its_own_key():
+def test_draws_of_a_text_use_different_keys():
     texts = rows(jgraph.generate(jgraph.functional(Uniform), {}, [[0]] * 32, max_tokens=4))
     for one, other in itertools.combinations(zip(*texts, strict=True), 2):
         assert one != other
@@ -112,7 +112,7 @@ def test_every_draw_of_a_text_has_its_own_key():
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long, pytest.mark.once] * (kind != "llama")) for kind in MODELS]
 )
-def test_greedy_text_from_a_cache_is_that_of_the_whole_model_and_of_each_prompt_alone(kind):
+def test_greedy_text_with_a_cache_equals_that_without_and_that_of_each_prompt(kind):
     model, params = gpt(**MODELS[kind])
     choices = {"max_tokens": 12, "temperature": 0, "carried": with_biases(model.new_state())}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
@@ -123,7 +123,7 @@ def test_greedy_text_from_a_cache_is_that_of_the_whole_model_and_of_each_prompt_
 
 
 @pytest.mark.once
-def test_a_run_draws_text_by_its_routers_biases():
+def test_a_run_samples_with_the_biases_of_its_router():
     sizes = SIZES | {"num_layers": 1, "mlp": "swiglu", "moe": SIGMOID}
     setup = TrainSetup.of(TrainConfig.of(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
     state = setup.init()
@@ -133,7 +133,7 @@ def test_a_run_draws_text_by_its_routers_biases():
 
 
 @pytest.mark.once
-def test_text_of_a_model_with_biases_is_not_drawn_without_them():
+def test_a_model_with_router_biases_needs_its_state():
     model, params = gpt(num_layers=1, mlp="swiglu", moe=SIGMOID)
     with pytest.raises(ConfigError) as error:
         jgraph.generate(model, params, PROMPTS, max_tokens=1)
@@ -142,7 +142,7 @@ def test_text_of_a_model_with_biases_is_not_drawn_without_them():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_drawn_text_from_a_cache_is_that_of_the_whole_model():
+def test_sampled_text_with_a_cache_equals_that_without():
     model, params = gpt()
     choices = {"max_tokens": 12, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": 5}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
@@ -160,7 +160,7 @@ def test_one_layer_beyond_the_window_attends_to_the_last_tokens_only():
 @pytest.mark.long
 @pytest.mark.once
 def test_several_layers_beyond_the_window_have_sliding_window_attention(monkeypatch):
-    # Not the same as recomputing the window: keys of the second layer still depend on tokens that have left it.
+    # Differs from recomputing the window: keys of the second layer depend on tokens outside it.
     model, params = gpt()
     choices = {"max_tokens": 30, "temperature": 0}
     found = rows(jgraph.generate(model, params, PROMPTS, window=21, **choices))
@@ -183,11 +183,11 @@ def test_a_token_updates_cache_and_position_in_place():
     model, params = gpt()
     sampling = {"temperature": 1.0}
     carry, weights, stop = carry_of(model, params, sampling)
-    compiled = generating.next_token.lower(carry, weights, sampling, stop, decoder=model.decoder).compile()
+    compiled = generating._next_token.lower(carry, weights, sampling, stop, decoder=model.decoder, where=None).compile()
     check_identity(compiled, carry)
 
 
-def test_a_call_like_one_before_traces_nothing_anew():
+def test_a_second_call_traces_nothing():
     traces = []
     decoder = generating.windowed(lambda weights, tokens_BT: traces.append(1) or jax.nn.one_hot(tokens_BT, V))
     for _ in range(2):
@@ -203,10 +203,10 @@ def test_weights_are_cast_before_the_first_token():
     assert sizes == {1: jnp.float32, 2: jnp.bfloat16}  # scales of norms are read in float32
 
 
-# --- Where a text ends ---
+# --- The end of a text ---
 
 
-def test_a_stop_token_ends_its_row_alone_and_is_no_part_of_it(counting):
+def test_a_stop_token_ends_its_text_only_and_is_not_returned(counting):
     params, prompts = {"step": jnp.array(3)}, [[5], [1, 2, 3]]
     whole = [expected(3, prompt, 20, 99) for prompt in prompts]
     stop = [token for token in whole[0] if token not in whole[1][:8]][:1]
@@ -214,12 +214,12 @@ def test_a_stop_token_ends_its_row_alone_and_is_no_part_of_it(counting):
     assert found == [list(itertools.takewhile(lambda token: token != stop[0], row)) for row in whole]
 
 
-def test_a_text_that_ends_at_once_is_empty(counting):
+def test_a_text_can_be_empty(counting):
     (found,) = jgraph.generate(counting, {"step": jnp.array(3)}, [[5]], stop=[8])
     assert found.tolist() == []
 
 
-def test_a_stream_gives_what_generate_returns_and_marks_rows_that_have_ended(counting):
+def test_a_stream_yields_the_tokens_of_generate_and_marks_ended_texts(counting):
     params, prompts = {"step": jnp.array(3)}, [[5], [1, 2, 3]]
     steps = np.stack(list(jgraph.stream(counting, params, prompts, max_tokens=9, stop=[expected(3, [5], 3, 99)[-1]])), 1)
     found = jgraph.generate(counting, params, prompts, max_tokens=9, stop=[expected(3, [5], 3, 99)[-1]])
@@ -235,12 +235,12 @@ class NextId(nnx.Module):
 
 
 def test_a_text_does_not_continue_after_a_stop_token():
-    # The second text keeps the call going. The model would restart the first one at 1.
+    # The second text has not ended. The model would continue the first text at 1.
     found = jgraph.generate(jgraph.functional(NextId), {}, [[1], [5]], max_tokens=5, temperature=0, stop=[3])
     assert rows(found) == [[2], [6, 7, 8, 9, 10]]
 
 
-# --- What cannot work ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_text_does_not_continue_after_a_stop_token():
         ("window", {"window": 0}),
     ],
 )
-def test_a_value_that_cannot_work_is_told_in_one_line_before_anything_is_drawn(counting, field, wrong):
+def test_a_wrong_value_is_refused_in_one_line_before_sampling(counting, field, wrong):
     with pytest.raises(ConfigError) as error:
         jgraph.stream(counting, {"step": jnp.array(3)}, **{"prompts": [[1]]} | wrong)
     assert error.value.field == field

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read where, what comes out again, and what is refused before anything is loaded."""
+"""Hugging Face folders: reading, writing, and errors before anything is loaded."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ QWEN3_MOE = dataclasses.replace(QWEN3, moe=MoEConfig(num_experts=3, experts_per_
 
 
 def shapes(config):
-    """Of our parameters, by name."""
+    """Returns the shapes of the model's parameters, by name."""
     tree = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0))).shapes
     return dict(zip(leaf_names(tree), (leaf.shape for leaf in jax.tree.leaves(tree)), strict=True))
 
@@ -60,7 +60,7 @@ def drawn(config):
 
 
 def make(path, config=LLAMA, **choices):
-    """A folder of random weights, and these."""
+    """Writes a folder of random weights. Returns the folder and the weights."""
     arrays = drawn(config)
     choices = {"dtype": "float32"} | choices
     write(path, HUGGING_FACE.config(config, {}), HUGGING_FACE.parts(config), arrays.__getitem__, **choices)
@@ -71,7 +71,7 @@ def check(folder, config=LLAMA):
     folder.check(HUGGING_FACE, folder.settings(HUGGING_FACE, config))
 
 
-# --- What comes out is what went in ---
+# --- Reading and writing ---
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def check(folder, config=LLAMA):
     [LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE],
     ids=["llama", "qwen2", "qwen3, scanned", "mixtral", "qwen3_moe, scanned"],
 )
-def test_parameters_come_back_bit_for_bit_from_whole_and_from_slices(config, tmp_path):
+def test_parameters_and_slices_are_read_bit_for_bit(config, tmp_path):
     folder, arrays = make(tmp_path / "f", config)
     check(folder, config)
     rng = np.random.default_rng(1)
@@ -90,7 +90,7 @@ def test_parameters_come_back_bit_for_bit_from_whole_and_from_slices(config, tmp
             np.testing.assert_array_equal(read(folder, own, array.shape, np.float32, index), array[index])
 
 
-def test_a_folder_of_several_files_is_that_of_one(tmp_path):
+def test_a_folder_of_several_files_equals_one_of_a_single_file(tmp_path):
     one, _ = make(tmp_path / "one")
     limit = 20_000
     several, _ = make(tmp_path / "several", file_bytes=limit)
@@ -112,7 +112,7 @@ def test_a_folder_of_several_files_is_that_of_one(tmp_path):
         np.testing.assert_array_equal(tensors[name], tensor)
 
 
-def test_a_device_reads_its_own_slices_and_no_more(tmp_path, monkeypatch):
+def test_a_device_reads_only_its_shards(tmp_path, monkeypatch):
     folder, arrays = make(tmp_path / "f")
     where = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
     like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where) for name, a in arrays.items()}
@@ -142,13 +142,13 @@ def test_settings_survive_config_json(config):
     assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
 
 
-def test_a_written_config_keeps_what_the_first_one_said_besides():
+def test_a_written_config_keeps_other_fields_of_the_first():
     base = {"eos_token_id": 7, "rope_parameters": {"rope_theta": 1.0}, "hidden_size": 1}
     written = HUGGING_FACE.config(LLAMA, base)
     assert (written["eos_token_id"], written["hidden_size"], "rope_parameters" in written) == (7, 32, False)
 
 
-def test_a_tied_head_that_is_in_the_folder_too_is_no_extra_tensor(tmp_path):
+def test_a_tied_head_may_be_in_the_folder(tmp_path):
     folder, _ = make(tmp_path / "f", QWEN2)
     tensors = load_file(folder.path / WEIGHTS_FILE)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, folder.path / WEIGHTS_FILE)
@@ -156,13 +156,13 @@ def test_a_tied_head_that_is_in_the_folder_too_is_no_extra_tensor(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "theta"), [(LLAMA, 1e4), (MIXTRAL, 1e6)], ids=["llama", "mixtral"])
-def test_a_base_that_is_not_there_is_the_architectures_own(config, theta):
+def test_a_missing_rope_theta_has_the_default_of_the_architecture(config, theta):
     written = HUGGING_FACE.config(config, {})
     del written["rope_theta"]
     assert HUGGING_FACE.settings(written)["rope_theta"] == theta
 
 
-def test_a_number_of_experts_is_read_by_both_of_its_names():
+def test_the_number_of_experts_has_two_names():
     written = HUGGING_FACE.config(QWEN3_MOE, {})
     renamed = {"num_local_experts" if name == "num_experts" else name: value for name, value in written.items()}
     assert HUGGING_FACE.settings(renamed) == HUGGING_FACE.settings(written)
@@ -189,12 +189,12 @@ def test_a_mixtures_missing_field_has_the_default_of_transformers(name, setting,
         ("topk-softmax", "as-they-are", True),
     ],
 )
-def test_an_export_says_whether_the_weights_of_a_token_sum_to_one(router, weights, normalized):
+def test_an_export_sets_norm_topk_prob(router, weights, normalized):
     moe = dataclasses.replace(QWEN3_MOE.moe, router=router, weights=weights)
     assert HUGGING_FACE.config(dataclasses.replace(QWEN3_MOE, moe=moe), {})["norm_topk_prob"] is normalized
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 def edit_config(**changes):
@@ -239,7 +239,7 @@ WRONG = {
     "another architecture": (edit_config(architectures=["MambaForCausalLM"]), "`architectures` is MambaForCausalLM"),
     "no architecture": (edit_config(architectures="gone", model_type="gone"), "`architectures` is missing"),
     "no size": (edit_config(hidden_size="gone"), "`hidden_size` is missing"),
-    "a size that is none": (edit_config(hidden_size="wide"), "wide"),
+    "a size of the wrong type": (edit_config(hidden_size="wide"), "wide"),
     "sliding windows": (edit_config(use_sliding_window=True), "`use_sliding_window` is True"),
     "sliding layers": (edit_config(layer_types=["full_attention", "sliding_attention"]), "`layer_types`"),
     "another rotation": (edit_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "`rope_type` is yarn"),
@@ -253,7 +253,7 @@ WRONG = {
     "cut for several GPUs": (edit_config(pretraining_tp=2), "`pretraining_tp` is 2"),
     "quantized": (edit_config(quantization_config={"bits": 4}), "`quantization_config`"),
     "a tensor missing": (edit_tensors(lambda t: t.pop("model.norm.weight")), "has no tensor model.norm.weight"),
-    "a tensor more": (edit_tensors(lambda t: t.update(extra=t["model.norm.weight"].copy())), "no place for: extra"),
+    "a tensor more": (edit_tensors(lambda t: t.update(extra=t["model.norm.weight"].copy())), "the model does not have: extra"),
     "a tensor transposed": (
         edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.copy()})),
         "lm_head.weight has shape [32, 256]: must be [256, 32]",
@@ -276,7 +276,7 @@ def a_pipe(path):
     os.mkfifo(path / WEIGHTS_FILE)
 
 
-WRONG["a pipe, which nobody writes"] = (a_pipe, "model.safetensors cannot be read")
+WRONG["a pipe without a writer"] = (a_pipe, "model.safetensors cannot be read")
 WRONG_MIXTURE = {
     "an expert's tensor missing": (
         edit_tensors(lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
@@ -294,20 +294,20 @@ WRONG_MIXTURE = {
 
 
 @pytest.mark.parametrize("wrong", WRONG | WRONG_MIXTURE)
-def test_what_cannot_be_loaded_is_refused_by_its_name(wrong, tmp_path):
-    edit, told = (WRONG | WRONG_MIXTURE)[wrong]
+def test_a_wrong_folder_is_refused_with_its_problem(wrong, tmp_path):
+    edit, message = (WRONG | WRONG_MIXTURE)[wrong]
     config = QWEN3_MOE if wrong in WRONG_MIXTURE else LLAMA
     make(tmp_path / "f", config)
     edit(tmp_path / "f")
     with pytest.raises(ConfigError) as error:
         check(Folder(tmp_path / "f", field="init_from"), config)
     assert error.value.field == "init_from"
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.fixture
 def unbuilt(tmp_path, monkeypatch):
-    """The folder of a Qwen3-MoE. A test fails if it builds a GPT."""
+    """Returns the folder of a Qwen3-MoE, and makes GPT raise."""
 
     @functools.wraps(GPT.__init__)  # keeps its signature
     def built(*args, **kwargs):
@@ -366,9 +366,7 @@ def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_na
     ],
     ids=["layers", "experts", "vocabulary"],
 )
-def test_a_folder_whose_tensors_contradict_its_sizes_is_refused_before_a_model_is_built(
-    command, changes, told, unbuilt, capsys
-):
+def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(command, changes, told, unbuilt, capsys):
     edit_config(**changes)(unbuilt)
     began = time.process_time()
     act = {
@@ -386,7 +384,7 @@ def test_a_folder_whose_tensors_contradict_its_sizes_is_refused_before_a_model_i
 @pytest.mark.parametrize(
     "path", ["../other.safetensors", "{tmp_path}/other.safetensors", "a/../../other.safetensors", "..", ""]
 )
-def test_an_index_that_names_an_existing_file_outside_the_folder_is_refused(path, tmp_path):
+def test_an_index_with_a_file_outside_the_folder_is_refused(path, tmp_path):
     make(tmp_path / "f")
     tensors = load_file(tmp_path / "f" / WEIGHTS_FILE)
     (tmp_path / "f" / WEIGHTS_FILE).rename(tmp_path / "other.safetensors")
@@ -398,7 +396,7 @@ def test_an_index_that_names_an_existing_file_outside_the_folder_is_refused(path
     assert error.value.field == "init_from"
 
 
-def test_symbolic_links_to_files_are_followed_because_the_hugging_face_cache_consists_of_them(tmp_path):
+def test_symbolic_links_are_followed_as_in_the_hugging_face_cache(tmp_path):
     make(tmp_path / "f")
     blobs = tmp_path / "blobs"
     (tmp_path / "f").rename(blobs)
@@ -420,13 +418,13 @@ def test_symbolic_links_to_files_are_followed_because_the_hugging_face_cache_con
         ({"moe": QWEN3_MOE.moe}, "model.moe.weights"),
     ],
 )
-def test_a_model_that_no_architecture_is_cannot_be_written(changes, field):
+def test_a_model_without_an_architecture_cannot_be_written(changes, field):
     with pytest.raises(ConfigError) as error:
         HUGGING_FACE.config(dataclasses.replace(LLAMA, **changes), {})
     assert error.value.field == field
 
 
-def test_what_fails_half_way_leaves_nothing(tmp_path):
+def test_a_failed_write_leaves_no_file(tmp_path):
     def parameter(name):
         if name == "head_DV":
             raise OSError("gone")
@@ -437,7 +435,7 @@ def test_what_fails_half_way_leaves_nothing(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_appears_when_it_is_complete_and_two_processes_do_not_mix_their_files(tmp_path, monkeypatch):
+def test_two_processes_that_write_a_folder_do_not_mix_their_files(tmp_path, monkeypatch):
     arrays, to = drawn(LLAMA), tmp_path / "f"
     seen = []
 
@@ -452,7 +450,7 @@ def test_a_folder_appears_when_it_is_complete_and_two_processes_do_not_mix_their
     with pytest.raises((ConfigError, OSError)):
         write(to, HUGGING_FACE.config(LLAMA, {}), HUGGING_FACE.parts(LLAMA), parameter, dtype="float32")
     assert len(seen) == 1
-    assert seen[0].startswith("."), "a file manager and a glob do not show it"
+    assert seen[0].startswith("."), "hidden from file managers and globs"
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     np.testing.assert_array_equal(load_file(to / WEIGHTS_FILE)["model.norm.weight"], arrays["norm/scale"])
 
@@ -476,7 +474,7 @@ def train(run_dir, *flags):
         (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have hugging_face"),
     ],
 )
-def test_a_flag_that_contradicts_the_folder_is_refused_in_a_line(flags, told, tmp_path, capsys):
+def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, told, tmp_path, capsys):
     make(tmp_path / "f")
     assert train(tmp_path / "run", "--init-from", str(tmp_path / "f"), *flags) == 2
     out, err = capsys.readouterr()
@@ -485,14 +483,14 @@ def test_a_flag_that_contradicts_the_folder_is_refused_in_a_line(flags, told, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_how_a_router_is_trained_is_not_the_folders_to_say(tmp_path):
+def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     make(tmp_path / "f", MIXTRAL)
     model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
     config = TrainConfig.of(init_from=str(tmp_path / "f"), model=model)
     assert initial_weights(config, RunDir(tmp_path / "run")) is not None
 
 
-def test_a_mixture_begins_with_a_folders_weights_and_the_state_that_the_model_makes(tmp_path):
+def test_a_mixture_begins_with_the_weights_of_a_folder_and_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
     config = TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
     setup, weights = TrainSetup.of(config), initial_weights(config, RunDir(tmp_path / "run"))
@@ -517,20 +515,20 @@ def test_a_folder_that_lacks_a_tensor_leaves_no_run_directory(tmp_path, capsys):
 
 
 def byte_tokenizer():
-    """A token each byte, with other ids than the bytes."""
+    """Returns a tokenizer with a token for each byte, with other ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return tokenizer
 
 
-# Freezes all parameters but the last norm, whose updates are too small to change it.
+# Freezes all parameters except the last norm, and the learning rate is too small to change it.
 UNCHANGED = ("--freeze", "[!n]*", "--optimizer.learning-rate", "1e-30")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two steps that starts from a bfloat16 folder and changes no weight, and its flags."""
+    """Returns the directory and flags of a two-step run that begins with a bfloat16 folder and changes no weight."""
     path = tmp_path_factory.mktemp("interop")
     make(path / "folder", dtype="bfloat16")
     byte_tokenizer().save(str(path / "folder" / "tokenizer.json"))
@@ -540,7 +538,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_run_goes_on_without_its_folder(run, tmp_path):
+def test_a_run_resumes_without_its_folder(run, tmp_path):
     path, flags = run
     shutil.copytree(path / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
@@ -554,7 +552,7 @@ def test_a_run_goes_on_without_its_folder(run, tmp_path):
 
 
 @pytest.mark.long
-def test_weights_that_were_not_trained_are_exported_bit_for_bit(run, tmp_path, capsys):
+def test_untrained_weights_are_exported_bit_for_bit(run, tmp_path, capsys):
     path, _ = run
     assert export.main([str(path / "run"), "--to", str(tmp_path / "out"), "--step", "1"]) == 0
     assert capsys.readouterr().out.startswith("step 1 of ")
@@ -567,7 +565,7 @@ def test_weights_that_were_not_trained_are_exported_bit_for_bit(run, tmp_path, c
 
 
 @pytest.mark.long
-def test_text_is_read_through_the_folders_tokenizer_which_an_export_has_too(run, tmp_path):
+def test_text_is_tokenized_by_the_folder_and_exports_contain_the_tokenizer(run, tmp_path):
     path, _ = run
     tokenizer = path / "folder" / "tokenizer.json"
     corpus = load_corpus("python-docs", seq_len=32, vocab_size=256, tokenizer=tokenizer)
@@ -588,7 +586,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
     assert (len(err.splitlines()), "2 is damaged (" in err, (tmp_path / "out").exists()) == (1, True, False)
 
 
-def test_data_of_other_tokens_than_the_weights_is_told(tmp_path):
+def test_data_with_another_tokenizer_is_reported(tmp_path):
     make(tmp_path / "f")
     of_bytes = TrainConfig.of(init_from=str(tmp_path / "f"), model=LLAMA)
     assert "is read as bytes" in origin.tokenizer_warning(of_bytes)
@@ -607,7 +605,7 @@ def test_data_of_other_tokens_than_the_weights_is_told(tmp_path):
     ("flags", "told"),
     [(("--to", "{run}"), "--to is "), (("--to", "{out}", "--step", "7"), "--step is 7: must be one of 1, 2")],
 )
-def test_an_export_that_cannot_be_is_refused_in_a_line(run, flags, told, tmp_path, capsys):
+def test_an_impossible_export_is_refused_in_one_line(run, flags, told, tmp_path, capsys):
     path, _ = run
     places = {"run": path / "run", "out": tmp_path / "out"}
     assert export.main([str(path / "run"), *(flag.format(**places) for flag in flags)]) == 2
@@ -616,6 +614,6 @@ def test_an_export_that_cannot_be_is_refused_in_a_line(run, flags, told, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_run_cannot_be_exported(tmp_path, capsys):
+def test_a_directory_without_a_run_cannot_be_exported(tmp_path, capsys):
     assert export.main([str(tmp_path), "--to", str(tmp_path / "out")]) == 2
     assert "must be a run directory" in capsys.readouterr().err

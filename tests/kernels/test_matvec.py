@@ -1,4 +1,4 @@
-"""The kernel's own body, interpreted on the CPU, against numpy in float64; compiled for a GPU that is not here."""
+"""The matrix-vector kernel: its body interpreted on the CPU against numpy in float64, and compiled for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ def reference(x_D, weights_FD, scale_D=None, add_F=0.0, epsilon=0.0):
     return weights_FD @ x_D + np.asarray(add_F, np.float64)
 
 
-# A single piece, whole or not; several of which the last is not.
+# One piece, full or not, and several with a partial last one.
 @pytest.mark.parametrize(
     ("D", "given"), [(64, ()), (64, ("scale_D",)), (240, ("add_F",)), (240, ("scale_D", "add_F")), (4112, ("scale_D", "add_F"))]
 )
-def test_norm_product_and_sum_are_those_of_numpy(D, given):
+def test_norm_product_and_sum_equal_those_of_numpy(D, given):
     every = arrays(D, 8)
     own = {name: every[name] for name in ("x_D", "weights_FD", *given)}
     choices = {"epsilon": 0.5} if "scale_D" in given else {}
@@ -41,7 +41,7 @@ def test_norm_product_and_sum_are_those_of_numpy(D, given):
 
 
 @pytest.mark.parametrize(("D", "turns"), [(64, 32), (240, 2)])
-def test_blocks_that_have_several_tiles_sum_every_row_once(monkeypatch, D, turns):
+def test_blocks_with_several_tiles_sum_every_row_once(monkeypatch, D, turns):
     monkeypatch.setattr(module, "_BLOCKS", 3)
     monkeypatch.setattr(module, "_TURNS", turns)
     jax.clear_caches()
@@ -56,14 +56,14 @@ def test_an_activation_joins_the_parts_of_the_rows():
     np.testing.assert_allclose(found, gated(*np.split(reference(**own).astype(np.float32), 2)), rtol=1e-4, atol=1e-4)
 
 
-def test_sums_are_in_float32_and_results_of_the_dtype_asked_for():
+def test_sums_are_float32_and_the_result_has_the_requested_dtype():
     x_D, weights_FD = jnp.ones(2064, jnp.bfloat16), jnp.ones((4, 2064), jnp.bfloat16)
     assert matvec(x_D, weights_FD, dtype=jnp.float32, interpret=True).tolist() == [2064.0] * 4
     assert matvec(x_D, weights_FD, interpret=True).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(("D", "F", "parts"), [(60, 8, 1), (64, 6, 1), (64, 12, 2)])
-def test_sizes_that_the_kernel_does_not_take_are_refused(D, F, parts):
+def test_unsupported_sizes_raise(D, F, parts):
     own = arrays(D, F)
     with pytest.raises(ShapeError) as error:
         matvec(own["x_D"], own["weights_FD"], parts=parts)

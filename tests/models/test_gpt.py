@@ -1,4 +1,4 @@
-"""The model alone: shapes, dtypes, what it may look at, how its variants relate. `tests/parity/` says whether it is right."""
+"""GPT: shapes, dtypes, causality, and variants. `tests/parity/` compares its numbers with PyTorch."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jgraph.errors import ConfigError
+from jgraph.train import presets
 from jgraph_models.gpt import GPT, GPTConfig, attention_kernel
 
 CONFIG = GPTConfig(
@@ -19,7 +20,7 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 17)).astype(np.int32)
 
 
 def split(config, seed=0):
-    """(graphdef, parameters as a tree of arrays)."""
+    """Returns the graphdef and the parameters."""
     graphdef, params = nnx.split(GPT(config, rngs=nnx.Rngs(seed)), nnx.Param)
     return graphdef, nnx.to_pure_dict(params)
 
@@ -33,7 +34,7 @@ def replace(**changes):
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_logits_and_loss_are_float32_whatever_computes_them(compute_dtype):
+def test_logits_and_loss_are_float32(compute_dtype):
     model = GPT(replace(compute_dtype=compute_dtype), rngs=nnx.Rngs(0))
     logits, loss = nnx.eval_shape(lambda model: (model.logits(TOKENS), model.loss(TOKENS)), model)
     assert (logits.shape, logits.dtype) == ((2, 17, 61), jnp.float32)
@@ -52,10 +53,10 @@ def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(changes):
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype(jnp.float32)}
 
 
-def test_bfloat16_compute_gives_nearly_the_loss_of_float32():
+def test_the_loss_in_bfloat16_is_close_to_float32():
     graphdef, params = split(CONFIG)
     in_bfloat16, _ = split(replace(compute_dtype="bfloat16"))
-    # A bfloat16 is rounded by up to 1/256, and the loss is a mean over 32 tokens of numbers near log(61) = 4.1.
+    # Rounding to bfloat16 changes a number by up to 1/256. The loss is a mean over 32 tokens of numbers near log(61) = 4.1.
     expected = float(nnx.merge(graphdef, params).loss(TOKENS))
     assert nnx.merge(in_bfloat16, params).loss(TOKENS) == pytest.approx(expected, rel=1 / 256)
 
@@ -76,7 +77,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
 
 @pytest.fixture(scope="module")
 def scanned_and_unrolled():
-    """(loss, gradients) of both, from the same weights, the blocks' gradients stacked."""
+    """Returns (loss, gradients) of both with the same weights; gradients of blocks are stacked."""
 
     def stacked(tree):
         return tree | {
@@ -116,10 +117,10 @@ def test_a_token_does_not_change_the_logits_before_it(position):
     changed[:, position] = (changed[:, position] + 1) % 61
     before, after = model.logits(TOKENS), model.logits(changed)
     np.testing.assert_array_equal(before[:, :position], after[:, :position])
-    assert (before[:, position:] != after[:, position:]).any(axis=(0, 2)).all(), "and changes all from there on"
+    assert (before[:, position:] != after[:, position:]).any(axis=(0, 2)).all(), "all later logits change"
 
 
-def test_grouped_queries_are_multi_head_attention_with_repeated_keys_and_values():
+def test_grouped_query_attention_equals_repeated_keys_and_values():
     grouped, params = split(CONFIG)
     full, _ = split(replace(num_kv_heads=4))
 
@@ -134,29 +135,29 @@ def test_grouped_queries_are_multi_head_attention_with_repeated_keys_and_values(
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_only_the_distance_between_tokens_counts():
-    """Rotary embeddings: what precedes a masked-out past does not matter, so a text of one token looks the same everywhere."""
+def test_attention_depends_on_distances_only():
+    """The logits of a text that repeats one token are the same at every position."""
     logits = GPT(CONFIG, rngs=nnx.Rngs(0)).logits(np.full((1, 12), 7, np.int32))
     np.testing.assert_allclose(logits, jnp.broadcast_to(logits[:, :1], logits.shape), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_attention_on_a_cpu_is_xlas_by_itself(compute_dtype):
+def test_the_default_attention_on_a_cpu_is_xla(compute_dtype):
     assert attention_kernel(replace(compute_dtype=compute_dtype), 64) == "xla"
 
 
-def test_attention_on_a_gpu_is_cudnns_by_itself(monkeypatch):
+def test_the_default_attention_on_a_gpu_is_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert attention_kernel(replace(compute_dtype="bfloat16"), 64) == "cudnn"
 
 
-def test_attention_in_float32_on_a_gpu_is_xlas_by_itself(monkeypatch):
+def test_the_default_attention_in_float32_on_a_gpu_is_xla(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert attention_kernel(CONFIG, 64) == "xla"
 
 
 @pytest.mark.parametrize("changes", [{"attention": "fused"}, {"norm": "fused"}], ids=["attention", "norm"])
-def test_what_is_fused_gives_the_same_loss_and_gradients(changes):
+def test_fused_kernels_have_the_same_loss_and_gradients(changes):
     graphdef, params = split(replace(num_kv_heads=4))
     fused, _ = split(replace(num_kv_heads=4, **changes))
     for one, other in zip(*(jax.tree.leaves(loss_and_grads(graph, params)) for graph in (graphdef, fused)), strict=True):
@@ -164,12 +165,12 @@ def test_what_is_fused_gives_the_same_loss_and_gradients(changes):
 
 
 @pytest.mark.parametrize("kernel", ["xla", "cudnn", "fused"])
-def test_attention_that_was_asked_for_is_what_one_gets(kernel, monkeypatch):
+def test_a_named_attention_kernel_is_used(kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4), 64) == kernel
 
 
-def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monkeypatch):
+def test_a_head_size_that_cudnn_does_not_support_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = replace(d_model=40, num_heads=4, compute_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"head size 10 is a multiple of 8 .* or choose `model.attention` xla"):
@@ -178,7 +179,7 @@ def test_a_head_size_that_cudnn_refuses_is_told_where_auto_would_take_cudnn(monk
 
 @pytest.mark.long
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_what_is_made_again_is_not_kept_and_gives_the_same_gradients(scan_layers):
+def test_remat_keeps_less_and_has_the_same_gradients(scan_layers):
     def trained(remat):
         model = GPT(replace(num_layers=4, scan_layers=scan_layers), rngs=nnx.Rngs(0))
         model.remat = remat
@@ -203,8 +204,8 @@ def test_what_is_made_again_is_not_kept_and_gives_the_same_gradients(scan_layers
         *[("llama3-1b", 1.236e9), ("llama3-8b", 8.030e9), ("qwen3-0.6b", 0.596e9), ("qwen3-8b", 8.191e9)],
     ],
 )
-def test_a_preset_has_the_number_of_parameters_that_names_it(preset, published):
-    config = preset(preset).model
+def test_a_preset_has_the_published_number_of_parameters(preset, published):
+    config = presets.preset(preset).model
 
     def count(num_layers: int) -> int:
         sized = dataclasses.replace(config, num_layers=num_layers)
@@ -216,15 +217,15 @@ def test_a_preset_has_the_number_of_parameters_that_names_it(preset, published):
     assert count(1) + (config.num_layers - 1) * layer == pytest.approx(published, rel=0.015)
 
 
-def test_a_tied_head_has_no_matrix_of_its_own():
+def test_a_tied_head_has_no_matrix():
     untied, tied = split(CONFIG)[1], split(replace(head="tied"))[1]
     assert untied.keys() - tied.keys() == {"head_DV"}
 
 
-def test_the_same_seed_draws_the_same_weights():
+def test_the_same_seed_has_the_same_weights():
     jax.tree.map(np.testing.assert_array_equal, split(CONFIG)[1], split(CONFIG)[1])
 
 
-def test_another_seed_draws_other_weights():
+def test_another_seed_has_other_weights():
     first, second = split(CONFIG)[1], split(CONFIG, seed=1)[1]
     assert not np.array_equal(first["embedding_VD"], second["embedding_VD"])

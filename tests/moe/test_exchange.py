@@ -1,4 +1,4 @@
-"""Experts over devices: the exchange of rows by itself, and how a strategy spreads experts."""
+"""Experts over devices: the exchange of rows, and the shardings of a strategy."""
 
 import re
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgraph
 from jgraph.errors import ConfigError
-from jgraph.moe import exchange, router
+from jgraph.moe import _experts, _router
 from jgraph.step import train_step
 from jgraph.strategies import FullySharded
 from jgraph.strategies.sharding import ShardSpec
@@ -42,33 +42,33 @@ def arrays(kind="random", tokens=N):
 
 
 def over_devices(group, config):
-    """The function of `ARGS` to every token's result and each device's overflow, experts over groups of so many devices."""
+    """Returns a function from `ARGS` to the result of every token and the overflow of each device."""
     spec = ShardSpec(0, E, E, groups=group)
 
     def device(x, logits, up, down):
-        y, overflow = exchange.through(x, router.route(logits, config), spec.gather(up), spec.gather(down), config)
+        y, overflow = _experts.sharded_mixture(x, _router.route(logits, config), spec.gather(up), spec.gather(down), config)
         return y, jax.tree.map(lambda leaf: leaf[None], overflow)
 
-    # Jitted: else every operation is a program of its own.
+    # Jitted, because otherwise every operation would be compiled separately.
     return jax.jit(jax.shard_map(device, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
 
 
 def plain(x, logits, up, down, config, kept=1.0):
-    """Every expert computes every token; rows that are not kept count for nothing."""
-    found = router.route(logits, config)
+    """Computes every expert for every token. Rows with `kept` 0 do not contribute."""
+    found = _router.route(logits, config)
     gate, values = jnp.split(jnp.einsum("nd,edf->nef", x, up), 2, -1)
     y_NED = jnp.einsum("nef,efd->ned", jax.nn.silu(gate) * values, down)
     return jnp.einsum("nk,nkd->nd", found.weights * kept, jnp.take_along_axis(y_NED, found.experts[..., None], 1))
 
 
-def sent(logits, config, group, places):
-    """Which copies find a place, and the rows that each device has for each of its group, counted one by one."""
-    experts = np.asarray(router.route(logits, config).experts).reshape(DEVICES, -1)
+def sent(logits, config, group, capacity):
+    """Returns which copies are sent, and the number of rows of each pair of devices, counted one by one."""
+    experts = np.asarray(_router.route(logits, config).experts).reshape(DEVICES, -1)
     kept, rows = np.zeros(experts.shape, bool), np.zeros((DEVICES, group), int)
     for device, own in enumerate(experts):
         for copy in np.argsort(own, stable=True):
             to = own[copy] * group // E
-            kept[device, copy] = rows[device, to] < places
+            kept[device, copy] = rows[device, to] < capacity
             rows[device, to] += 1
     return kept.reshape(len(logits), -1), rows
 
@@ -93,7 +93,7 @@ def assert_same_with_gradients(ours, wanted, given):
         ("empty experts", 4),
     ],
 )
-def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind, group):
+def test_experts_over_devices_have_the_results_and_gradients_of_one_device(kind, group):
     config = jgraph.MoEConfig(num_experts=E, capacity=float(group))
     given, run = arrays(kind), over_devices(group, config)
     assert_same_with_gradients(lambda *args: run(*args)[0], lambda *args: plain(*args, config), given)
@@ -101,20 +101,20 @@ def test_experts_over_devices_give_the_results_and_gradients_of_one_device(kind,
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_rows_without_a_place_are_counted_and_left_out(group):
+def test_rows_beyond_the_capacity_are_counted_and_dropped(group):
     config = jgraph.MoEConfig(num_experts=E, capacity=1.0)
     given, run = arrays("skewed"), over_devices(group, config)
-    places = {2: 16, 4: 8}[group]  # of 24 rows an even share, in eights
-    kept, rows = sent(given["logits"], config, group, places)
+    capacity = {2: 16, 4: 8}[group]  # an even share of 24 rows, rounded up to a multiple of 8
+    kept, rows = sent(given["logits"], config, group, capacity)
     assert 0 < np.sum(~kept) < kept.size / 2
     _, overflow = run(*given.values())
-    np.testing.assert_array_equal(overflow.dropped, np.sum(np.maximum(rows - places, 0), 1))
-    np.testing.assert_array_equal(overflow.needed, np.where(rows.max(1) > places, rows.max(1), 0))
+    np.testing.assert_array_equal(overflow.dropped, np.sum(np.maximum(rows - capacity, 0), 1))
+    np.testing.assert_array_equal(overflow.needed, np.where(rows.max(1) > capacity, rows.max(1), 0))
     assert_same_with_gradients(lambda *args: run(*args)[0], lambda *args: plain(*args, config, kept), given)
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_as_many_rows_as_places_fit_and_one_more_does_not(more):
+def test_rows_up_to_the_capacity_are_sent_and_one_more_is_dropped(more):
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=1, capacity=1.0)
     given = arrays(tokens=16)
     first_half = np.tile(np.arange(16) < 8 + more, DEVICES)  # these tokens go to the first of two devices
@@ -125,7 +125,7 @@ def test_as_many_rows_as_places_fit_and_one_more_does_not(more):
 
 
 class Sorted(nnx.Module):
-    """Sends a row of the identity matrix to the expert of its number."""
+    """Routes row i of the identity matrix to expert i."""
 
     def __init__(self, rngs):
         config = jgraph.MoEConfig(num_experts=E, experts_per_token=1, capacity=1.0, overflow="drop")
@@ -145,13 +145,13 @@ def test_dropped_rows_are_summed_over_destination_devices():
 
     strategy = FullySharded(MESH, model.shapes, experts=DEVICES)
     step = train_step(loss, optax.sgd(0.1), strategy, carried=model.carried, reductions=model.reductions)
-    # Each device sends 16 rows to the first and 16 to the second, and has places for 8 of each.
+    # Each device has 16 rows for each of the first two devices and can send 8 of each.
     batch = np.tile(np.repeat(np.eye(E, dtype="f")[[0, 2]], 16, axis=0), (DEVICES, 1))
     state, _ = step.compile(batch)(step.init(*model.init()), step.place(batch))
     assert state.carried["moe"]["dropped"] == DEVICES * (8 + 8)
 
 
-def test_no_gradient_of_the_exchange_scatters_and_rows_go_out_and_back_once():
+def test_the_gradient_of_the_exchange_has_no_scatter_and_six_all_to_alls():
     config = jgraph.MoEConfig(num_experts=E)
     run, given = over_devices(4, config), arrays()
 
@@ -159,7 +159,7 @@ def test_no_gradient_of_the_exchange_scatters_and_rows_go_out_and_back_once():
         return jnp.sum(run(*args)[0] ** 2)
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*given.values())
-    # The one that is left inverts a permutation; the router's is of the test.
+    # The remaining scatter inverts a permutation. The gradient of the logits is left out, because the test's router scatters.
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 2, 3)))(*given.values()))
     assert "scatter-add" not in text
     assert text.count("scatter[") == 1
@@ -189,7 +189,7 @@ def test_experts_are_sharded_by_expert_and_never_packed(experts):
     assert specs["head/kernel"] == P("fsdp")
 
 
-def test_experts_alone_are_sharded_where_all_else_is_to_be_whole():
+def test_only_experts_are_sharded_with_shards_experts():
     specs = sharded(experts=4, shards="experts")
     assert {name for name, spec in specs.items() if spec != P()} == set(EXPERTS)
 
@@ -207,7 +207,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_spread_is_refused_in_a_line(case):
+def test_invalid_shardings_of_experts_are_refused_in_one_line(case):
     field, choices = REFUSED[case]
     with pytest.raises(ConfigError) as error:
         sharded(**choices)

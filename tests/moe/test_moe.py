@@ -1,4 +1,4 @@
-"""The layer of experts and its functions, by themselves."""
+"""The MoE layer and its functions."""
 
 from itertools import pairwise
 
@@ -11,8 +11,8 @@ from flax import nnx
 
 import jgraph
 from jgraph.errors import ConfigError
-from jgraph.moe import dispatch, losses, router
-from jgraph.moe.statistics import starved, statistics
+from jgraph.moe import _dispatch, _router
+from jgraph.moe.statistics import dead_experts, statistics
 from jgraph.scopes import PREFIX
 from jgraph.step import train_step
 from jgraph.strategies import Replicated
@@ -24,8 +24,8 @@ def layer(**settings):
     return jgraph.MoE(D, F, jgraph.MoEConfig(num_experts=E, **settings), rngs=nnx.Rngs(0))
 
 
-def apart(moe):
-    """The layer's graph, parameters and state."""
+def split(moe):
+    """Returns the graph, parameters and state of a layer."""
     graph, params, state = nnx.split(moe, nnx.Param, ...)
     return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_settings_that_cannot_work_are_refused_in_a_line(field):
+def test_invalid_settings_are_refused_in_one_line(field):
     with pytest.raises(ConfigError) as error:
         jgraph.MoEConfig(**REFUSED[field])
     assert error.value.field == f"model.moe.{field}"
@@ -71,34 +71,34 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_a_tokens_weights_are_those_of_its_router(kind):
+def test_each_router_computes_its_weights(kind):
     settings, weights = ROUTERS[kind]
-    found = router.route(jnp.asarray(LOGITS), jgraph.MoEConfig(num_experts=4, **settings))
+    found = _router.route(jnp.asarray(LOGITS), jgraph.MoEConfig(num_experts=4, **settings))
     np.testing.assert_array_equal(found.experts, [[0, 1]])
     np.testing.assert_allclose(found.weights, [weights], rtol=1e-6)
     np.testing.assert_array_equal(found.counts, [1, 1, 0, 0])
 
 
-def test_a_bias_chooses_and_does_not_weigh():
+def test_a_bias_changes_the_choice_and_not_the_weights():
     config = jgraph.MoEConfig(num_experts=4, router="sigmoid", weights="as-they-are")
-    found = router.route(jnp.asarray(LOGITS), config, jnp.asarray([0.0, 0, 0, 1]))
+    found = _router.route(jnp.asarray(LOGITS), config, jnp.asarray([0.0, 0, 0, 1]))
     np.testing.assert_array_equal(found.experts, [[3, 0]])
     np.testing.assert_allclose(found.weights, [[0.1 / 1.1, 0.4 / 1.4]], rtol=1e-6)
 
 
-def test_an_even_router_has_a_balance_loss_of_the_experts_of_a_token_and_the_largest_entropy():
+def test_a_balanced_router_has_balance_loss_k_and_maximum_entropy():
     probabilities = jnp.full((10, E), 1 / E)
-    assert losses.balance_loss(probabilities, jnp.full(E, 4)) == pytest.approx(2)
-    assert router.entropy(probabilities) == pytest.approx(np.log(E))
+    assert _router.balance_loss(probabilities, jnp.full(E, 4)) == pytest.approx(2)
+    assert _router.entropy(probabilities) == pytest.approx(np.log(E))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_and_their_gradients_have_the_bits_of_float32(dtype):
+def test_logits_and_their_gradients_have_float32_precision(dtype):
     x, w, dy = rows(64, 32).astype(dtype), rows(32, E, seed=1), rows(64, E, seed=2)
-    logits, back = jax.vjp(router.logits, x, w)
+    logits, back = jax.vjp(_router.logits, x, w)
     dx, dw = back(dy)
     x64, w64, dy64 = (np.asarray(a, np.float64) for a in (x, w, dy))
-    # A unit in the last place of the terms; a product of bfloat16 would be off by 2**-8, one of TF32 by 2**-10.
+    # A unit in the last place of the terms. A bfloat16 matmul would be off by 2**-8, a TF32 matmul by 2**-10.
     np.testing.assert_allclose(logits, x64 @ w64, atol=3e-6)
     np.testing.assert_allclose(dw, x64.T @ dy64, atol=1e-5)
     assert (dx.dtype, logits.dtype, dw.dtype) == (dtype, "float32", "float32")
@@ -110,18 +110,18 @@ def test_logits_and_their_gradients_have_the_bits_of_float32(dtype):
 
 
 def ordered(experts_NK, experts=E):
-    return dispatch.order_of(experts_NK, jnp.bincount(experts_NK.reshape(-1), length=experts))
+    return _dispatch.order_of(experts_NK, jnp.bincount(experts_NK.reshape(-1), length=experts))
 
 
-def test_rows_lie_by_expert_and_within_one_by_token():
+def test_rows_are_ordered_by_expert_and_then_by_token():
     order = ordered(jnp.asarray([[2, 0], [0, 1], [2, 1]]))
     np.testing.assert_array_equal(order.source, [1, 2, 3, 5, 0, 4])
     np.testing.assert_array_equal(order.inverse[order.source], np.arange(6))
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 40_000])
-def test_the_order_is_that_of_a_stable_sort(tokens):
-    # Of 40,000 tokens nearly all go to expert 0: more than float32 or bfloat16 would count one by one.
+def test_the_order_equals_a_stable_sort(tokens):
+    # Nearly all of 40,000 tokens choose expert 0: more than bfloat16 can count one by one.
     chances = jnp.asarray([9.0, 0, 0, -3, -9])
     _, experts = jax.lax.top_k(chances + jax.random.gumbel(jax.random.key(0), (tokens, E)), 2)
     order = ordered(experts)
@@ -130,18 +130,18 @@ def test_the_order_is_that_of_a_stable_sort(tokens):
 
 
 def test_rows_are_not_sorted():
-    # A GPU's sort is a library call, which would split the command buffer of the step.
-    graph, params, state = apart(layer())
+    # A sort on a GPU is a library call and would split the command buffer of the step.
+    graph, params, state = split(layer())
     lowered = jax.jit(lambda params, x: nnx.merge(graph, params, state)(x)).lower(params, rows(2, 64, D))
     assert "stablehlo.sort" not in lowered.as_text()
 
 
-def test_moving_rows_has_the_gradient_of_plain_indexing():
+def test_dispatch_and_combine_have_the_gradient_of_plain_indexing():
     experts = jnp.argsort(rows(7, E), 1)[:, :3]
     order, x, seed = ordered(experts), rows(7, D), rows(21, D, seed=1)
 
     def ours(x):
-        return jnp.sum(dispatch.combined(dispatch.dispatched(x, order, 3) * seed, order, 3) ** 2)
+        return jnp.sum(_dispatch.combined(_dispatch.dispatched(x, order, 3) * seed, order, 3) ** 2)
 
     def plain(x):
         tokens = order.source // 3
@@ -154,32 +154,32 @@ def test_copies_are_added_in_float32():
     order = ordered(jnp.asarray([[0, 1, 2]]))
     # In bfloat16, 256 + 1 is 256.
     parts = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16)
-    assert dispatch.combined(parts, order, 3).item() == 258
-    gradient = jax.vjp(lambda x: dispatch.dispatched(x, order, 3), parts[:1])[1](parts)[0]
+    assert _dispatch.combined(parts, order, 3).item() == 258
+    gradient = jax.vjp(lambda x: _dispatch.dispatched(x, order, 3), parts[:1])[1](parts)[0]
     assert gradient.item() == 258
 
 
 def test_no_gradient_of_the_layer_scatters():
-    graph, params, state = apart(layer())
+    graph, params, state = split(layer())
     grad = jax.grad(lambda p, x: jnp.sum(nnx.merge(graph, p, state)(x)), (0, 1))
     text = str(jax.make_jaxpr(grad)(params, rows(2, 3, D)))
     assert "scatter-add" not in text
-    # The one that is left inverts the permutation.
+    # The remaining scatter inverts the permutation.
     assert text.count("scatter[") == 1
 
 
 # --- Layer ---
 
 
-def test_a_token_gets_the_same_whatever_stands_beside_it():
+def test_the_result_of_a_token_does_not_depend_on_other_tokens():
     moe, x = layer(shared_experts=1), rows(2, 8, D)
     moe.eval()
     np.testing.assert_allclose(moe(x)[:, 3:], moe(x[:, 3:]), rtol=1e-5, atol=1e-8)
 
 
-def test_an_attached_loss_counts_as_much_as_is_said():
+def test_attached_losses_are_scaled_by_their_coefficient_and_weight():
     def gradient(weight, **settings):
-        graph, params, state = apart(layer(**settings))
+        graph, params, state = split(layer(**settings))
 
         def loss(params):
             return 0 * jnp.sum(nnx.merge(graph, params, state)(rows(8, D), weight=weight))
@@ -192,10 +192,10 @@ def test_an_attached_loss_counts_as_much_as_is_said():
     np.testing.assert_allclose(weighed, thrice, rtol=1e-5)
 
 
-def test_evaluation_leaves_the_state_and_attaches_nothing():
+def test_evaluation_changes_no_state_and_attaches_no_loss():
     moe = layer(router="sigmoid")
     moe.eval()
-    graph, params, state = apart(moe)
+    graph, params, state = split(moe)
 
     def loss(params):
         moe = nnx.merge(graph, params, state)
@@ -207,7 +207,7 @@ def test_evaluation_leaves_the_state_and_attaches_nothing():
 
 
 def test_every_part_has_a_scope_forward_and_backward():
-    graph, params, state = apart(layer())
+    graph, params, state = split(layer())
     grad = jax.grad(lambda p, x: jnp.sum(nnx.merge(graph, p, state)(x)), (0, 1))
     text = jax.jit(grad).lower(params, rows(8, D)).as_text(debug_info=True)
     for name in ("router", "dispatch", "experts", "combine"):
@@ -227,7 +227,7 @@ class Model(nnx.Module):
 
 
 def after_steps(steps, microbatches, config, x):
-    """The carried state after each of some steps, on the host."""
+    """Returns the mutable state after each of `steps` steps, on the host."""
     model = jgraph.functional(lambda: Model(config))
     given = {"carried": model.carried, "reductions": model.reductions, "num_microbatches": microbatches}
 
@@ -243,7 +243,7 @@ def after_steps(steps, microbatches, config, x):
     return found
 
 
-def test_the_bias_moves_once_a_step_by_the_load_of_the_whole_step_before():
+def test_the_bias_is_updated_once_per_step_from_the_load_of_the_previous_step():
     config = jgraph.MoEConfig(num_experts=E, router="sigmoid", bias_rate=0.25)
     states = [state["moe"] for state in after_steps(3, 3, config, rows(12, 2, D))]
     assert [state["tokens_E"].sum() for state in states] == [48, 48, 48]
@@ -254,18 +254,18 @@ def test_the_bias_moves_once_a_step_by_the_load_of_the_whole_step_before():
 
 
 def test_an_expert_without_a_token_in_any_microbatch_is_counted():
-    # Four tokens, one a microbatch, have one expert each: no microbatch sees more than one of the five.
+    # Each microbatch has one token with one expert, so it uses one of the five experts.
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=1)
     states = [state["moe"] for state in after_steps(3, 4, config, rows(4, 1, D, seed=3))]
     unused = states[0]["tokens_E"] == 0
     assert 1 < np.sum(~unused) < E
     for number, state in enumerate(states, 1):
         np.testing.assert_array_equal(-state["unseen_E"], number * unused)
-    assert starved({"moe": states[2]}, 4) == {}
-    assert starved({"moe": states[2]}, 3) == {"moe": np.flatnonzero(unused).tolist()}
+    assert dead_experts({"moe": states[2]}, 4) == {}
+    assert dead_experts({"moe": states[2]}, 3) == {"moe": np.flatnonzero(unused).tolist()}
 
 
-def test_starved_experts_of_stacked_layers_are_told_by_layer():
+def test_dead_experts_of_stacked_layers_are_reported_by_layer():
     state = {"tokens_E": np.ones((2, 3)), "unseen_E": np.array([[0, 0, 0], [0, -100, -99]])}
     carried = {
         "blocks": {
@@ -274,4 +274,4 @@ def test_starved_experts_of_stacked_layers_are_told_by_layer():
         }
     }
     assert statistics(carried).keys() == {"blocks/moe"}
-    assert starved(carried) == {"blocks/moe/1": [1]}
+    assert dead_experts(carried) == {"blocks/moe/1": [1]}

@@ -1,4 +1,4 @@
-"""Experts over two H200s that are not here: which all-to-alls are hidden, and behind what."""
+"""Compiles experts over two H200s that are not present: the overlap of all-to-alls."""
 
 import dataclasses
 
@@ -17,18 +17,19 @@ pytestmark = [
 ]
 
 
-def test_two_microbatches_hide_each_others_exchanges_behind_products(h200):
+def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200):
     config = preset("gpt-moe")
     sizes = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "d_ff": 512, "vocab_size": 512}
     model = dataclasses.replace(config.model, attention="xla", **sizes)
     config = config.changed(model=model, seq_len=512, batch_size=16, fsdp=2, ep=2, num_microbatches=2)
     setup = TrainSetup.of(config)
     step = setup.step.on(aot.devices(2))
-    chosen = (*setup.step.chosen_options("gpu"), *config.compile.xla_options)
-    options = compiler_options("auto", chosen, platform="gpu", num_devices=2)
+    options = compiler_options(
+        "auto", (*setup.step.chosen_options("gpu"), *config.compile.xla_options), platform="gpu", num_devices=2
+    )
     with aot.lowering_for("h200"):
         lowered = step.lower(setup.batch())
     found = [one for one in Overlap.of(aot.compile_lowered(lowered, options)[0]) if "bf16" in one.shape]
-    # Two forward and two backward, of a layer and microbatch.
+    # Two forward and two backward, for each layer and microbatch.
     assert [(one.kind, one.number) for one in found] == [("all-to-all", 16)]
     assert found[0].hidden >= 10

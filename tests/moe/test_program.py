@@ -1,4 +1,4 @@
-"""A layer of experts, compiled for an H200 that is not here: one command buffer without a word to the host."""
+"""Compiles an MoE layer for an H200 that is not present: one command buffer without host work."""
 
 import jax
 import jax.numpy as jnp

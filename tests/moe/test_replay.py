@@ -1,4 +1,4 @@
-"""Experts over devices with too little room: the run replays what overflowed, and is the one that had room from the start."""
+"""A run that exceeds its expert capacity replays the step, and equals a run with enough capacity from the start."""
 
 import shutil
 
@@ -12,7 +12,7 @@ FLAGS = """
     --model.vocab-size 256 --model.compute-dtype float32 --model.mlp swiglu --model.moe.num-experts 4 --model.moe.d-ff 16
     --data synthetic --steps 14 --checkpoint-every 7 --sample-tokens 0 --ep 2
 """
-# The first comes to want more room as its router learns.
+# The first layout needs more capacity as its router learns.
 LAYOUTS = [
     pytest.param("--fsdp 2", 1.2, id="fsdp"),
     pytest.param("--dp 2 --num-microbatches 2", 1.0, id="dp"),
@@ -25,7 +25,7 @@ def run(run_dir, layout: str, capacity: float, log_every: int) -> int:
 
 
 def assert_same(run_dir, wanted, steps):
-    """To rounding: a product that sums over the rows of a buffer adds them up in another order where it is longer."""
+    """Compares losses up to rounding: a matmul over a longer buffer adds its rows in another order."""
     found = [[np.nan if number is None else number for number in row] for row in tiny.losses(run_dir)]
     assert [int(row[0]) for row in found] == steps
     np.testing.assert_allclose(found, [wanted[step] for step in steps], rtol=2e-6)
@@ -34,7 +34,7 @@ def assert_same(run_dir, wanted, steps):
 @pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize(("layout", "small"), LAYOUTS)
-def test_experts_that_overflow_are_given_room_and_the_curve_shows_nothing_of_it(tmp_path, capsys, layout, small):
+def test_a_run_that_overflows_grows_its_capacity_and_its_losses_do_not_change(tmp_path, capsys, layout, small):
     large = tmp_path / "large"
     assert run(large, layout, 2.0, 1) == 0
     assert told(capsys.readouterr().out) == []
@@ -42,7 +42,7 @@ def test_experts_that_overflow_are_given_room_and_the_curve_shows_nothing_of_it(
     assert run(tmp_path / "small", layout, small, 14) == 0
     assert any(not line.startswith("step 1:") for line in told(capsys.readouterr().out))
     assert_same(tmp_path / "small", wanted, [1, 14])
-    # Killed, and gone on with: what it grew to is there at once.
+    # A resumed run begins with the larger capacity.
     shutil.rmtree(tmp_path / "small" / "checkpoints" / "14")
     assert run(tmp_path / "small", layout, small, 1) == 0
     assert told(capsys.readouterr().out) == []

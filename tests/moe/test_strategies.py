@@ -1,4 +1,4 @@
-"""Every strategy has the gradient of the same objective, the router's losses included, and the same router statistics."""
+"""Every strategy computes the same gradients, including the router's losses, and the same router statistics."""
 
 from functools import cache
 
@@ -62,12 +62,12 @@ def pipeline_model():
 @cache
 def batch():
     rng = np.random.default_rng(1)
-    # Rows differ, so that means over devices and microbatches are not means of equal things.
+    # Rows have different magnitudes, so that the parts of a mean differ.
     return {name: (rng.standard_normal((ROWS, T, D)) * np.linspace(0.5, 2, ROWS)[:, None, None]).astype("f") for name in "xy"}
 
 
 def plain_loss(params, rows):
-    """Of one microbatch, with the losses added, every expert computing every token; and the tokens of each expert, by layer."""
+    """Returns the loss of a microbatch, including the router's losses, and the tokens of each expert by layer."""
     x, total, counts = rows["x"] * params["scale"], 0.0, []
     for layer in params["layers"].values():
         stream, x = x, normed(x)
@@ -126,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.once] if case in ONCE else []) for case in CASES])
-def test_every_layout_has_the_gradient_of_the_same_microbatches_with_the_routers_losses(case):
+def test_every_layout_has_the_same_gradient_including_the_routers_losses(case):
     axes, microbatches, schedule, choices = CASES[case]
     model = jgraph.functional(lambda: Stack(nnx.Rngs(0)))
 
@@ -160,7 +160,7 @@ def test_every_layout_has_the_gradient_of_the_same_microbatches_with_the_routers
 
 @pytest.mark.parametrize("axis", ["fsdp", "pipe"])
 @pytest.mark.parametrize("name", ["router_DE", "up_DF"])
-def test_a_router_is_not_rounded_to_the_dtype_that_other_matrices_are_gathered_and_computed_in(axis, name):
+def test_a_router_is_not_rounded_to_the_compute_dtype(axis, name):
     exact = np.float32(1 + 2.0**-12)  # 1 in bfloat16
     params = {"layers": {i: {name: np.full((2, 2), exact)} for i in range(2)}}
 

@@ -11,7 +11,7 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 
 import jgraph  # noqa: E402
-from jgraph.moe import dispatch, layer, losses  # noqa: E402
+from jgraph.moe import _dispatch, _experts, _router  # noqa: E402
 from tests.parity.folders import transformers  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -100,7 +100,7 @@ def ours(kind):
     """The same."""
     params, x, seed = drawn(kind)
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=K, **({"balance_loss": BALANCE} | SETTINGS[kind]))
-    graph, _, state = nnx.split(layer.MoE(D, F, config, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    graph, _, state = nnx.split(jgraph.MoE(D, F, config, rngs=nnx.Rngs(0)), nnx.Param, ...)
     state = nnx.to_pure_dict(state)
     if "bias_E" in state:
         state["bias_E"] = jnp.asarray(bias())
@@ -158,11 +158,11 @@ def without_loss(original, y, loss):
 
 
 FAULTS = {
-    "a token sent twice": (dispatch, "order_of", twice),
-    "an expert off by one": (layer, "experts", next_expert),
-    "a dropped group": (layer, "experts", without_a_group),
-    "unnormalized weights": (layer.router, "route", not_normalized),
-    "no balance loss": (losses, "attach", without_loss),
+    "a token sent twice": (_dispatch, "order_of", twice),
+    "an expert off by one": (_experts, "experts", next_expert),
+    "a dropped group": (_experts, "experts", without_a_group),
+    "unnormalized weights": (_router, "route", not_normalized),
+    "no balance loss": (_router, "attach", without_loss),
 }
 
 

@@ -1,7 +1,5 @@
 """`python -m jgraph.train --precision fp8`: what it prints, refuses, and how it goes on over other devices."""
 
-import shutil
-
 import pytest
 
 from jgraph.errors import ConfigError
@@ -50,28 +48,6 @@ def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
 def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "1", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
     assert "weights in FP8 stay gathered for the backward" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.long
-@pytest.mark.once
-@pytest.mark.parametrize("layout", [("--dp", "2"), ("--num-microbatches", "2"), ()], ids=["dp", "microbatches", "one device"])
-def test_a_run_resumes_from_histories_without_units_only_if_they_fit_every_layout(tmp_path, capsys, layout):
-    flags = (*RUN, "--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4", "--checkpoint-every", "1")
-    flags += ("--steps", "2", *layout)
-    assert tiny.train(tmp_path, *flags) == 0
-    shutil.rmtree(tmp_path / "checkpoints" / "2")
-    tiny.forget_amax_units(tmp_path / "checkpoints")
-    config = (tmp_path / "config.json").read_text()
-    capsys.readouterr()
-    assert tiny.train(tmp_path, *flags) == (2 if layout else 0)
-    out, err = capsys.readouterr()
-    if layout:
-        assert "amax histories are of an earlier version of jgraph" in err
-        assert "begin a new run with --continue-from" in err
-        assert err.count("\n") == 1
-        assert (tmp_path / "config.json").read_text() == config
-    else:
-        assert "resumed from step 1" in out
 
 
 @pytest.mark.long

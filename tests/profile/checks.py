@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jgraph.profile._categories import CATEGORIES
 from jgraph.profile.attribution import COMMUNICATION
-from jgraph.profile.categories import CATEGORIES
 
 # The kernels of a tiny model leave much of a step idle; of what is busy nearly all must have a category.
 LEAST_ATTRIBUTED = 0.97

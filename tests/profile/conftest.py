@@ -14,9 +14,3 @@ def recorded(tmp_path_factory):
         return unpacked[name]
 
     return of
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    """Rates that a developer has measured must not change what tests see."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

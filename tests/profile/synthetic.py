@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dict[str, Any]:
-    """A profile in format 2; of several ranks, with a pipeline and its transfers.
+    """A profile in format 3; of several ranks, with a pipeline and its transfers.
 
     Args:
         ranks: devices.
@@ -34,7 +34,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
     pipeline = _pipeline(ranks, microbatches) if ranks > 1 else None
     step = pipeline["measured"]["step_ms"] if pipeline else 31.7
     return {
-        "format": 2,
+        "format": 3,
         "title": f"gpt-124m, {microbatches} x 1024 tokens a step, {ranks} x NVIDIA H200",
         "about": {
             "device": "NVIDIA H200",
@@ -119,7 +119,7 @@ def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
         ms = float(3 * rng.uniform(0.6, 1) * 0.85**i)
         least = ms * float(rng.uniform(0.3, 0.95)) if i % 7 != 6 else None
         label = (
-            f"product bf16[16384,{768 * (1 + i % 4)}] x [768,{768 * (1 + i)}]"
+            f"matmul bf16[16384,{768 * (1 + i % 4)}] x [768,{768 * (1 + i)}]"
             if i % 3
             else f"fusion of add, multiply, rsqrt {i}"
         )
@@ -135,7 +135,7 @@ def _collectives() -> list[dict[str, Any]]:
     hidden = {"label": "all-to-all bf16[2,8192,768], forward", "category": "all-to-all", "source": "models/gpt.py:198"}
     hidden |= {"count": 48, "ms": 7.1, "exposed_ms": 7.1 - sum(behind.values()), "behind": behind}
     shown = {"label": "all-reduce f32[4]", "category": "all-reduce", "source": "", "count": 1, "ms": 0.08, "exposed_ms": 0.08}
-    return [hidden | {"planned": dict.fromkeys(behind, 91)}, shown | {"behind": {}, "planned": None}]
+    return [hidden, shown | {"behind": {}}]
 
 
 def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
         times = [plan.starts[rank], plan.ends[rank], run.starts[rank], run.ends[rank]]
         for kind, chunk, microbatch, *at in zip(order.kinds, order.chunks, order.microbatches, *times, strict=True):
             spans = dict(zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), map(float, at), strict=True))
-            late = {"late_ms": spans["end_ms"] - spans["planned_end_ms"], "critical": rank == ranks - 1}
+            slow = {"slow_ms": spans["end_ms"] - spans["start_ms"] - costs[KINDS[kind]]}
             actions.append(
-                {"rank": rank, "kind": KINDS[kind], "chunk": int(chunk), "microbatch": int(microbatch), **spans, **late}
+                {"rank": rank, "kind": KINDS[kind], "chunk": int(chunk), "microbatch": int(microbatch), **spans, **slow}
             )
     return {
         "schedule": "aligned",
@@ -161,7 +161,7 @@ def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
         "planned": {"step_ms": plan.makespan, "bubble": plan.bubble},
         "measured": {"step_ms": run.makespan, "bubble": run.bubble},
         "actions": actions,
-        "late": sorted(range(len(actions)), key=lambda i: actions[i]["late_ms"], reverse=True)[:10],
+        "slow": sorted(range(len(actions)), key=lambda i: actions[i]["slow_ms"], reverse=True)[:10],
     }
 
 

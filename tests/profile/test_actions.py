@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ProfileError
-from jgraph.profile import actions
-from jgraph.schedule import Costs, Order, Schedule, Simulation, generate, simulate
+from jgraph.profile import _actions as actions
+from jgraph.schedule import Costs, Simulation, generate, simulate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.tables import tick_table
 
@@ -118,77 +118,26 @@ def test_time_begins_with_the_first_action():
 
 
 @cases
-def test_without_anything_late_the_step_runs_as_planned(name, P, M, chunks, runtime):
+def test_without_a_slow_action_the_step_runs_as_planned(name, P, M, chunks, runtime):
     run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
     plan = actions.planned(run.schedule, actions.costs(run), runtime)
     played = with_a_slow_one(run.schedule, runtime, 0, 0, more=0.0)
     np.testing.assert_array_equal(np.concatenate(plan.starts), np.concatenate(played.starts))
     np.testing.assert_array_equal(np.concatenate(plan.starts), np.concatenate(run.starts))
-    for row in actions.late(run, actions.costs(run)):
-        np.testing.assert_allclose(row, 0, atol=1e-9)
 
 
 @cases
-def test_a_slow_action_is_late_and_those_that_wait_for_it_are_not(name, P, M, chunks, runtime):
+def test_a_slow_action_is_listed_and_actions_that_wait_for_it_are_not(name, P, M, chunks, runtime):
     schedule, rng = schedule_of(name, P, M, chunks, runtime), np.random.default_rng(0)
     for _ in range(20):
         rank = int(rng.integers(P))
         position = int(rng.integers(len(schedule[rank])))
         run = with_a_slow_one(schedule, runtime, rank, position, more=50.0)
-        read = actions.measured(schedule, kernels(run, runtime), runtime)
-        late = actions.late(read, actions.costs(read))
-        assert late[rank][position] == pytest.approx(50.0)
-        late[rank][position] = 0
-        assert np.abs(np.concatenate(late)).max() < 1e-9
-        assert actions.critical(read)[rank][position]
-        listed = actions.report(schedule, read, runtime)
-        first = listed["actions"][listed["late"][0]]
+        listed = actions.report(schedule, actions.measured(schedule, kernels(run, runtime), runtime), runtime)
+        (first,) = (listed["actions"][i] for i in listed["slow"])
         slow = schedule[rank][position]
         assert (first["rank"], first["kind"], first["microbatch"]) == (rank, slow.kind, slow.microbatch)
-
-
-@cases
-def test_the_critical_path_is_as_long_as_the_step(name, P, M, chunks, runtime):
-    run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
-    path = np.concatenate(actions.critical(run))
-    starts, ends = (np.concatenate(rows)[path] for rows in (run.starts, run.ends))
-    at = np.argsort(starts)
-    assert starts[at][0] == 0
-    assert ends[at][-1] == run.makespan
-    np.testing.assert_allclose(starts[at][1:], ends[at][:-1])  # nothing waits on it
-
-
-def test_the_critical_path_follows_what_is_needed_however_short_the_wait_was():
-    schedule = generate("gpipe", pp=2, microbatches=4)
-    run = simulate(schedule, Costs(forward=[2.0, 1.98]))
-    first, second = actions.critical(run)
-    assert first[:4].all()
-    np.testing.assert_array_equal(second[:4], [False, False, False, True])
-
-
-def test_the_critical_path_goes_from_a_wgrad_to_its_dgrad_if_that_ended_after_what_came_between():
-    schedule = Schedule((Order.parse([1, 1, -1, -1, -1.5, -1.5]),))
-    # The kernels of both dgrads are in turn.
-    run = as_run(schedule, [[0, 2, 4, 4.5, 7.04, 8.04]], [[2, 4, 7.04, 7, 8.04, 9.04]])
-    (path,) = actions.critical(run)
-    np.testing.assert_array_equal(path, [True, True, True, False, True, True])
-
-
-def test_an_action_that_begins_late_for_no_reason_is_late_itself():
-    run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
-    starts, ends = ([row.copy() for row in rows] for rows in (run.starts, run.ends))
-    for rows in (starts, ends):
-        rows[0][-1] += 9  # other ranks are through by then, but in the same tick, for which nobody waits
-    late = actions.late(as_run(run.schedule, starts, ends), COSTS)
-    assert late[0][-1] == pytest.approx(9)
-
-
-def test_an_action_that_begins_before_the_one_before_ends_is_late_by_what_it_took():
-    run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
-    starts = [row.copy() for row in run.starts]
-    starts[0][-1] -= 0.75  # XLA may put kernels of two actions in turn
-    late = actions.late(as_run(run.schedule, starts, run.ends), COSTS)
-    assert late[0][-1] == pytest.approx(0.75)
+        assert first["slow_ms"] == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(("kind", "word"), [(FORWARD, "forward"), (DGRAD, "dgrad"), (WGRAD, "wgrad")])
@@ -216,11 +165,11 @@ def test_the_report_is_json_of_the_agreed_form(name, P, M, chunks, runtime):
     schedule = schedule_of(name, P, M, chunks, runtime)
     run = with_a_slow_one(schedule, runtime, 0, 3, more=0.75)
     said = json.loads(json.dumps(actions.report(schedule, run, runtime), allow_nan=False))
-    assert list(said) == ["schedule", "ranks", "microbatches", "chunks", "costs_ms", "planned", "measured", "actions", "late"]
+    assert list(said) == ["schedule", "ranks", "microbatches", "chunks", "costs_ms", "planned", "measured", "actions", "slow"]
     assert (said["schedule"], said["ranks"], said["microbatches"], said["chunks"]) == (name, P, M, chunks)
     assert set(said["actions"][0]) == {
         *("rank", "kind", "chunk", "microbatch", "planned_start_ms", "planned_end_ms", "start_ms", "end_ms"),
-        *("late_ms", "critical"),
+        "slow_ms",
     }
     kinds = {action["kind"] for action in said["actions"]}
     assert kinds == set(said["costs_ms"])
@@ -231,5 +180,4 @@ def test_the_report_is_json_of_the_agreed_form(name, P, M, chunks, runtime):
     busy = sum(action["end_ms"] - action["start_ms"] for action in said["actions"])
     assert said["measured"]["bubble"] == pytest.approx(1 - busy / P / said["measured"]["step_ms"], abs=1e-4)
     assert said["planned"]["bubble"] == pytest.approx(run_of(schedule, runtime).bubble)
-    assert [said["actions"][i]["late_ms"] for i in said["late"]] == [0.75]
-    assert any(action["critical"] for action in said["actions"])
+    assert [said["actions"][i]["slow_ms"] for i in said["slow"]] == [0.75]

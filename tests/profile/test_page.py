@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jgraph.inspect.draw import COLORS, tint
 from jgraph.profile.report import page
 from jgraph.schedule.action import KINDS
-from jgraph.schedule.draw import COLOURS, tint
 from tests import browser
 from tests.profile.synthetic import profile
 
@@ -53,7 +53,7 @@ def test_numbers_that_json_does_not_have_are_refused(value):
 
 def test_actions_have_the_colours_of_pictures_of_schedules():
     colours = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", page(profile())))
-    assert colours == {KINDS[kind]: colour for kind, colour in COLOURS.items() if KINDS[kind] != "backward"}
+    assert colours == {KINDS[kind]: colour for kind, colour in COLORS.items() if KINDS[kind] != "backward"}
 
 
 def test_text_can_be_read_in_light_and_in_dark():
@@ -76,9 +76,11 @@ def test_text_can_be_read_in_light_and_in_dark():
 )
 def test_panels_are_there_where_there_is_something_to_show(tmp_path, ranks, changes, shown):
     sizes = "[...document.querySelectorAll('section')].map((panel) => panel.offsetHeight - panel.firstChild.offsetHeight)"
-    titles, heights = see(tmp_path, profile(ranks) | changes, f"[{TITLES}, {sizes}]")
+    requests = "performance.getEntriesByType('resource').map((entry) => entry.name)"
+    titles, heights, requested = see(tmp_path, profile(ranks) | changes, f"[{TITLES}, {sizes}, {requests}]")
     assert titles == shown
     assert all(height > 60 for height in heights)
+    assert requested == []
 
 
 @browser.needed
@@ -94,8 +96,8 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
     def of(category, key):
         return over_ranks(lambda rank: rank["categories"][category][key])
 
-    def late(action):
-        return [action[key] for key in ("rank", "planned_end_ms", "end_ms", "late_ms")]
+    def slow(action):
+        return [action["rank"], action["end_ms"] - action["start_ms"], action["slow_ms"]]
 
     step, idle = uncaptured["step_ms"], over_ranks(lambda rank: rank["idle_ms"])
     expected: dict[str, list[list[float | None]]] = {
@@ -125,7 +127,7 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
         ]
         pipeline = data["pipeline"]
         expected["bubbles"] = [[pipeline[run]["step_ms"], pipeline[run]["bubble"]] for run in ("planned", "measured")]
-        expected["late"] = [late(pipeline["actions"][i]) for i in pipeline["late"]]
+        expected["slow"] = [slow(pipeline["actions"][i]) for i in pipeline["slow"]]
     assert tables.keys() == expected.keys()
     for name, rows in expected.items():
         seen = [[math.nan if value is None else value for value, _ in row] for row in tables[name]]
@@ -185,8 +187,7 @@ def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_p
         rank, run = rank_and_run
         actions = [action for action in pipeline["actions"] if action["rank"] == rank]
         assert [fill.upper() for fill, *_ in row] == [tint(KINDS.index(a["kind"]), a["chunk"], 2) for a in actions]
-        critical = 0 if run else np.array([a["critical"] for a in actions])  # outlined inside of their boxes
-        left, width = np.array([[at, size] for _, at, size in row]).T + np.array([[-0.75], [1.5]]) * critical
+        left, width = np.array([[at, size] for _, at, size in row]).T
         starts, ends = (np.array([a[f"{run}{key}_ms"] for a in actions]) for key in ("start", "end"))
         scale = (left[-1] - left[0]) / (starts[-1] - starts[0])
         np.testing.assert_allclose(left - left[0], (starts - starts[0]) * scale, atol=1e-6)
@@ -194,17 +195,17 @@ def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_p
 
 
 @browser.needed
-def test_arrows_go_from_box_to_box_and_late_actions_lead_to_theirs(tmp_path):
+def test_arrows_go_from_box_to_box_and_slow_actions_lead_to_theirs(tmp_path):
     data = profile(4)
     first = next(action for action in data["pipeline"]["actions"] if action["rank"] == 0)
-    latest = data["pipeline"]["actions"][data["pipeline"]["late"][0]]
+    slowest = data["pipeline"]["actions"][data["pipeline"]["slow"][0]]
     before = f"""{browser.KEY}
       const seen = [];
       const look = () => seen.push(document.activeElement.dataset.tip.split("\\n")[0]);
       document.querySelector("#pipeline [tabindex='0']").focus();
       look();
       for (const name of ["ArrowDown", "ArrowRight", "ArrowUp", "Home"]) {{ key(document.activeElement, name); look(); }}
-      document.querySelector("#late tbody button").click();
+      document.querySelector("#slow tbody button").click();
       look();"""
     seen, stops, tip = see(
         tmp_path,
@@ -214,9 +215,9 @@ def test_arrows_go_from_box_to_box_and_late_actions_lead_to_theirs(tmp_path):
     )
     assert seen[0] == seen[-2] == f"{first['kind']} of microbatch 0, rank 0"
     assert [text[-6:] for text in seen] == ["rank 0", "rank 1", "rank 1", "rank 0", "rank 0", "rank 3"]
-    assert seen[-1] == f"{latest['kind']} of microbatch {latest['microbatch']}, rank {latest['rank']}"
+    assert seen[-1] == f"{slowest['kind']} of microbatch {slowest['microbatch']}, rank {slowest['rank']}"
     assert stops == 1
-    assert f"{latest['late_ms']:.3f} ms late" in tip
+    assert f"{slowest['slow_ms']:.3f} ms above the median" in tip
 
 
 @browser.needed
@@ -313,11 +314,6 @@ def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
     names = data["timeline"]["names"]
     assert (tips[0], tips[4], tips[6]) == ("nothing runs here", names[1], names[0])
     assert hidden
-
-
-@browser.needed
-def test_the_page_asks_nobody_for_anything(tmp_path):
-    assert see(tmp_path, profile(4), "performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
 @browser.needed

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.profile.categories import purpose_of, purpose_of_hidden
+from jgraph.profile._categories import purpose_of, purpose_of_hidden
 from jgraph.profile.program import Program
 
 TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_computation_layout={}
@@ -62,7 +62,7 @@ def compiled(fn, *args, donate):
 
 def products(program):
     """How many there are of each category; a fusion and the product in it count once."""
-    found = [purpose_of(program, i).category for i in program.instructions.values() if i.is_product]
+    found = [purpose_of(program, i).category for i in program.instructions.values() if i.is_matmul]
     return {category: found.count(category) for category in sorted(set(found))}
 
 
@@ -85,7 +85,7 @@ def test_of_an_update_in_a_fusion_only_the_part_is_written(program):
 
 def test_a_fusion_has_the_flops_of_the_products_in_it(program):
     assert program.flops(program.instructions["made"]) == 2 * 256 * 64
-    assert program.label(program.instructions["made"]) == "product f32[1,256] x f32[256,64] -> f32[1,64]"
+    assert program.label(program.instructions["made"]) == "matmul f32[1,256] x f32[256,64] -> f32[1,64]"
 
 
 def test_what_only_moves_is_a_copy_and_a_product_has_its_own_cause(program):
@@ -192,4 +192,4 @@ def test_a_kernel_of_grouped_products_has_the_flops_of_all_its_rows(call, operan
     program = Program.of("\n".join(["HloModule step", "", "ENTRY %main () -> f32[] {", *given, f"{made}, {named}", "}", ""]))
     y = program.computations[program.entry].instructions["y"]
     assert program.flops(y) == 2 * 96 * 64 * 256
-    assert program.label(y).startswith("grouped product ")
+    assert program.label(y).startswith("grouped matmul ")

@@ -69,7 +69,7 @@ def test_a_run_of_an_earlier_version_or_without_an_entry_is_shown_as_far_as_it_w
     begun = run_dir("begun", [], samples=False)
     (begun / "lock").touch()
     runs = compared([earlier, begun])["runs"]
-    assert [(run["state"], run["done"]) for run in runs] == [("finished", 10), ("going on, or killed", 0)]
+    assert [(run["state"], run["done"]) for run in runs] == [("finished", 10), ("running, or killed", 0)]
     assert runs[0]["curves"] == {"loss": {"step": [1, 10], "seconds": [None, None], "value": [5.0, None], "mean": None}}
     assert (runs[0]["tokens_per_step"], runs[0]["config"]["optimizer.beta1"]) == (None, "NaN")
     assert runs[1]["curves"] == {}

@@ -8,7 +8,7 @@ import pytest
 
 from jgraph.schedule import NAMES, POOLS, Order, Schedule, assign, generate
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
-from jgraph.schedule.slots import assign_ranges, live_ranges
+from jgraph.schedule.slots import live_ranges
 from tests.schedule.referee import Foul, counted, referee
 from tests.schedule.strategies import delayed_ticks, random_schedule
 
@@ -146,4 +146,4 @@ def test_freeing_buffers_at_dgrad_would_overwrite_arrays_that_a_wgrad_needs(case
     (_, dgrad), (stashed, _) = ranges["forward_dgrad"], ranges["stash"]
     early = ranges | {"forward_wgrad": (ranges["forward_wgrad"][0], dgrad), "stash": (stashed, stashed)}
     with pytest.raises(Foul, match="of stage"):
-        referee(schedule, slots=assign_ranges(schedule, early))
+        referee(schedule, slots=assign(schedule, early))

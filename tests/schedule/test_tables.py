@@ -3,8 +3,9 @@
 import pytest
 
 from jgraph.errors import OrderError
-from jgraph.schedule import NAMES, Order, Schedule, generate, phases, tabulate, tick_table
+from jgraph.schedule import NAMES, Order, Schedule, generate, phases, tabulate
 from jgraph.schedule.action import IDLE
+from jgraph.schedule.tables import tick_table
 
 GRID = [(name, P, M, C) for name in NAMES for P in (1, 2, 3, 4, 6) for M in (1, 4, 7, 12, 13) for C in (1, 2, 3)]
 

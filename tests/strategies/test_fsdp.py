@@ -453,7 +453,7 @@ def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_la
 
     program = list(in_order(module.entry))
     first = next(i for i, instruction in enumerate(program) if instruction.opcode.startswith("reduce-scatter"))
-    behind = [i for i in program[first:] if i.is_product and i.shapes[0].dims[0] == tokens]
+    behind = [i for i in program[first:] if i.is_matmul and i.shapes[0].dims[0] == tokens]
     assert len(behind) >= 4 * (layers - 1)
 
 

@@ -115,19 +115,6 @@ def test_histories_of_fp8_go_on_where_the_recipe_is_the_same(tmp_path, which):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(other.carried))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_histories_of_an_earlier_version_begin_anew_unless_they_fit_every_layout(tmp_path, num_microbatches):
-    config = config_of(num_layers=4, num_microbatches=num_microbatches, precision="fp8", fp8=DELAYED)
-    there = written(tmp_path / "run", config)
-    tiny.forget_amax_units(tmp_path / "run" / "checkpoints")
-    here = begun(tmp_path / "run", config, continue_with="optimizer")
-    assert_same_bits(here.params, there.params)
-    if num_microbatches == 1:
-        assert_same_bits(here.carried, there.carried)
-    else:
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(here.carried))
-
-
 def test_a_run_in_fp8_begins_with_one_that_was_not_and_the_other_way_round(one, tmp_path):
     path, there = one
     here = begun(path, config_of(**FIELDS), precision="fp8", fp8=DELAYED, continue_with="optimizer")

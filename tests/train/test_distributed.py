@@ -364,7 +364,7 @@ def test_an_error_of_one_process_ends_both_in_a_line(tmp_path):
     assert (code, out, err) == (
         2,
         "",
-        "jgraph.train: error: process 1 cannot go on, and says why; so this one does not either\n",
+        "jgraph.train: error: process 1 failed and printed the reason; this one stops, too\n",
     )
     assert (other_code, other_out) == (2, "")
     assert "--data is no/such: no such file" in other_err

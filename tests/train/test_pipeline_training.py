@@ -247,7 +247,7 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
         ("dp", r"`dp` 4 `pp` 4 needs 16 devices, but only \d+ are available", {"dp": 4, "pp": 4, "batch_size": 16}),
         (
             "pp",
-            r"`pp` is 2: must be 1 for tests\.train\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
+            r"`pp` is 2: must be 1 for tests\.train\.test_pipeline_training:Unsplit, which has no pipeline_model",
             {"module": "tests.train.test_pipeline_training:Unsplit"},
         ),
     ],

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.inference.generate import _begin, next_token
-from jgraph.inference.sampling import settings_of
+from jgraph.inference._sampling import settings_of
+from jgraph.inference.generate import _begin, _next_token
 from jgraph.xla import aot, check_identity
 from jgraph_models.gpt import GPT
 
@@ -25,7 +25,7 @@ def compiled(preset, rows, num_layers, sampling):
     ints, key = partial(jax.ShapeDtypeStruct, dtype=jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
     begin = partial(_begin.__wrapped__, decoder=model.decoder, slots=384, length=384, where=None)
     carry = jax.eval_shape(begin, weights, ints((rows, 128)), ints((rows,)), key, sampling, ints((1,)))
-    step = jax.jit(partial(next_token.__wrapped__, decoder=model.decoder), donate_argnums=0, keep_unused=True)
+    step = jax.jit(partial(_next_token.__wrapped__, decoder=model.decoder, where=None), donate_argnums=0, keep_unused=True)
     return *aot.compile_for(step, carry, weights, sampling, ints((1,))), carry
 
 

@@ -10,7 +10,6 @@ from jgraph.errors import CompilerOptionError, ConfigError, TargetError
 from jgraph.kernels.grouped import grouped_dot
 from jgraph.xla import CaptureReport, Outside, compiler_options
 from jgraph.xla.explain import Explanation, explain
-from jgraph.xla.source import Op
 
 HERE = Path(__file__)
 
@@ -67,8 +66,8 @@ def test_a_leaf_that_stopped_fitting_is_dropped_or_crosses_with_the_next_and_jax
     (crossed,), (dropped,) = report.crosswise, report.dropped
     assert (crossed.leaf, crossed.output, crossed.counterpart) == ("state['m']", "result[0]['v']", "result[0]['m']")
     assert dropped.leaf == "state['v']"
-    assert "every output that is float32[9] lies in another donated buffer" in str(dropped)
-    assert "state['m'] float32[9] -> result[0]['v'], crosswise: its place is result[0]['m']" in str(report)
+    assert "every output that is float32[9] uses another donated buffer" in str(dropped)
+    assert "state['m'] float32[9] -> result[0]['v'], crosswise: its counterpart is result[0]['m']" in str(report)
 
 
 def test_why_a_donation_was_dropped_is_said_for_each():
@@ -77,7 +76,7 @@ def test_why_a_donation_was_dropped_is_said_for_each():
 
     found = by_leaf(explain(step, {"a": array(8)}, array(7), array(3), donate_argnums=(0, 1, 2)))
     assert {leaf: d.reason for leaf, d in found.items()} == {
-        "state['a']": "result[0]['a'] in its place is bfloat16[8]",
+        "state['a']": "its counterpart result[0]['a'] is bfloat16[8]",
         "scratch": "no output is float32[7]",
         "unused": "the program does not use it",
     }
@@ -128,7 +127,7 @@ def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
         report.memory.outputs - report.memory.aliased
     )
     assert str(report).splitlines()[0] == "update on cpu"
-    assert report.notes == ("there are no command buffers on a cpu: target='h200' says what a GPU would capture",)
+    assert report.notes == ("there are no command buffers on a cpu: use target='h200' for the report of a GPU",)
     assert "note: there are no command buffers on a cpu" in str(report)
 
 
@@ -150,11 +149,10 @@ def test_the_report_is_json_with_the_fields_of_the_report():
         "leaf": "state['m']",
         "array": "float32[9]",
         "nbytes": 36,
+        "status": "reused",
         "output": "result[0]['m']",
         "counterpart": "result[0]['m']",
         "reason": "",
-        "dropped": False,
-        "crosswise": False,
     }
     assert fields["memory"]["total"] == report.memory.total
 
@@ -217,7 +215,7 @@ def test_what_stays_outside_is_told_with_its_operation_and_line(h200):
     assert (fft.kind, op.source) == ("Fft", line_of("the line of the fft"))
     assert op.name.endswith("/fft")
     assert f"{op.name} at {op.source}" in str(report)
-    assert "matrix product" in fft.remedy
+    assert "matmul" in fft.remedy
     assert json.loads(report.to_json())["capture"]["outside"][0]["ops"][0]["source"] == op.source
 
 
@@ -268,26 +266,3 @@ def test_donations_and_memory_are_those_of_the_target(h200):
     assert [d.output for d in report.donations] == [f"result[0]['{k}']" for k in STATE]
     assert report.memory.aliased == 4 * (9 + 9 + 64 * 64)
     assert "compiled without the GPU" in str(report)
-
-
-@pytest.mark.target
-def test_without_names_of_thunks_the_report_says_that_it_only_counts(h200, monkeypatch):
-    monkeypatch.setattr("jgraph.xla.capture.thunk_instructions", lambda data: {})
-    report = explain(spectrum, X, target="h200")
-    assert sum(outside.count for outside in report.capture.outside) > 0
-    assert any("does not say which operations" in note for note in report.notes)
-
-
-@pytest.mark.target
-def test_without_source_lines_the_report_says_so(h200, monkeypatch):
-    monkeypatch.setattr("jgraph.xla.capture.operations", lambda text, names: {name: Op(name) for name in names})
-    assert any("no source lines" in note for note in explain(spectrum, X, target="h200").notes)
-    monkeypatch.undo()
-    assert not any("no source lines" in note for note in explain(spectrum, X, target="h200").notes)
-
-
-@pytest.mark.target
-def test_a_program_that_needs_a_gpu_to_compile_is_refused_in_a_line(h200):
-    with pytest.raises(TargetError, match="cannot be compiled without a GPU") as error:
-        explain(lambda x: jnp.linalg.qr(x)[0], array(8, 8), target="h200")
-    assert "\n" not in str(error.value)

@@ -1,7 +1,6 @@
 import importlib.util
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,15 +31,6 @@ def state():
 
 
 @pytest.mark.target
-def test_a_train_step_is_one_command_buffer_that_updates_its_state_in_place(h200, state):
-    step = jax.jit(train_step, donate_argnums=0, keep_unused=True)
-    compiled, report = aot.compile_for(step, state, jnp.ones((32, 64)))
-    assert report.command_buffers == 1
-    assert report.captured == report.total
-    assert check_identity(compiled, state) is None
-
-
-@pytest.mark.target
 def test_attention_without_cudnn_is_one_command_buffer(h200):
     def step(w, x_BTHK):
         def loss(w):
@@ -65,10 +55,9 @@ def test_the_device_is_an_h200_that_is_not_among_the_devices_of_jax(h200):
 
 @pytest.mark.target
 @pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
-@pytest.mark.parametrize("platforms", ["", "cpu"])
-def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first, platforms):
+def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first):
     code = f"import jax; from jgraph.xla import aot; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": platforms}
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": ""}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.strip() == "[CpuDevice(id=0)] [2. 2.]"
     assert run.stderr == ""
@@ -148,7 +137,7 @@ def test_an_option_that_xla_refuses_is_an_option_error(h200):
 
 @pytest.mark.target
 def test_a_program_without_a_dump_is_refused(h200):
-    with pytest.raises(TargetError, match="wrote down no thunks"):
+    with pytest.raises(TargetError, match="dumped no thunks"):
         aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_enable_dumping": False})
 
 
@@ -178,21 +167,20 @@ MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands for pip: writes a library or a wheel where the real one would, or fails."""
+    """Stands for pip: writes both libraries where the real one would, or fails."""
 
     def fake(command, **kwargs):
         fake.runs += 1
         if fake.error:
             return subprocess.CompletedProcess(command, 1, "", fake.error)
-        if "download" in command:
-            wheel = aot.Path(command[command.index("--dest") + 1]) / "jax_cuda13_plugin-0-py3-none-any.whl"
-            with zipfile.ZipFile(wheel, "w") as archive:
-                archive.writestr(MOSAIC, "mosaic")
-                archive.writestr("jax_cuda13_plugin/_solver.so", "not needed")
-        else:
-            library = aot.Path(command[command.index("--target") + 1]) / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
-            library.parent.mkdir(parents=True)
-            library.write_text("library")
+        assert {package.partition("==")[0] for package in command if "==" in package} == {
+            "jax-cuda13-pjrt",
+            "jax-cuda13-plugin",
+        }
+        target = aot.Path(command[command.index("--target") + 1])
+        for file in (MOSAIC, "jax_plugins/xla_cuda13/xla_cuda_plugin.so"):
+            (target / file).parent.mkdir(parents=True)
+            (target / file).write_text("library")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     fake.error, fake.runs = "", 0
@@ -203,24 +191,16 @@ def pip(monkeypatch):
 def test_installing_twice_downloads_once(pip, tmp_path):
     directory = tmp_path / "plugin"
     assert aot.install(directory) == aot.install(directory) == aot.find_library(directory)
-    assert pip.runs == 2  # the plugin, and the wheel with what Mosaic needs
+    assert pip.runs == 1
+    assert (directory / MOSAIC).is_file()
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
-    assert [p.name for p in (tmp_path / "plugin" / MOSAIC).parent.iterdir()] == ["libmosaic_gpu_runtime.so"]
-
-
-def test_a_cache_of_before_is_completed(pip, tmp_path):
-    library = aot.install(tmp_path / "plugin")
-    (tmp_path / "plugin" / MOSAIC).unlink()
-    assert aot.install(tmp_path / "plugin") == library
-    assert (tmp_path / "plugin" / MOSAIC).read_text() == "mosaic"
-    assert pip.runs == 3
 
 
 def test_installing_at_the_same_time_leaves_one_whole_plugin(pip, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: aot.install(tmp_path / "plugin"), range(8)))
     assert found == {aot.find_library(tmp_path / "plugin")}
-    assert (tmp_path / "plugin" / MOSAIC).read_text() == "mosaic"
+    assert (tmp_path / "plugin" / MOSAIC).is_file()
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
 
 

@@ -1,4 +1,4 @@
-"""Grouped products on Hopper: one kernel serves all groups, whatever their sizes."""
+"""Grouped matmuls on Hopper: one kernel for all groups of any size."""
 
 # M rows, sorted by group; G groups, K summed over, N columns
 
@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.kernels.grouped_blocks import (
+from jgraph.kernels._grouped_blocks import (
     ALIGNED,
-    LINE,
     ROWS,
-    SLAB,
     SWIZZLED,
     Cursor,
     Shape,
@@ -22,36 +20,32 @@ from jgraph.kernels.grouped_blocks import (
     aligned,
     kernel_of,
     persistent,
-    transforms,
     widths_of,
 )
+from jgraph.kernels._mosaic import LINE, SLAB, plgpu, shared
 
 Order = Literal["GKN", "GNK", "NGK"]
 """Order of the axes of weights: G groups, K summed over, N columns."""
 
 _PRODUCT = Shape(columns=256, stages=4, slots=2)
 _WGRAD = Shape(columns=256, stages=4, slots=2)
-# Bytes bound a sum: all that a tile is added onto has a slot, and is on its way while the tile is multiplied.
+# A sum is bound by bytes, so all of a tile's addends have slots and are loaded while the tile is multiplied.
 _SUM = Shape(columns=128, stages=5, slots=4)
 
 
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret: bool, scale: Array | None = None) -> Array:
-    """Multiplies rows with their group's matrix, and sums with the scale; see `grouped_dot` and `grouped_dot_fp8`.
+    """Multiplies rows with their group's matrix, and the sums with `scale`; see `grouped_dot` and `grouped_dot_fp8`.
 
-    Rows of a tile that are another group's are loaded, multiplied and not stored. FP8 needs an `order` with K last.
+    A tile's rows of other groups are loaded and multiplied, but not stored. FP8 needs an `order` with K last.
     """
-    from jax.experimental.pallas import mosaic_gpu
-
-    plgpu: Any = mosaic_gpu
+    gpu = plgpu()
     (M, K), G = x_MK.shape, sizes_G.size
     N, K_last = weights.shape[order.index("N")], order.endswith("K")
     shape, step = _PRODUCT, LINE // x_MK.dtype.itemsize
     columns, across = shape.columns, pl.cdiv(N, shape.columns)
     out_type = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
     slots = (2, shape.slots, SLAB, SWIZZLED)
-    staged = plgpu.RefUnion(
-        plgpu.SMEM(slots, jnp.bfloat16, transforms=transforms(plgpu, jnp.bfloat16)), plgpu.SMEM(slots, jnp.bfloat16)
-    )
+    staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
     def count(begin: Any, end: Any) -> Any:
         return jnp.where(end > begin, lax.div(end - aligned(begin) + (ROWS - 1), jnp.int32(ROWS)) * across, 0)
@@ -62,7 +56,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret
         wg = lax.axis_index("wg")
 
         def work(at: Cursor, tile: Any) -> Work:
-            # Tiles side by side follow each other: they read the same rows of x, and all of them the same weights.
+            # Adjacent tiles are consecutive: they read the same rows of x, and all of them the same weights.
             i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
             which = jnp.minimum(at.group, G - 1)
             top = aligned(at.begin) + pl.multiple_of(i * ROWS, ALIGNED)
@@ -72,9 +66,9 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret
 
             def load(k: Any, place: Any) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(top, ROWS), along], xs.at[place], full.at[place])
+                gpu.copy_gmem_to_smem(x.at[pl.ds(top, ROWS), along], xs.at[place], full.at[place])
                 at = {"G": which, "K": along, "N": side}
-                plgpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
+                gpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
 
             def finish(acc: Any) -> None:
                 acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
@@ -82,20 +76,20 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret
                 for number, column in enumerate(range(0, acc.shape[1], SWIZZLED)):
                     slot, side = number % shape.slots, pl.ds(left + column, SWIZZLED)
                     piece = acc[:, column : column + SWIZZLED]
-                    plgpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
+                    gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
 
                     @pl.when(high - low == SLAB)
                     def _(piece=piece, slot=slot, side=side):
                         swizzled[wg, slot] = piece
-                        plgpu.commit_smem()
+                        gpu.commit_smem()
                         there = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
-                        plgpu.copy_smem_to_gmem(swizzled.at[wg, slot], there)
+                        gpu.copy_smem_to_gmem(swizzled.at[wg, slot], there)
 
                     @pl.when((high - low < SLAB) & (high > low))
                     def _(piece=piece, slot=slot, side=side):
                         plain[wg, slot] = piece
-                        plgpu.commit_smem()
-                        # A copy has a size that is known now: so a power of two after the other.
+                        gpu.commit_smem()
+                        # The size of a copy is static, so rows are copied in powers of two.
                         size = SLAB // 2
                         while size:
                             at = low + ((high - low) & ~(2 * size - 1))
@@ -103,10 +97,10 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret
                             @pl.when(((high - low) & size) != 0)
                             def _(at=at, size=size, slot=slot, side=side):
                                 here = plain.at[wg, slot, pl.ds(at, size)]
-                                plgpu.copy_smem_to_gmem(here, y.at[pl.ds(slab + at, size), side], commit_group=False)
+                                gpu.copy_smem_to_gmem(here, y.at[pl.ds(slab + at, size), side], commit_group=False)
 
                             size //= 2
-                        plgpu.commit_smem_to_gmem_group()
+                        gpu.commit_smem_to_gmem_group()
 
             return Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, finish)
 
@@ -116,29 +110,27 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, interpret
             return xs.at[place, pl.ds(wg * SLAB, SLAB)], b
 
         tiles = Tiles(sizes, M, count).counted()
-        persistent(plgpu, tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
+        persistent(tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
 
     operand = (columns, step) if K_last else (step, columns)
     rings = ((ROWS, step), x_MK.dtype), (operand, weights.dtype)
-    kernel = kernel_of(plgpu, grouped_dot, "grouped_dot", out_type, shape.stages, rings, staged, 0, interpret)
+    kernel = kernel_of(grouped_dot, "grouped_dot", out_type, shape.stages, rings, staged, 0, interpret)
     return kernel(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype, interpret: bool) -> Array:
     """Multiplies transposed rows of x with rows of dy, group by group; see `grouped_wgrad`.
 
-    Rows of x that are another group's are set to zero in shared memory, in the first and the last step of a tile. What the
-    result is added onto is read while the tile is multiplied, added in registers, and stored where it was.
+    Rows of x of other groups are set to zero in shared memory, in the first and last step of a tile. The addend is read while
+    the tile is multiplied, added in registers, and overwritten.
     """
-    from jax.experimental.pallas import mosaic_gpu
-
-    plgpu: Any = mosaic_gpu
+    gpu = plgpu()
     adds = add_GKN is not None
     shape, step = _SUM if adds else _WGRAD, SWIZZLED
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
     columns, down, across = shape.columns, pl.cdiv(K, ROWS), pl.cdiv(N, shape.columns)
     width = LINE // dtype.itemsize
-    staged = plgpu.SMEM((2, shape.slots, SLAB, width), dtype, transforms=transforms(plgpu, dtype))
+    staged = shared((2, shape.slots, SLAB, width), dtype)
 
     def grouped_wgrad(sizes, x, dy, dw, xs, dys, staged, full, empty, *read):
         wg = lax.axis_index("wg")
@@ -151,8 +143,8 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
 
             def load(k: Any, place: Any) -> None:
                 along = pl.ds(pl.multiple_of(top + k * step, ALIGNED), step)
-                plgpu.copy_gmem_to_smem(x.at[along, pl.ds(i * ROWS, ROWS)], xs.at[place], full.at[place])
-                plgpu.copy_gmem_to_smem(dy.at[along, pl.ds(j * columns, columns)], dys.at[place], full.at[place])
+                gpu.copy_gmem_to_smem(x.at[along, pl.ds(i * ROWS, ROWS)], xs.at[place], full.at[place])
+                gpu.copy_gmem_to_smem(dy.at[along, pl.ds(j * columns, columns)], dys.at[place], full.at[place])
 
             def mask(k: Any, place: Any) -> None:
                 low, high = begin - top - k * step, end - top - k * step
@@ -160,9 +152,9 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                 @pl.when((low > 0) | (high < step))
                 def _():
                     here = xs.at[place, :, pl.ds(wg * SLAB, SLAB)]
-                    row = plgpu.broadcasted_iota(jnp.int32, (step, SLAB), 0, layout=plgpu.Layout.WGMMA)
+                    row = gpu.broadcasted_iota(jnp.int32, (step, SLAB), 0, layout=gpu.Layout.WGMMA)
                     here[...] = jnp.where((row >= low) & (row < high), here[...], jnp.bfloat16(0))
-                    plgpu.commit_smem()
+                    gpu.commit_smem()
 
             head, left = i * ROWS + wg * SLAB, j * columns
 
@@ -172,22 +164,22 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
             def prepare(columns: int) -> None:
                 @pl.when(steps > 0)
                 def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    gpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for slot, column in enumerate(range(0, columns, width)):
-                        plgpu.copy_gmem_to_smem(there(column), staged.at[wg, slot], read[0].at[wg * shape.slots + slot])
+                        gpu.copy_gmem_to_smem(there(column), staged.at[wg, slot], read[0].at[wg * shape.slots + slot])
 
             def store(acc: Any) -> None:
                 for number, column in enumerate(range(0, acc.shape[1], width)):
                     slot = number % shape.slots
                     new = acc[:, column : column + width].astype(dtype)
                     if adds:
-                        plgpu.barrier_wait(read[0].at[wg * shape.slots + slot])
+                        gpu.barrier_wait(read[0].at[wg * shape.slots + slot])
                         new += staged[wg, slot]
                     else:
-                        plgpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
+                        gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
                     staged[wg, slot] = new
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(staged.at[wg, slot], there(column))
+                    gpu.commit_smem()
+                    gpu.copy_smem_to_gmem(staged.at[wg, slot], there(column))
 
             def finish(acc: Any) -> None:
                 if adds:
@@ -202,12 +194,12 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
 
         tiles = Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
-        persistent(plgpu, tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
+        persistent(tiles, work, operands, shape.stages, widths_of(shape, N), full, empty)
 
     rings = ((step, ROWS), x_MK.dtype), ((step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    kernel = kernel_of(plgpu, grouped_wgrad, "grouped_wgrad", out_type, shape.stages, rings, staged, barriers, interpret)
+    kernel = kernel_of(grouped_wgrad, "grouped_wgrad", out_type, shape.stages, rings, staged, barriers, interpret)
     if add_GKN is None:
         return kernel(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)

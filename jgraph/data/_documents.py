@@ -1,8 +1,7 @@
-"""Documents: the unit that is either trained on or held out, never both.
+"""Documents: the unit of the split into training and held-out text.
 
-Which of the two is decided by the SHA-256 of a document's own bytes, so the answer does not depend on the order of files, on
-a seed, or on which other documents there are: text added to a corpus moves nothing that was there. Equal documents have
-equal hashes and stay on one side.
+The SHA-256 of its bytes decides the side of a document. So the split does not depend on the order of files, on a seed or on
+other documents: text added to a corpus does not move existing documents. Equal documents are on the same side.
 """
 
 import hashlib
@@ -14,23 +13,24 @@ from typing import Literal, TypeAlias
 from jgraph.errors import DataError, require
 
 Documents: TypeAlias = Literal["joined", "separate"]
-"""Whether the tokens of a document see those of others in their row."""
+"""Whether tokens attend to other documents in their row."""
 
 HELDOUT_FRACTION = 0.1
 _BLOCK_BYTES = 16 * 1024
-# Cuts a short text that has no separators, so that about a tenth of it can be held out at all.
+# At least this many blocks of a short text, so that about a tenth of it can be held out.
 FEWEST_BLOCKS = 8
 _SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
 
 
 def cut(text: bytes, *, fewest_blocks: int = FEWEST_BLOCKS) -> list[bytes]:
-    """Cuts a text into documents, in its order, and leaves out those that are only white space.
+    """Cuts a text into documents, in order. Leaves out documents of white space.
 
-    Lines that read `<|endoftext|>` separate documents. A text without them is cut at line ends into blocks of about 16 KiB.
+    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about
+    16 KiB.
 
     Args:
-        text: bytes of any encoding; UTF-8 characters are never cut in two.
-        fewest_blocks: a short text without separators gets smaller blocks, until there are about this many.
+        text: Bytes of any encoding. UTF-8 characters stay whole.
+        fewest_blocks: A short text without separators is cut into at least about this many blocks.
     """
     documents = separate(text)
     if len(documents) != 1:
@@ -39,7 +39,7 @@ def cut(text: bytes, *, fewest_blocks: int = FEWEST_BLOCKS) -> list[bytes]:
 
 
 def separate(text: bytes) -> list[bytes]:
-    """Returns the documents between lines that read `<|endoftext|>`; one where there is no such line, none without text."""
+    """Returns the documents between lines that read `<|endoftext|>`; without such lines, the whole text."""
     return _trim(_SEPARATOR.split(text))
 
 
@@ -64,25 +64,25 @@ def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
 
 
 def digest(document: bytes) -> bytes:
-    """Returns the SHA-256 of a document, which decides its place in the corpus and its side of the split."""
+    """Returns the SHA-256 of a document. It decides the position in the corpus and the side of the split."""
     return hashlib.sha256(document).digest()
 
 
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
-    """Counts the documents, sorted by hash, that are held out: those whose hash is in the lowest `heldout_fraction`.
+    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction`.
 
-    Where that leaves a side empty, the document nearest to the threshold changes sides, with its equals.
+    If a side would be empty, the document nearest to the threshold changes sides, with its equals.
 
     Args:
-        digests: ascending SHA-256 digests, one a document.
-        heldout_fraction: in (0, 1).
+        digests: Ascending SHA-256 digests, one per document.
+        heldout_fraction: In (0, 1).
 
     Returns:
-        k, with 0 < k < len(digests): documents [0, k) are held out, the others are trained on.
+        k, with 0 < k < len(digests): documents [0, k) are held out, the others are for training.
 
     Raises:
-        ConfigError: the fraction is not in (0, 1).
-        DataError: there are no two different documents.
+        ConfigError: If the fraction is not in (0, 1).
+        DataError: If there are no two different documents.
     """
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")
     equals_of_first = bisect_right(digests, digests[0]) if digests else 0
@@ -96,5 +96,5 @@ def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FR
 
 
 def threshold(heldout_fraction: float) -> bytes:
-    """Returns the bytes below which a digest is in the lowest `heldout_fraction`."""
+    """Returns the exclusive upper bound of the held-out digests."""
     return int(heldout_fraction * 2**64).to_bytes(8, "big")

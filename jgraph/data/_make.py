@@ -1,10 +1,9 @@
-"""Text to a directory of token files, in memory no larger than one text file and a line per document.
+"""Tokenizes text into a directory of token files, with memory for one text file and one line per document.
 
-First every document is tokenized into a spool file in the order it comes; then the documents are copied from there in the
-order of their hashes, the held-out ones first. All happens in a hidden directory that gets its name when it is complete.
+Documents are tokenized into a spool file in the order of the text, then copied in the order of their hashes, held-out documents
+first. The directory is hidden until it is complete.
 """
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,17 +13,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data.documents import HELDOUT_FRACTION, count_heldout, digest, threshold
-from jgraph.data.files import FIELD, documents_of, files_of
+from jgraph.data._documents import HELDOUT_FRACTION, count_heldout, digest, threshold
+from jgraph.data._files import FIELD, documents_of, files_of, named
 from jgraph.data.tokenfile import ENDS_FILE, token_dtype, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_utf8, train_bpe
 from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
 
+_File: TypeAlias = tuple[Path, Path]
+"""A file to read, and the `text` argument that named it."""
 
-# A document's hash and its span of tokens in the spool.
 _Document: TypeAlias = tuple[bytes, int, int]
+"""The hash of a document and its [start, stop) tokens in the spool."""
 
 
 def make_token_files(
@@ -36,21 +37,23 @@ def make_token_files(
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenizes files into `out`: train-*.bin, heldout-*.bin, where their documents end, and the tokenizer.
+    """Tokenizes text into `out`: train-*.bin, heldout-*.bin, the ends of their documents, and the tokenizer.
 
     Args:
-        texts: files, directories and globs (see `files`). Their order does not matter.
-        tokenizer: a tokenizer.json of the `tokenizers` library; or the size of the vocabulary of a byte-level BPE that is
-            trained on the documents that are not held out.
-        out: a directory that does not exist yet or is empty.
-        field: where the text is in JSON Lines and Parquet.
-        heldout_fraction: documents whose SHA-256 is in this lowest part are held out; in (0, 1).
-        shard_tokens: a file is closed with the document that reaches this many tokens.
+        texts: Files, directories, globs and Hugging Face datasets (see `_files`). Their order does not matter.
+        tokenizer: A tokenizer.json of the `tokenizers` library, or the vocabulary size of a byte-level BPE to train on the
+            training documents.
+        out: A directory that does not exist yet or is empty.
+        field: Field of the text in JSON Lines, Parquet and datasets.
+        heldout_fraction: Documents with a SHA-256 in this lowest part are held out; in (0, 1).
+        shard_tokens: A file ends with the document that reaches this many tokens.
 
     Raises:
-        ConfigError: a number is out of range; the tokenizer or a directory of texts cannot be read, or `out` not be created.
-        DataError: a text is missing, empty, damaged, not UTF-8; all documents are equal; `out` is in use; or no tokenizer.
-        OSError: a token file cannot be written. Then, as after any interruption, `out` is as it was.
+        ConfigError: If a number is out of range, the tokenizer or a directory of texts cannot be read, or `out` cannot be
+            created.
+        DataError: If a text is missing, empty, damaged or not UTF-8; if all documents are equal; if `out` is in use; or if
+            the tokenizer is missing.
+        OSError: If a token file cannot be written. `out` then is unchanged, as after any interruption.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
@@ -65,7 +68,7 @@ def make_token_files(
         partial.mkdir(parents=True)
     try:
         if isinstance(tokenizer, int):
-            train_bpe(_trained(files, field, heldout_fraction), tokenizer, partial / TOKENIZER_FILE)
+            train_bpe(_training_text(files, field, heldout_fraction), tokenizer, partial / TOKENIZER_FILE)
         else:
             shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
         encoder = encoder or Encoder(partial / TOKENIZER_FILE)
@@ -92,8 +95,8 @@ def make_token_files(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[tuple[Path, Path]]:
-    """Returns all files to read, each with what named it."""
+def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[_File]:
+    """Returns all files to read. Raises DataError if an argument names nothing, or `out` is in use."""
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
     files = []
@@ -112,45 +115,28 @@ def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[tupl
     return files
 
 
-def _trained(files: Sequence[tuple[Path, Path]], field: str, heldout_fraction: float) -> Iterator[str]:
-    """Yields the documents that are not held out."""
-    held_out = threshold(heldout_fraction)
+def _training_text(files: Sequence[_File], field: str, heldout_fraction: float) -> Iterator[str]:
+    """Yields the training documents."""
     for path, _ in files:
-        with _named(path):
-            documents = _documents(path, field, len(files))
-            yield from map(decode_utf8, (document for document in documents if digest(document) >= held_out))
+        with named("text", path):
+            for document in documents_of(path, field, of_files=len(files)):
+                if digest(document) >= threshold(heldout_fraction):
+                    yield decode_utf8(document)
 
 
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except DataError as e:
-        # In this module the argument that names the field is called `field`.
-        raise DataError(f"`text` is {path}: {e}".replace("`data_field`", "`field`")) from e
-
-
-def _documents(path: Path, field: str, of_files: int) -> Iterator[bytes]:
-    """Yields the documents of a file. Raises DataError if the file cannot be read."""
-    try:
-        yield from documents_of(path, field, of_files=of_files)
-    except OSError as e:
-        raise DataError(f"cannot be read ({e.strerror or e})") from e
-
-
-def _tokenize(files: Sequence[tuple[Path, Path]], field: str, encoder: Encoder, spool: Path) -> Iterator[_Document]:
+def _tokenize(files: Sequence[_File], field: str, encoder: Encoder, spool: Path) -> Iterator[_Document]:
+    """Writes the tokens of all documents to the spool. Yields their hashes and positions."""
     dtype = token_dtype(encoder.vocab_size)
     start = 0
     empty = {text for _, text in files}
     with spool.open("wb") as file:
         for path, text in files:
-            with _named(path):
-                # As many documents wait in between as are encoded together.
-                documents, again = tee(_documents(path, field, len(files)))
+            with named("text", path):
+                # `tee` holds as many documents as are encoded together.
+                documents, again = tee(documents_of(path, field, of_files=len(files)))
                 for document, ids in zip(again, encoder.encode(documents), strict=True):
-                    # Before they are stored, where those that do not fit would become others.
                     largest, vocab_size = ids.max(initial=0), encoder.vocab_size
-                    if largest >= vocab_size:
+                    if largest >= vocab_size:  # would overflow the stored dtype
                         raise DataError(f"the tokenizer gives id {largest} where its vocabulary ends at {vocab_size - 1}")
                     file.write(ids.astype(dtype).tobytes())
                     yield digest(document), start, start + len(ids)

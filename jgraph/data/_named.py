@@ -1,6 +1,6 @@
-"""Texts that need no download: what every Python carries, and a chain whose entropy is known. All are lists of documents.
+"""Corpora that need no download: text that comes with Python, and a Markov chain with a known entropy.
 
-The documentation and the standard library differ from one Python version to the next; the corpus fingerprint tells.
+The documentation and the standard library differ between Python versions. The fingerprint of the corpus shows it.
 """
 
 import math
@@ -32,7 +32,7 @@ def python_docs() -> list[bytes]:
 
 
 def python_source() -> list[bytes]:
-    """Returns the standard library's .py files, without tests and without installed packages, by path; bytes as they are."""
+    """Returns the standard library's .py files, without tests and installed packages, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -42,11 +42,11 @@ def python_source() -> list[bytes]:
 
 
 def synthetic() -> list[bytes]:
-    """Returns 2 MiB of an order-2 Markov chain over 64 letters, digits and signs; the same bytes everywhere.
+    """Returns 2 MiB of an order-2 Markov chain over 64 letters, digits and signs. The bytes are the same on every machine.
 
-    Any two symbols are followed by one of four, with probabilities 1/2, 1/4, 1/8 and 1/8; which four was drawn once. So the
-    entropy rate is 1.75 bits or 1.2130 nats per symbol (`SYNTHETIC_ENTROPY`), whatever came before. The two symbols that open
-    a document and the newline after it cannot be predicted: they lift the floor of a mean loss to about 1.2164 nats.
+    Each pair of symbols has four successors, drawn once, with probabilities 1/2, 1/4, 1/8 and 1/8. So the entropy rate is
+    1.75 bits or 1.2130 nats per symbol (`SYNTHETIC_ENTROPY`). The first two symbols of a document and its newline cannot be
+    predicted: they raise the lowest mean loss to about 1.2164 nats.
     """
     # Raw Philox output and a stable sort, not Generator methods: numpy promises to keep the former (NEP 19).
     bits = np.random.Philox(key=_SEED)
@@ -68,4 +68,4 @@ CORPORA: dict[str, Callable[[], list[bytes]]] = {
     "python-source": python_source,
     "synthetic": synthetic,
 }
-"""The corpora that have a name."""
+"""Named corpora: functions that return their documents."""

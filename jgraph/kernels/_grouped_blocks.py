@@ -1,7 +1,7 @@
-"""Blocks of threads that share the tiles of all groups, of grouped products on Hopper.
+"""Persistent blocks of threads for grouped matmuls on Hopper.
 
-Each block takes tiles until none is left: one warpgroup of it copies operands into a ring of shared memory, two multiply what
-lies there. A block finds the tiles of each group by itself, from the sizes of the groups.
+Blocks share the tiles of all groups. In each block one warpgroup copies operands into a ring in shared memory and two multiply.
+A block computes the tiles of each group from the sizes of the groups.
 """
 
 import functools
@@ -13,23 +13,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-ALIGNED, SWIZZLED, SLAB = 8, 64, 64
-"""The copy engine takes rows in eights and columns in lines of 128 bytes; an instruction of a warpgroup multiplies 64 rows."""
-LINE = 128
-"""Bytes of a line of shared memory, and of a step along what is summed over."""
+from jgraph.kernels._mosaic import SLAB, interpreted, plgpu, shared
+
+ALIGNED, SWIZZLED = 8, 64
+"""Rows are copied from multiples of 8, and columns of bfloat16 in lines of 64."""
 ROWS = 2 * SLAB
-"""Rows of a tile, half of them a warpgroup's."""
-BLOCKS = 132
-"""Blocks of threads, one a multiprocessor of an H100 or H200."""
+"""Rows of a tile, half of them for each compute warpgroup."""
+_BLOCKS = 132
+"""Blocks of threads, one for each multiprocessor of an H100 or H200."""
 
 
 class Shape(NamedTuple):
-    """How a kernel cuts its work.
+    """Tile sizes of a kernel.
 
     Attributes:
-        columns: of a tile.
-        stages: places of the ring.
-        slots: pieces of a tile, a line wide, that a warpgroup has in shared memory while it stores them.
+        columns: Columns of a tile.
+        stages: Stages of the ring.
+        slots: Pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them.
     """
 
     columns: int
@@ -38,12 +38,14 @@ class Shape(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """A group and its tiles, for a block that goes through them in order.
+    """A group and its tiles. A block visits groups in order.
 
     Attributes:
-        group: int32; the one after the last has the rows beyond the sum of the sizes.
-        begin, end: int32, its rows.
-        first, after: int32, the number of its first tile, and of the next group's.
+        group: int32; the group after the last holds the rows beyond the sum of the sizes.
+        begin: int32, first row.
+        end: int32, row after the last.
+        first: int32, number of the first tile.
+        after: int32, number of the next group's first tile.
     """
 
     group: Any
@@ -54,12 +56,12 @@ class Cursor(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of all groups: those of a group follow each other.
+    """The tiles of all groups, numbered group by group.
 
     Attributes:
-        sizes: reference to int32[G].
-        M: rows of all groups.
-        count: returns the tiles of a group from where it begins and ends.
+        sizes: Reference to int32[G].
+        M: Rows of all groups.
+        count: Returns the number of tiles of a group, given its first row and the row after its last.
         total: int32, tiles of all groups.
     """
 
@@ -80,26 +82,26 @@ class Tiles(NamedTuple):
         return Cursor(group, at.end, end, at.after, at.after + self.count(at.end, end))
 
     def seek(self, at: Cursor, tile: Any) -> Cursor:
-        """Returns the cursor at the group of a tile that is not before."""
+        """Returns the cursor at the group of a tile in this group or a later one."""
         return lax.while_loop(lambda at: at.after <= tile, self.next, at)
 
     def counted(self) -> "Tiles":
-        """Returns the same with the sum of all counts as its total."""
+        """Returns a copy with `total` set."""
         last = lax.fori_loop(0, self.sizes.shape[0] + 1, lambda _, at: self.next(at), self.start())
         return self._replace(total=last.after)
 
 
 class Work(NamedTuple):
-    """A tile's operands and what becomes of it, for `persistent`.
+    """The work of one tile, for `persistent`.
 
     Attributes:
-        steps: int32, products that it is the sum of.
-        rows: whether any row of the warpgroup's part of the tile counts.
-        columns: int32, how many columns of the tile count.
-        load: starts the copies of a step into a place of the ring.
-        finish: stores a warpgroup's accumulator.
-        mask: sets rows of a step that do not count to zero, in shared memory, for a warpgroup.
-        prepare: starts a warpgroup's copies of what its accumulator of so many columns is added onto.
+        steps: int32, number of products to sum.
+        rows: True if the warpgroup's part of the tile has a valid row.
+        columns: int32, number of valid columns.
+        load: Starts the copies of a step into a stage of the ring.
+        finish: Stores a warpgroup's accumulator.
+        mask: Sets a warpgroup's invalid rows of a step to zero in shared memory.
+        prepare: Starts the copies of the values that a warpgroup's accumulator is added to, given its columns.
     """
 
     steps: Any
@@ -112,7 +114,6 @@ class Work(NamedTuple):
 
 
 def persistent(
-    plgpu: Any,
     tiles: Tiles,
     work: Callable[[Cursor, Any], Work],
     operands: Callable[[Any, int], tuple[Any, Any]],
@@ -121,21 +122,24 @@ def persistent(
     full: Any,
     empty: Any,
 ) -> None:
-    """Runs a block's share of the tiles: a warpgroup loads, two multiply and store.
+    """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
 
     Args:
-        work: given a cursor, and a tile of its group.
-        operands: returns references to a warpgroup's operands, given a place of the ring and a width.
-        places: how many the ring has.
-        widths: columns that may have to be multiplied; the least that is enough is taken.
-        full, empty: barriers of the ring.
+        tiles: The tiles of all groups.
+        work: Returns the work of a tile, given a cursor at its group.
+        operands: Returns references to a warpgroup's operands, given a stage of the ring and a width.
+        places: Number of stages of the ring.
+        widths: Possible widths of a product; the smallest sufficient one is used.
+        full: Barriers of filled stages.
+        empty: Barriers of consumed stages.
     """
+    gpu = plgpu()
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = lax.div(tiles.total + (BLOCKS - 1), jnp.int32(BLOCKS))
+    count = lax.div(tiles.total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
 
     def share(turn: Any, at: Cursor) -> tuple[Work, Cursor]:
-        # Turned by one at each turn, so that no block gets the last columns, which are fewer, again and again.
-        number = turn * BLOCKS + lax.rem(block + turn, jnp.int32(BLOCKS))
+        # Rotated by one at each turn, so that the narrower last columns are spread over the blocks.
+        number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
         there, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
         at = tiles.seek(at, number)
         found = work(at, number - at.first)
@@ -148,7 +152,7 @@ def persistent(
         lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
 
     def shares(each: Callable[[Work, Any], None]) -> Any:
-        """Calls `each` with a tile and how many steps there were before it; returns how many there were in all."""
+        """Calls `each` with a tile and the number of steps before it. Returns the total number of steps."""
 
         def one(turn: Any, carry: tuple[Cursor, Any]) -> tuple[Cursor, Any]:
             at, seen = carry
@@ -160,23 +164,23 @@ def persistent(
 
     @pl.when(wg == 2)
     def load():
-        plgpu.set_max_registers(40, action="decrease")
+        gpu.set_max_registers(40, action="decrease")
 
         def each(mine: Work, seen: Any) -> None:
             def step(k: Any) -> None:
                 place = place_of(seen + k)
-                pl.when(seen + k >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
+                pl.when(seen + k >= places)(lambda: gpu.barrier_wait(empty.at[place]))
                 mine.load(k, place)
 
             loop(mine.steps, step)
 
         seen = shares(each)
         last = jnp.maximum(seen - places, 0)
-        loop(seen - last, lambda k: plgpu.barrier_wait(empty.at[place_of(last + k)]))
+        loop(seen - last, lambda k: gpu.barrier_wait(empty.at[place_of(last + k)]))
 
     @pl.when(wg < 2)
     def multiply():
-        plgpu.set_max_registers(232, action="increase")
+        gpu.set_max_registers(232, action="increase")
 
         def each(mine: Work, seen: Any) -> None:
             def run(columns: int) -> None:
@@ -186,54 +190,48 @@ def persistent(
                 def products(acc: Any) -> Any:
                     def step(k: Any) -> None:
                         place = place_of(seen + k)
-                        plgpu.barrier_wait(full.at[place])
+                        gpu.barrier_wait(full.at[place])
                         if mine.mask is not None:
                             mine.mask(k, place)
-                        plgpu.wgmma(acc, *operands(place, columns))
-                        plgpu.wgmma_wait(1)
-                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
+                        gpu.wgmma(acc, *operands(place, columns))
+                        gpu.wgmma_wait(1)
+                        pl.when(k > 0)(lambda: gpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
 
                     loop(mine.steps, step)
                     return acc[...]
 
-                result = pl.run_scoped(products, plgpu.ACC((SLAB, columns)))
+                result = pl.run_scoped(products, gpu.ACC((SLAB, columns)))
                 last = place_of(seen + mine.steps - 1)
-                pl.when(mine.steps > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
+                pl.when(mine.steps > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
                 mine.finish(result)
 
             def idle(k: Any) -> None:
-                plgpu.barrier_wait(full.at[place_of(seen + k)])
-                plgpu.barrier_arrive(empty.at[place_of(seen + k)])
+                gpu.barrier_wait(full.at[place_of(seen + k)])
+                gpu.barrier_arrive(empty.at[place_of(seen + k)])
 
             for columns, less in zip(widths, (0, *widths), strict=False):
                 fits = mine.rows & (mine.columns > less) & (mine.columns <= columns)
                 pl.when(fits)(functools.partial(run, columns))
-            # A warpgroup has to see every phase of the barriers that it waits for.
+            # A warpgroup must observe every phase of its barriers.
             pl.when(~mine.rows)(lambda: loop(mine.steps, idle))
 
         shares(each)
-        plgpu.wait_smem_to_gmem(0)
+        gpu.wait_smem_to_gmem(0)
 
 
 def widths_of(shape: Shape, columns: int) -> tuple[int, ...]:
-    """Returns how many columns of a tile may have to be multiplied, for a matrix of so many."""
+    """Returns the possible widths of a product for a matrix of `columns` columns."""
     last, half = columns % shape.columns, shape.columns // 2
     widths = {shape.columns} if columns >= shape.columns else set()
     return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
 
 
 def aligned(row: Any) -> Any:
-    """Returns the last row up to this one that the copy engine can begin with."""
+    """Rounds a row down to a multiple of `ALIGNED`, from which the copy engine can start."""
     return pl.multiple_of(lax.div(row, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
 
 
-def transforms(plgpu: Any, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Returns how tensor cores want an array in shared memory."""
-    return plgpu.TilingTransform((8, LINE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-
-
 def kernel_of(
-    plgpu: Any,
     body: Any,
     name: str,
     out_type: Any,
@@ -243,25 +241,27 @@ def kernel_of(
     barriers: int,
     interpret: bool,
 ) -> Any:
-    """Returns a kernel of `BLOCKS` blocks: its body gets a ring for each operand, `staged`, and the barriers of the ring.
+    """Returns a kernel of one block per multiprocessor.
 
-    The last argument of the body are `barriers` more, for copies of its own, if there are any.
+    The scratch arguments of its body are a ring for each operand, `staged`, the barriers of the ring, and `barriers` further
+    barriers if that is not 0.
     """
     body.__name__ = body.__qualname__ = name
-    rings = [plgpu.SMEM((stages, *size), dtype, transforms=transforms(plgpu, dtype)) for size, dtype in operands]
-    return plgpu.kernel(
+    gpu = plgpu()
+    rings = [shared((stages, *size), dtype) for size, dtype in operands]
+    return gpu.kernel(
         body,
         out_type=out_type,
         scratch_types=[
             *rings,
             staged,
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            *([plgpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
+            gpu.Barrier(num_arrivals=2, num_barriers=stages),
+            gpu.Barrier(num_arrivals=2, num_barriers=stages),
+            *([gpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
         ],
-        grid=(BLOCKS,),
+        grid=(_BLOCKS,),
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=interpreted(interpret),
     )

@@ -2,7 +2,7 @@
 
 # B rows, V vocabulary, N bins
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,14 @@ from jax import Array
 
 from jgraph.errors import require
 
+# The settings of `draw` by name; empty for greedy decoding.
+Settings: TypeAlias = dict[str, float]
+
 _RADIX_BITS = 8
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def settings_of(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
+def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
     """Returns the settings of `draw`. Settings without an effect are left out, so that they cost nothing.
 
     A temperature below float32's smallest normal number is the same as 0, because XLA flushes subnormal numbers to zero.
@@ -36,7 +39,7 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
     require(0 < top_p <= 1, "top_p", top_p, "greater than 0 and at most 1")
     if temperature < _SMALLEST:
         return {}
-    settings: dict[str, Any] = {"temperature": float(temperature)}
+    settings: Settings = {"temperature": float(temperature)}
     if top_k:
         settings["top_k"] = float(top_k)
     if top_p < 1:
@@ -44,7 +47,7 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
     return settings
 
 
-def draw(logits_BV: Array, settings: dict[str, Any], keys_B: Array) -> Array:
+def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
     """Draws one token for each row.
 
     Args:
@@ -61,7 +64,7 @@ def draw(logits_BV: Array, settings: dict[str, Any], keys_B: Array) -> Array:
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
 
 
-def filtered_logits(logits_BV: Array, settings: dict[str, Any]) -> Array:
+def filtered_logits(logits_BV: Array, settings: Settings) -> Array:
     """Divides logits by the temperature and masks the tokens that top-k and top-p exclude.
 
     Args:
@@ -83,7 +86,7 @@ def filtered_logits(logits_BV: Array, settings: dict[str, Any]) -> Array:
     return scaled_BV
 
 
-def _keep_likeliest(logits_BV: Array, weights_BV: Array, limit: Any) -> Array:
+def _keep_likeliest(logits_BV: Array, weights_BV: Array, limit: float | Array) -> Array:
     """Returns a mask, True for a token if the total weight of all likelier tokens is below `limit`.
 
     The likeliest token is always kept, and so are all tokens with the same logit as the last one kept. A radix search finds the

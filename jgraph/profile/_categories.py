@@ -1,8 +1,8 @@
-"""What an instruction of a compiled program was for: forward, dgrad, wgrad and so on, from the scopes it was traced in.
+"""Assigns each instruction of a compiled program to a category such as forward, dgrad or wgrad.
 
-The scopes are the library's own (`jgraph.scope`) and jax's (`jvp`, `transpose`, `rematted_computation`); collectives are told
-by their opcode, copies by computing nothing. In a backward pass that nobody split, a product whose factors both depend on the
-batch makes a weight's gradient. A kernel's name is never looked at.
+The category comes from scopes of this library (`jgraph.scope`) and of JAX (`jvp`, `transpose`, `rematted_computation`).
+Collectives are recognized by opcode, copies by computing nothing. In a backward pass without a split, a matmul of two operands
+that depend on the batch is a wgrad. Names of kernels are not used.
 """
 
 import re
@@ -20,9 +20,9 @@ COLLECTIVES: dict[str, str] = {
     "collective-broadcast": "all-gather",
     **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
 }
-"""Categories by opcode, without `-start` and `-done`."""
+"""Categories of collectives by opcode, without `-start` and `-done`."""
 
-# jax's primitives that have another name than XLA's opcode.
+# Primitives of JAX with another name than XLA's opcode.
 _PRIMITIVES: dict[str, str] = {
     **dict.fromkeys(("psum", "psum-invariant", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
@@ -35,12 +35,12 @@ CATEGORIES = (
     *dict.fromkeys(COLLECTIVES.values()),
     *("copies", "control", "other"),
 )
-"""All categories, in the order in which they are shown."""
+"""All categories, in display order."""
 
-# Of these, what only moves is work too.
+# Categories that include instructions that only move values.
 _MOVING = frozenset(("attention", "dispatch", "exchange", "combine", "loss", "quantize", "optimizer"))
 _ACTIONS = ("forward", "dgrad", "wgrad")
-# Counters of loops, conditions, places in pools: nothing that a model computes.
+# Loop counters, conditions and pool slots: no part of the model.
 _CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))
 _INTEGERS = frozenset(("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64"))
 _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
@@ -48,59 +48,65 @@ _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 
 @dataclass(frozen=True)
 class Purpose:
-    """What an instruction was for: one of `CATEGORIES`, and the action of a pipeline that it is part of, or "".
+    """The purpose of an instruction.
 
-    Those that `works` marks are matrix products and attention, which make up an action's time.
+    Attributes:
+        category: One of `CATEGORIES`.
+        action: The pipeline action that it belongs to: `forward`, `dgrad` or `wgrad`. Empty if none.
+        is_work: True for matmuls and attention, which dominate the time of an action.
     """
 
     category: str
     action: str = ""
-    works: bool = False
-
-
-OTHER = Purpose("other")
+    is_work: bool = False
 
 
 def purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
-    """Returns what each event was for; without the program, by what the trace says of scopes."""
+    """Returns the purpose of each event. Without the program, only scopes in the trace are used."""
     if program is None:
         return tuple(purpose_of_hidden("", scopes) for scopes in events.scopes)
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
     rows = zip(events.module, events.op, events.scopes, strict=True)
-    return tuple(OTHER if m != program.name else known.get(op) or purpose_of_hidden(op, scopes) for m, op, scopes in rows)
+    return tuple(
+        known.get(op) or purpose_of_hidden(op, scopes) if module == program.name else Purpose("other")
+        for module, op, scopes in rows
+    )
 
 
 def purpose_of(program: Program, instruction: Instruction) -> Purpose:
-    """Returns what an instruction was for that a kernel was launched for."""
+    """Returns the purpose of an instruction that launches a kernel."""
     parts = list(program.inside(instruction))
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
             return Purpose(collective)
     computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
-    named = _names(parts) or (_inherited(program, instruction) if computes else [])
-    product = program.product(instruction)
-    works = product is not None or any(part.is_attention for part in parts)
-    # Of a fusion the last operation is what it was made for; what comes before it was drawn in.
-    meant = next(filter(_by_scopes, (*named[:1], *named[:0:-1])), "")
-    if product is not None:
-        meant = product.op_name or meant
-    action = next((action for action in map(_action, (meant, *named)) if action), "")
-    category = _by_scopes(meant)
+    names = _names(parts) or (_inherited(program, instruction) if computes else [])
+    matmul = program.matmul(instruction)
+    is_work = matmul is not None or any(part.is_attention for part in parts)
+    # The last operation of a fusion is its purpose. XLA merged the ones before into it.
+    main = next(filter(_by_scopes, (*names[:1], *names[:0:-1])), "")
+    if matmul is not None:
+        main = matmul.op_name or main
+    action = next((action for action in map(_action, (main, *names)) if action), "")
+    category = _by_scopes(main)
     if not category and (instruction.opcode in _CONTROL or all(shape.dtype in _INTEGERS for shape in instruction.shapes)):
         return Purpose("control", action)
     if not computes and category not in _MOVING:
         return Purpose("copies", action)
-    if product is not None and category == "dgrad" and not action:
-        factors = product.operands[:2]
-        category = "wgrad" if all(name in program.of_batch for name in factors) else category
-    return Purpose(category or "other", action, works)
+    if matmul is not None and category == "dgrad" and not action and program.of_batch.issuperset(matmul.operands[:2]):
+        category = "wgrad"
+    return Purpose(category or "other", action, is_work)
 
 
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
-    """Returns the purpose of an instruction that no text of the program shows, by its name and jax's name of the operation.
+    """Returns the purpose of an instruction that is not in the program's text.
 
-    Such are all where the program is not at hand, when a joint backward is all dgrad, and those within the start of an
-    asynchronous one. XLA names instructions after jax's primitives: a collective's name begins with its primitive or opcode.
+    Used for every instruction if there is no program, and for instructions inside the start of an asynchronous one. A joint
+    backward then counts as dgrad.
+
+    Args:
+        op: The name of the instruction. XLA names a collective after JAX's primitive or its opcode.
+        scopes: JAX's name of the operation.
     """
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
     category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
@@ -112,7 +118,7 @@ def _names(parts: Iterable[Instruction]) -> list[str]:
 
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:
-    """Returns names of the nearest instruction before this one that has any: what XLA made by itself, it made of that."""
+    """Returns the names of the nearest preceding instruction with a category, for an instruction that XLA added."""
     home = program.home[instruction.name].instructions
     names, seen = list(instruction.operands), set[str]()
     for name in names:
@@ -125,7 +131,7 @@ def _inherited(program: Program, instruction: Instruction) -> list[str]:
 
 
 def _by_scopes(scopes: str) -> str:
-    """Returns the category that a name tells, the innermost first; empty where it tells none."""
+    """Returns the category of the innermost scope. Empty if no scope has one."""
     scopes = scopes.split(";")[-1]
     if "rematted_computation" in scopes:
         return "recompute"

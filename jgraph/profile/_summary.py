@@ -1,7 +1,6 @@
-"""A report in a few lines of a terminal."""
+"""Prints a short summary of a profile."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jgraph.profile.categories import CATEGORIES
+from jgraph.profile._categories import CATEGORIES
 
-_MOST = 5
+_MOST_SHOWN = 5
 
 
 def show(profile: Mapping[str, Any], console: Console) -> None:
-    """Prints how long a step takes, where the time goes, and what is furthest above its roofline."""
+    """Prints the time of a step, its categories, and the kernels that are furthest above their roofline.
+
+    Args:
+        profile: The contents of profile.json.
+        console: The console.
+    """
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -30,40 +34,19 @@ def show(profile: Mapping[str, Any], console: Console) -> None:
     attributed = np.mean([rank["attributed"] for rank in named["ranks"]])
     say(f"without capture, traced: {named['step_ms']:.2f} ms a step, {attributed:.1%} of the busy time attributed")
     console.print(_categories(named))
-    for group in [group for group in profile["groups"] if group["over_ms"]][:_MOST]:
+    for group in [group for group in profile["groups"] if group["over_ms"]][:_MOST_SHOWN]:
         say(
             f"  {group['over_ms']:7.3f} ms above its roofline of {group['roofline_ms']:.3f}: {group['category']}, "
             f"{group['label']} ({group['count']} kernels{', ' + group['source'] if group['source'] else ''})"
         )
-    for line in _hidden(profile["collectives"]):
-        say(line)
     if pipeline := profile["pipeline"]:
         planned, ran = pipeline["planned"], pipeline["measured"]
         say(
             f"pipeline: planned {planned['step_ms']:.2f} ms, {planned['bubble']:.1%} idle; ran {ran['step_ms']:.2f} ms, "
             f"{ran['bubble']:.1%} idle"
         )
-        for index in pipeline["late"][:3]:
-            action = pipeline["actions"][index]
-            say(
-                f"  late by {action['late_ms']:.3f} ms: rank {action['rank']}, {action['kind']} of microbatch "
-                f"{action['microbatch']}, chunk {action['chunk']}"
-            )
     for note in profile["about"]["notes"]:
         say(note)
-
-
-def _hidden(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line a category of collectives: how much of them is exposed, and what hides the rest."""
-    for category in dict.fromkeys(one["category"] for one in collectives):
-        found = [one for one in collectives if one["category"] == category]
-        count, ms, exposed = (sum(one[key] for one in found) for key in ("count", "ms", "exposed_ms"))
-        behind: Counter[str] = Counter()
-        for one in found:
-            behind.update(one["behind"])
-        hidden = ", ".join(f"{name} {ms:.3f}" for name, ms in behind.most_common(_MOST) if ms >= 0.0005)
-        told = f"; behind {hidden}" if hidden else ""
-        yield f"  {count} {category}: {ms:.3f} ms, {exposed:.3f} exposed ({exposed / ms if ms else 0:.0%}){told}"
 
 
 def _categories(named: Mapping[str, Any]) -> Table:

@@ -1,0 +1,409 @@
+"""`split_backward`: computes the backward pass of a stage as dgrad, and as wgrad at any later time.
+
+The stage is traced once for each set of shapes, and its matmuls get taps (`linear.py`). One `jax.vjp` with respect to the
+input, the undelayed parameters and the taps is dgrad. The cotangents of the taps are the operands of wgrad. `_trace.py` decides
+which arrays are kept, and for how long.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from jgraph.autodiff import find, replay
+from jgraph.autodiff._trace import Recompute, StageTrace, Trees, dgrad_leaves, make_trace, run_callbacks, vjp
+from jgraph.autodiff.linear import OwnProducts
+from jgraph.errors import SplitError, check_choice
+from jgraph.scopes import scope
+from jgraph.tree import leaf_names, path_name
+
+Tree = Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["trace"])
+@dataclass(frozen=True)
+class Residuals:
+    """The arrays that forward keeps for dgrad and wgrad.
+
+    Attributes:
+        dgrad: Arrays of the pool `forward_dgrad`.
+        wgrad: Arrays of the pool `forward_wgrad`.
+        trace: The trace that the arrays belong to.
+    """
+
+    dgrad: tuple[Array, ...]
+    wgrad: tuple[Array, ...]
+    trace: StageTrace
+
+    def after_dgrad(self) -> "Residuals":
+        """Returns the residuals without the arrays that only dgrad reads."""
+        return Residuals((), self.wgrad, self.trace)
+
+    @property
+    def by_index(self) -> dict[int, Array]:
+        """The arrays by their index in `StageTrace.avals`."""
+        kept = dict(zip(self.trace.for_wgrad, self.wgrad, strict=True))
+        return kept | (dict(zip(self.trace.for_dgrad, self.dgrad, strict=True)) if self.dgrad else {})
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["trace"])
+@dataclass(frozen=True)
+class Stash:
+    """The arrays that dgrad keeps for wgrad, those of the pool `stash`."""
+
+    arrays: tuple[Array, ...]
+    trace: StageTrace
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shapes of the arrays that are passed between forward, dgrad and wgrad, as trees of `jax.ShapeDtypeStruct`.
+
+    Attributes:
+        y: Output of the stage.
+        residuals: Arrays from forward to dgrad (`.dgrad`) and from forward to wgrad (`.wgrad`).
+        stash: Arrays from dgrad to wgrad.
+        delayed: Paths of the parameters with gradients from wgrad.
+        aux: Auxiliary output of the stage, with `has_aux`.
+    """
+
+    y: Tree
+    residuals: Residuals
+    stash: Stash
+    delayed: tuple[str, ...]
+    aux: Tree = None
+
+    def nbytes(self) -> dict[str, int]:
+        """Returns the bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
+        pools = {"forward_dgrad": self.residuals.dgrad, "forward_wgrad": self.residuals.wgrad, "stash": self.stash.arrays}
+        return {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in pools.items()}
+
+
+def split_backward(
+    stage_fn: Callable[..., Tree] | OwnProducts,
+    *,
+    delay: Sequence[str] | None = None,
+    recompute: Recompute = "elementwise",
+    has_aux: bool = False,
+) -> "Split":
+    """Splits the backward pass of a function into dgrad (gradients of inputs) and wgrad (gradients of weights).
+
+    Computes the same gradients as `jax.vjp` with the same number of FLOPs. Wgrad can run at any time after dgrad.
+
+    >>> split = jgraph.split_backward(lambda params, x: x @ params["w"] + params["b"])
+    >>> params, x = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, jnp.ones((4, 2))
+    >>> y, residuals = split.forward(params, x)
+    >>> dx, early, stash = split.dgrad(params, residuals, jnp.ones_like(y))
+    >>> late = split.wgrad(params, residuals, stash)  # any time later
+    >>> jax.tree.map(jnp.shape, split.merge(early, late))
+    {'b': (3,), 'w': (2, 3)}
+
+    Args:
+        stage_fn: A pure function `stage_fn(params, x, *extra) -> y` of trees of real arrays. x must be floating. `extra`
+            (tokens, masks, a dropout key) is not differentiated. Callbacks that return nothing, such as `jax.debug.print`, run
+            once per microbatch, in forward. Arrays may be sharded over automatic mesh axes, not over explicit ones.
+            `jgraph.fp8(stage_fn)` is accepted too: params is then `(params, state, weights)`, the gradient of state is the
+            state after the call, and weights have no gradient.
+        delay: Patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`. Their gradients must come from wgrad. None
+            delays every parameter that is only used as the weight of matmuls, `ragged_dot` or convolutions. Gradients of other
+            parameters (norm scales, biases, embeddings) come from dgrad.
+        recompute: `elementwise` recomputes elementwise operations in the backward pass and keeps inputs, matmuls, attention and
+            reductions. `wide` also recomputes matmuls with at least four times as many output elements as data elements, such
+            as the first of an MLP. `nothing` keeps the same arrays as `jax.vjp`: five for a GELU instead of one. If the stage
+            uses `jax.checkpoint`, that decides.
+        has_aux: If True, `stage_fn` returns `(y, aux)`, as with `jax.vjp`, and `forward` returns aux as its third result. aux
+            is not differentiated, and nothing is kept for it.
+
+    Returns:
+        A `Split` with `forward`, `dgrad`, `wgrad` and `accumulate`, pure functions that can be jitted.
+
+    Raises:
+        ConfigError: If `recompute` is not one of its choices.
+        SplitError: If an argument has the wrong type. Raised when the split is used if a parameter in `delay` reaches the
+            output in another way than as the weight of a matmul, an array is complex or sharded over explicit axes, the result
+            of a callback is read, or the stage returns no pair with `has_aux`.
+    """
+    check_choice("recompute", recompute, get_args(Recompute))
+    if not callable(stage_fn) and not isinstance(stage_fn, OwnProducts):
+        raise SplitError(f"`stage_fn` is {stage_fn!r}: must be a function stage_fn(params, x, *extra) -> y", field="stage_fn")
+    patterns = (delay,) if isinstance(delay, str) else delay
+    if patterns is not None:
+        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
+        patterns = tuple(patterns)
+    return Split(stage_fn, has_aux, delay=patterns, recompute=recompute)
+
+
+class Split:
+    """The forward pass of a stage and the two parts of its backward pass, as pure functions. Made by `split_backward`."""
+
+    def __init__(self, stage_fn: Callable[..., Tree] | OwnProducts, has_aux: bool, **options: Any):
+        self._own_products = stage_fn if isinstance(stage_fn, OwnProducts) else None
+        self._stage: Callable[..., Tree] = stage_fn.fn if isinstance(stage_fn, OwnProducts) else stage_fn
+        self._has_aux, self._options = has_aux, options
+        self._traces: dict[Any, StageTrace] = {}
+        traced = self._own_products.traced if self._own_products else lambda part: part
+        # Jitted, so that unneeded results are not computed outside of a jit either.
+        self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
+        self._dgrad = jax.jit(traced(_run_dgrad))
+        self._wgrad = jax.jit(traced(_run_wgrad))
+        self._accumulate = jax.jit(traced(_run_accumulate))
+
+    def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
+        """Runs the stage.
+
+        Args:
+            params: Parameters of the stage.
+            x: Input of the stage.
+            *extra: Arguments that are not differentiated.
+
+        Returns:
+            (y, residuals), and with `has_aux` (y, residuals, aux). The residuals are the arrays that dgrad and wgrad read.
+        """
+        return self._forward(params, x, *extra)
+
+    def dgrad(self, params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
+        """Computes the gradient of the input and the gradients of the parameters that are not delayed.
+
+        Args:
+            params: The parameters that `forward` was called with.
+            residuals: Result of `forward`.
+            dy: Gradient of y, with the structure of y.
+
+        Returns:
+            (dx, early, stash). dx has the structure of x. early has that of params, with None for delayed parameters and for
+            weights in FP8. The stash holds the arrays that wgrad reads.
+        """
+        trace = self._trace_of(residuals, "residuals")
+        leaves, tree = jax.tree.flatten(dy)
+        if tree != trace.trees.y:
+            raise SplitError(f"dy has the structure {tree}, but y has {trace.trees.y}; pass one gradient for each leaf of y")
+        for leaf, aval, floating in zip(leaves, trace.y_avals, trace.float_y, strict=True):
+            if floating and jnp.shape(leaf) != aval.shape:
+                raise SplitError(f"dy has a leaf of shape {jnp.shape(leaf)}, but y has {aval.shape}; the shapes must agree")
+        return self._dgrad(params, residuals, dy)
+
+    def wgrad(self, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+        """Computes the gradients of the delayed parameters.
+
+        Args:
+            params: The parameters that `forward` was called with.
+            residuals: Result of `forward`. Only the arrays of `Residuals.after_dgrad` are read.
+            stash: Result of `dgrad`.
+
+        Returns:
+            The gradients in the dtypes of the parameters: a tree like params, with None for the other parameters.
+        """
+        self._match(residuals, stash)
+        return self._wgrad(params, residuals.after_dgrad(), stash)
+
+    def accumulate(self, main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+        """Adds the gradients of `wgrad` to `main_grad` in float32. Grouped matmuls add them inside their kernel.
+
+        Args:
+            main_grad: A tree like params, updated in place if it is donated. Leaves of delayed parameters are float32. Other
+                leaves are returned unchanged. None may replace a subtree without delayed parameters.
+            params: As in `wgrad`.
+            residuals: As in `wgrad`.
+            stash: As in `wgrad`.
+
+        Returns:
+            The sum.
+        """
+        self._match(residuals, stash)
+        return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
+
+    @staticmethod
+    def merge(early: Tree, late: Tree) -> Tree:
+        """Returns the gradients of all parameters from the results of `dgrad` and `wgrad`."""
+        return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
+
+    def spec(self, params: Tree, x: Tree, *extra: Tree) -> Spec:
+        """Returns the shapes of the arrays that are passed between the parts. Traces the stage only.
+
+        Args:
+            params: Arrays or `jax.ShapeDtypeStruct`s, as are `x` and `extra`.
+            x: Input of the stage.
+            *extra: Arguments that are not differentiated.
+        """
+        y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
+        _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
+        paths = leaf_names(self._params(params))
+        delayed = tuple(path for path, late in zip(paths, residuals.trace.delayed, strict=False) if late)
+        return Spec(y, residuals, stash, delayed, *aux)
+
+    def _params(self, given: Tree) -> Tree:
+        return self._own_products.params(given) if self._own_products else given
+
+    def _trace_of(self, held: Residuals | Stash, what: str) -> StageTrace:
+        if held.trace.owner is not self:
+            raise SplitError(f"the {what} come from another split_backward; pass them to the split that made them")
+        for leaf in jax.tree.leaves(held):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                raise SplitError(
+                    f"the {what} were donated to an earlier call and are deleted; use them once, or do not donate them"
+                )
+        return held.trace
+
+    def _match(self, residuals: Residuals, stash: Stash) -> None:
+        if self._trace_of(residuals.after_dgrad(), "residuals") is not self._trace_of(stash, "stash"):
+            raise SplitError("the stash belongs to residuals of other shapes; pass the residuals that dgrad was called with")
+
+    @scope("forward")
+    def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
+        # dgrad traces the stage again, with zeros. They must have the same types, including the mesh.
+        with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
+            trace, traced = self._trace(params, x, extra)
+            flat = jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra)
+            out, extras, leaves, _ = vjp(trace, *flat, traced)
+            run_callbacks(trace, *flat, traced)
+        candidates, num_y = [*leaves, *extras], len(trace.float_y)
+        residuals = Residuals(
+            tuple(candidates[i] for i in trace.for_dgrad), tuple(candidates[i] for i in trace.for_wgrad), trace
+        )
+        y, aux = jax.tree.unflatten(trace.trees.y, out[:num_y]), jax.tree.unflatten(trace.trees.aux, out[num_y:])
+        return (y, residuals, aux) if self._has_aux else (y, residuals)
+
+    def _trace(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[StageTrace, list[Array]]:
+        """Returns the trace for these shapes, and the tracers that the stage closes over in this call."""
+        leaves, tree = jax.tree.flatten((params, x, extra))
+        key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
+        trace = self._traces.get(key)
+        if trace is not None and all(const is not None for const in trace.consts):
+            return trace, []
+        _check_leaves("params", params)
+        _check_leaves("x", x)
+
+        def stage(params, x, *extra):
+            return self._stage(self._params(params), x, *extra)
+
+        closed, y = jax.make_jaxpr(stage, return_shape=True)(params, x, *extra)
+        if self._has_aux and not (isinstance(y, tuple) and len(y) == 2):
+            raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
+        y, aux = y if self._has_aux else (y, ())
+        _check_leaves("y", y)
+        if any(map(replay.explicit_axes, replay.avals(closed.jaxpr))):
+            raise SplitError(f"the stage computes with arrays sharded over explicit mesh axes: {_AUTO}")
+        if trace is None:
+            trees = Trees(*map(jax.tree.structure, (params, x, extra, y, aux)))
+            own, names = self._own_products, leaf_names(self._params(params))
+            bind = partial(own.bind, names=names, given=params, x=x, extra=extra) if own else None
+            trace = self._traces[key] = make_trace(self, closed, trees, names, bind=bind, **self._options)
+        return trace, [const for const, known in zip(closed.consts, trace.consts, strict=True) if known is None]
+
+
+_AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
+
+
+def _check_leaves(what: str, tree: Tree) -> None:
+    """Raises SplitError if a leaf of params, x or y cannot be differentiated."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        name = path_name(path)
+        where = f"{what}/{name}" if name else what
+        if axes := replay.explicit_axes(aval):
+            raise SplitError(f"{where} is sharded over the explicit mesh axes {axes}: {_AUTO}", path=name)
+        if what == "x" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise SplitError(f"{where} is {aval.dtype}: must be floating; pass it as an extra argument after x", path=name)
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            message = f"{where} is {aval.dtype}; params, x and y must be real: pass its real and imaginary parts"
+            raise SplitError(message, path=name)
+
+
+@scope("dgrad")
+def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
+    trace = residuals.trace
+    flat = jax.tree.leaves(params)
+    with jax.sharding.use_abstract_mesh(trace.mesh):
+        dx, early, taps = dgrad_leaves(trace, flat, residuals.by_index, jax.tree.leaves(dy))
+    given = iter(early)
+
+    def gradient(leaf: Array, is_early: bool) -> Array | np.ndarray | None:
+        if is_early:
+            return next(given)
+        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        return None if is_float else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
+
+    gradients = list(map(gradient, flat, trace.early))
+    stash = Stash(tuple(taps[i] for i in trace.stashed), trace)
+    return jax.tree.unflatten(trace.trees.x, dx), jax.tree.unflatten(trace.trees.params, gradients), stash
+
+
+@scope("wgrad")
+def _run_wgrad(params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+    return _late(jax.tree.leaves(params), residuals, stash)
+
+
+@scope("wgrad")
+def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+    # A gradient that must pass through a cast has the dtype of the parameter and is widened afterwards.
+    dtype = None if residuals.trace.exact else jnp.float32
+    late = _late(jax.tree.leaves(params), residuals, stash, dtype, adding=True)
+
+    def added(total: Any, late: Any) -> Any:
+        if callable(late) and total is not None:
+            return late(total)
+        if isinstance(late, jax.Array) and total is not None:
+            return total + late.astype(total.dtype)
+        if jax.tree.leaves(late):
+            message = "`main_grad` is None for a delayed parameter: must be a float32 sum for each delayed parameter"
+            raise SplitError(message, field="main_grad")
+        return total
+
+    return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)
+
+
+def _late(
+    params: list[Array], residuals: Residuals, stash: Stash, dtype: DTypeLike | None = None, *, adding: bool = False
+) -> Tree:
+    """Computes the gradients of the delayed parameters.
+
+    Args:
+        params: Leaves of the parameters.
+        residuals: Result of `forward`.
+        stash: Result of `dgrad`.
+        dtype: Dtype of the gradients; None for the dtypes of the parameters.
+        adding: If True, a gradient that a kernel can add to a sum is replaced by a function from the sum to the new sum.
+
+    Returns:
+        A tree like params, with None for parameters that are not delayed.
+    """
+    trace, kept = residuals.trace, residuals.by_index
+    again: list[Array] = []
+    if None in trace.taps_from:
+        # Only cotangents that depend on residuals and not on dy are read from this dgrad.
+        with jax.sharding.use_abstract_mesh(trace.mesh):
+            again = dgrad_leaves(trace, params, kept, [replay.zeros(aval) for aval in trace.y_avals])[2]
+    delayed = [leaf.astype(dtype or leaf.dtype) for leaf, late in zip(params, trace.delayed, strict=True) if late]
+
+    def weights(delayed):
+        given = iter(delayed)
+        inputs: list[Any] = [find.MISSING if const is None else const for const in trace.consts]
+        inputs += [next(given) if late else find.MISSING for late in trace.delayed]
+        inputs += [find.MISSING] * (len(trace.jaxpr.invars) - len(inputs))
+        return find.run_weights(trace.block, (), inputs, keep_dtype=not trace.exact)[1]
+
+    products, pull_back = jax.vjp(weights, delayed)
+    sites, extras, cotangents = trace.block.all_sites(), iter(kept[i] for i in trace.extras), []
+    leaves = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(trace.taps_from)]
+    taps = jax.tree.unflatten(jax.tree.structure([site.tap() for site in sites]), leaves)
+    # By the index of a parameter that is, unchanged, the weight of one matmul only.
+    adders: dict[int, Callable[[Array], Array]] = {}
+    unchanged = weights(delayed) if adding else [None] * len(sites)
+    for site, w, tap, own in zip(sites, products, taps, unchanged, strict=True):
+        extra = [next(extras) for _ in site.eqn.invars[2:]]
+        place = next((i for i, leaf in enumerate(delayed) if leaf is own), None)
+        if place is not None and site.adds and sum(bool(site.params & other.params) for other in sites) == 1:
+            adders[place] = partial(site.add_weight_gradient, tap, extra)
+            cotangents.append(replay.zeros(jax.typeof(w)))
+        else:
+            cotangents.append(site.weight_gradient(tap, extra, w.dtype))
+    late = iter([adders.get(i, gradient) for i, gradient in enumerate(pull_back(cotangents)[0])])
+    return jax.tree.unflatten(trace.trees.params, [next(late) if is_late else None for is_late in trace.delayed])

@@ -1,0 +1,355 @@
+"""Traces a stage and decides which arrays of its forward pass are kept.
+
+A `StageTrace` is one trace of a stage with taps on its matmuls (`find.py`). It sorts every array that the vjp of the trace
+reads by lifetime:
+
+    forward -> dgrad   arrays that only dgrad reads
+    forward -> wgrad   arrays from which wgrad computes the data operands of the matmuls; dgrad may read them too
+    dgrad -> wgrad     the stash: output gradients of the matmuls, and data operands that only a matmul could recompute
+
+Arrays that depend on parameters only (weights, their casts and slices) are not kept: dgrad and wgrad recompute them from
+`params`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.extend import core
+
+from jgraph.autodiff import find, replay
+from jgraph.autodiff.linear import BoundProducts, DelayedProduct
+from jgraph.autodiff.replay import Aval, aval_of
+from jgraph.errors import SplitError
+from jgraph.kernels.quantize import CALLS
+
+Tree = Any
+_TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to basedpyright
+Recompute = Literal["elementwise", "wide", "nothing"]
+
+
+class Trees(NamedTuple):
+    """Structures of the arguments and results of a stage."""
+
+    params: _TreeDef
+    x: _TreeDef
+    extra: _TreeDef
+    y: _TreeDef
+    aux: _TreeDef
+
+
+@dataclass(eq=False)
+class StageTrace:
+    """One trace of a stage. Compared by identity, because arrays of different traces cannot be mixed.
+
+    Attributes:
+        owner: The `Split` that made the trace.
+        jaxpr: Jaxpr of the stage. Its inputs are the arrays that the stage closes over, params, x and extra.
+        consts: Arrays that the stage closes over. A tracer is replaced by None and counts as data.
+        trees: Structures of the arguments and results.
+        delayed: For each leaf of params, whether wgrad computes its gradient.
+        early: For each leaf of params, whether dgrad computes its gradient.
+        exact: True if a gradient must pass through the casts between a parameter and its matmul.
+        block: The jaxpr with its delayed matmuls.
+        given: Returns the additional arguments of each matmul from params.
+        float_y: For each leaf of y, whether it has a gradient.
+        recompute: True if elementwise operations are recomputed.
+        again: Matmuls that are recomputed too, as `DelayedProduct.computed_as` describes them.
+        mesh: Mesh of the arrays; may be empty.
+        noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has none.
+        avals: Arrays that forward could keep: the leaves of the vjp, then the other operands of the matmuls.
+        keep: For each leaf of the vjp, its index in `avals`, or None if it is recomputed from params.
+        extras: Indices of the other operands of the matmuls.
+        for_dgrad: Indices of the arrays that are kept until dgrad.
+        for_wgrad: Indices of the arrays that are kept until wgrad.
+        taps_from: For each leaf of the taps' cotangents, its index in the stash, or None if wgrad recomputes it.
+        stashed: For each array of the stash, its index among the leaves of the taps' cotangents.
+    """
+
+    owner: object
+    jaxpr: core.Jaxpr
+    consts: list[Any]
+    trees: Trees
+    delayed: tuple[bool, ...]
+    early: tuple[bool, ...]
+    exact: bool
+    block: find.Block
+    given: Callable[[Tree], Sequence[Any]]
+    float_y: list[bool]
+    recompute: bool
+    again: frozenset[Any]
+    mesh: jax.sharding.AbstractMesh
+    noisy: core.Jaxpr | None
+    avals: list[Aval] = field(default_factory=list)
+    keep: list[int | None] = field(default_factory=list)
+    extras: list[int] = field(default_factory=list)
+    for_dgrad: list[int] = field(default_factory=list)
+    for_wgrad: list[int] = field(default_factory=list)
+    taps_from: list[int | None] = field(default_factory=list)
+    stashed: list[int] = field(default_factory=list)
+
+    @property
+    def y_avals(self) -> list[Aval]:
+        return [aval_of(v) for v in self.jaxpr.outvars[: len(self.float_y)]]
+
+    def closed_over(self, traced: Sequence[Array]) -> list[Array]:
+        """Returns the arrays that the stage closes over, with `traced` in place of the tracers."""
+        given = iter(traced)
+        return [next(given) if const is None else const for const in self.consts]
+
+    def blanks(self) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
+        """Returns zeros for the tracers that the stage closes over, params, x and extra."""
+        blank = [replay.zeros(aval_of(v)) for v in self.jaxpr.invars]
+        traced = [z for z, const in zip(blank, self.consts, strict=False) if const is None]
+        params, rest = blank[len(self.consts) :][: len(self.delayed)], blank[len(self.consts) + len(self.delayed) :]
+        num_x = self.trees.x.num_leaves
+        return traced, params, rest[:num_x], rest[num_x:]
+
+
+def make_trace(
+    owner: object,
+    closed: core.ClosedJaxpr,
+    trees: Trees,
+    paths: Sequence[str],
+    *,
+    bind: Callable[[Sequence[DelayedProduct]], BoundProducts] | None,
+    delay: Sequence[str] | None,
+    recompute: Recompute,
+) -> StageTrace:
+    """Finds the matmuls of a traced stage and decides which arrays are kept.
+
+    Args:
+        owner: The `Split`.
+        closed: Jaxpr of the stage.
+        trees: Structures of the arguments and results.
+        paths: Names of the first leaves of params. The gradients of other leaves are not delayed.
+        bind: Replaces matmuls, as `OwnProducts.bind`.
+        delay: As for `split_backward`.
+        recompute: As for `split_backward`.
+
+    Raises:
+        SplitError: If `delay` matches no parameter or one with a gradient that cannot be delayed, or a callback is not allowed.
+    """
+    jaxpr = closed.jaxpr
+    consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
+    # Tracers that the stage closes over become inputs.
+    noisy = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
+    whole = replay.without_callbacks(noisy)
+    _check_callbacks(whole)
+    num_params, num_y, num_others = trees.params.num_leaves, trees.y.num_leaves, len(jaxpr.invars) - trees.params.num_leaves
+    wanted = [i < num_y for i in range(len(whole.outvars))]
+    floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals[:num_params]]
+    delayed = [
+        f and (delay is None or any(fnmatchcase(path, p) for p in delay)) for path, f in zip(paths, floating, strict=False)
+    ]
+    delayed += [False] * (num_params - len(paths))
+    for pattern in delay or ():
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            names = f"{', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
+            raise SplitError(f"`delay` has {pattern!r}, which matches no parameter; there are {names}", field="delay")
+    while True:
+        params = [None] * len(consts) + [i if late else None for i, late in enumerate(delayed)] + [None] * num_others
+        data = [const is None for const in consts] + [not late for late in delayed] + [True] * num_others
+        found = find.find(whole, wanted, params, data)
+        if not found.stray:
+            break
+        if delay is not None:
+            i, by = next(iter(found.stray.items()))
+            raise SplitError(
+                f"parameter {paths[i]} reaches the output through {by}, not only as the weight of a matmul, so its gradient "
+                f"cannot be delayed; remove it from delay={list(delay)} to compute its gradient in dgrad",
+                path=paths[i],
+                field="delay",
+            )
+        for i in found.stray:
+            delayed[i] = False
+    late = tuple(i in found.weights for i in range(num_params))
+    # jax.checkpoint in the stage decides which arrays are kept. No policy can keep complex numbers.
+    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.avals(whole))
+    recomputes = recompute != "nothing" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
+    sites = found.block.all_sites()
+    bound = bind(sites) if bind else BoundProducts(sites, lambda _: [()] * len(sites), [True] * num_params)
+    found.block.replace(dict(zip(sites, bound.sites, strict=True)))
+    trace = StageTrace(
+        owner,
+        whole,
+        consts,
+        trees,
+        delayed=late,
+        early=tuple(f and d and not is_late for f, d, is_late in zip(floating, bound.differentiated, late, strict=True)),
+        exact=not all(site.moved for site in sites),
+        block=found.block,
+        given=bound.given,
+        float_y=[jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals[:num_y]],
+        recompute=recomputes,
+        again=frozenset(site.computed_as() for site in bound.sites if recompute == "wide" and site.is_wide),
+        mesh=jax.sharding.get_abstract_mesh(),
+        noisy=None if noisy is whole else noisy,
+    )
+    costs = dict(zip(bound.sites, _sort_by_lifetime(trace), strict=True))
+    keeping = {site: site.keeping_x() if costs[site] else site for site in bound.sites}
+    if any(keeping[site] is not site for site in keeping):
+        found.block.replace(keeping)
+        _sort_by_lifetime(trace)
+    return trace
+
+
+def _check_callbacks(jaxpr: core.Jaxpr) -> None:
+    """Raises SplitError if dgrad or wgrad would run a callback again, on other values."""
+    if replay.holds(jaxpr, replay.CALLBACKS):
+        raise SplitError(
+            "the stage reads the result of an io_callback, or calls back in a custom_jvp or custom_vjp function: a callback "
+            "must return nothing and be outside of such functions; use jax.pure_callback to compute values"
+        )
+
+
+def run_callbacks(
+    trace: StageTrace, params: Sequence[Array], x: Sequence[Array], extra: Sequence[Array], traced: Sequence[Array]
+) -> None:
+    """Runs the stage again for its callbacks. XLA removes unneeded operations and merges the others with `vjp`."""
+    if trace.noisy is not None:
+        core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*trace.closed_over(traced), *params, *x, *extra)
+
+
+def vjp(trace: StageTrace, params: Sequence[Array], x: Sequence[Array], extra: Sequence[Array], traced: Sequence[Array]):
+    """Runs the stage with taps, and its vjp with respect to x, early parameters and taps. All arguments are leaves.
+
+    Returns:
+        The leaves of y and aux; the other operands of the matmuls; the leaves of the vjp; the structure of the vjp.
+    """
+    early = [leaf for leaf, is_early in zip(params, trace.early, strict=True) if is_early]
+
+    def run(x, early, taps):
+        given = iter(early)
+        whole = [next(given) if is_early else leaf for leaf, is_early in zip(params, trace.early, strict=True)]
+        taps = list(zip(taps, trace.given(jax.tree.unflatten(trace.trees.params, whole)), strict=True))
+        out, extras = find.run_forward(trace.block, (), [*trace.closed_over(traced), *whole, *x, *extra], taps, _multiply)
+        return [v for v, f in zip(out, trace.float_y, strict=False) if f], (out, extras)
+
+    if trace.recompute:
+        run = jax.checkpoint(run, policy=partial(_keeps, trace.again), prevent_cse=False)
+    _, vjp, (y, extras) = jax.vjp(run, list(x), early, [site.tap() for site in trace.block.all_sites()], has_aux=True)
+    leaves, tree = jax.tree.flatten(vjp)
+    return y, jax.tree.leaves(extras), leaves, tree
+
+
+def _multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], tap: tuple[Any, Any]) -> Array:
+    return site.multiply(x, w, extra, *tap)
+
+
+def _keeps(again: frozenset[Any], primitive: core.Primitive, *avals: Aval, **params: Any) -> bool:
+    """A policy for `jax.checkpoint`: keeps values that take more than one pass over memory, except matmuls in `again`."""
+    if primitive.name == "dot_general" and (*(aval.shape for aval in avals), params["dimension_numbers"]) in again:
+        return False
+    return not replay.primitives(primitive.name, params) <= _CHEAP
+
+
+# fmt: off
+_CHEAP = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
+    "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "copy", "copy_p", "cos", "cosh",
+    "div", "dynamic_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt",
+    "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "pad", "pcast", "pow", "pvary", "random_bits",
+    "random_fold_in", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev",
+    "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh",
+    "threefry2x32", "transpose", "xor", *CALLS,
+})
+# fmt: on
+"""Elementwise operations, reshapes, random numbers from a key, and casts to FP8."""
+
+
+def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, Array], dy: Sequence[Array]):
+    """Runs the backward pass of `vjp`.
+
+    Runs the forward pass on zeros, for the structure of the vjp and for the arrays that depend on parameters only. The compiler
+    removes the rest of the forward pass. Arrays missing in `kept` are not needed.
+
+    Returns:
+        The leaves of dx, the gradients of the early parameters, and the leaves of the taps' cotangents.
+    """
+    traced, _, x, extra = trace.blanks()
+    _, _, fresh, tree = vjp(trace, params, x, extra, traced)
+    leaves = [
+        leaf if i is None else kept[i] if i in kept else replay.zeros(trace.avals[i])
+        for leaf, i in zip(fresh, trace.keep, strict=True)
+    ]
+    dx, early, taps = jax.tree.unflatten(tree, leaves)([leaf for leaf, f in zip(dy, trace.float_y, strict=True) if f])
+    return dx, early, jax.tree.leaves(taps)
+
+
+def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
+    """Fills in the fields of a trace that describe the kept arrays.
+
+    Returns:
+        For each matmul, whether wgrad recomputes the first leaf of its tap from arrays that dgrad does not read and that have
+        more bytes than the leaf.
+    """
+    trace.taps_from, trace.stashed = [], []
+    traced, params, x, extra = trace.blanks()
+
+    def forward(params, x, extra, traced):
+        _, extras, leaves, _ = vjp(trace, params, x, extra, traced)
+        return leaves, extras
+
+    closed, (leaves, extras) = jax.make_jaxpr(forward, return_shape=True)(params, x, extra, traced)
+    _check_callbacks(closed.jaxpr)  # includes the forward rules of custom_vjp functions, unlike the trace of the stage
+    outs = closed.jaxpr.outvars
+    varies = replay.depends(closed.jaxpr, [False] * len(params) + [True] * (len(x) + len(extra) + len(traced)))
+    # The same array can occur several times, e.g. as the input of three projections.
+    first = {v: i for i, v in reversed(list(enumerate(outs))) if not replay.is_literal(v)}
+    same = [i if replay.is_literal(v) else first[v] for i, v in enumerate(outs)]
+    trace.avals = [aval_of(v) for v in outs]
+    trace.keep = [same[i] if varies[i] else None for i in range(len(leaves))]
+    trace.extras = same[len(leaves) :]
+    assert len(trace.extras) == len(extras)
+
+    places = sorted({i for i in trace.keep if i is not None})
+
+    def dgrad(kept, dy, params):
+        return dgrad_leaves(trace, params, dict(zip(places, kept, strict=True)), dy)
+
+    kept, dy = [replay.zeros(trace.avals[i]) for i in places], [replay.zeros(aval) for aval in trace.y_avals]
+    closed, (dx, early, taps) = jax.make_jaxpr(dgrad, return_shape=True)(kept, dy, params)
+    _check_callbacks(closed.jaxpr)
+    jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
+
+    def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
+        """Returns the residuals that outputs are computed from, and whether cheap operations compute them without dy."""
+        wanted = [i in outputs for i in range(len(jaxpr.outvars))]
+        given, primitives = replay.needs(jaxpr, wanted, [i < len(places) + len(dy) for i in range(len(jaxpr.invars))])
+        from_dy = any(given[len(places) : len(places) + len(dy)])
+        return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP and not from_dy
+
+    stash: dict[Any, int] = {}
+
+    def put(tap: int) -> int:
+        v = jaxpr.outvars[num_gradients + tap]
+        key = tap if replay.is_literal(v) else v
+        if key not in stash:
+            stash[key] = len(stash)
+            trace.stashed.append(tap)
+        return stash[key]
+
+    by_tap: list[set[int]] = []
+    for tap in range(len(taps)):
+        needed, is_cheap = sources([num_gradients + tap])
+        trace.taps_from.append(None if is_cheap else put(tap))
+        by_tap.append(needed if is_cheap else set())
+    for_wgrad = set(trace.extras).union(*by_tap)
+    for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in trace.stashed)])
+    trace.for_wgrad, trace.for_dgrad = sorted(for_wgrad), sorted(for_dgrad - for_wgrad)
+    firsts = np.cumsum([0, *(len(jax.tree.leaves(site.tap())) for site in trace.block.all_sites())])[:-1]
+
+    def nbytes(aval: Any) -> int:
+        return aval.size * aval.dtype.itemsize
+
+    return [sum(nbytes(trace.avals[i]) for i in by_tap[tap] - for_dgrad) > nbytes(taps[tap]) for tap in firsts]

@@ -1,0 +1,291 @@
+"""Batches: a pure function of (seed, step), so that a run resumes at the exact batch on any number of processes.
+
+Rows are numbered from the first row of step 0. `_deal` maps a row to a source and to a row of that source; the source's order
+(`_orders`) maps that to tokens. Nothing is remembered between rows.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from functools import cached_property
+from operator import gt
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from jgraph.data._documents import Documents
+from jgraph.data._orders import Index, Order, Span, shuffled_documents, shuffled_windows
+from jgraph.data.tokenfile import Tokens
+from jgraph.errors import DataError, require
+
+# B batch, T sequence, S = T + 1
+
+Batch: TypeAlias = np.ndarray | dict[str, np.ndarray]
+Shuffle: TypeAlias = Literal["windows", "documents"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A stream of tokens and its weight in a mixture.
+
+    Attributes:
+        tokens: 1-D ids.
+        weight: Positive share of the rows, relative to the weights of the other sources.
+        index: Document boundaries; None if unknown.
+        name: The name that `load` was given.
+        num_documents: Number of documents; 0 if unknown.
+    """
+
+    tokens: Tokens
+    weight: Fraction = Fraction(1)
+    index: Index | None = None
+    name: str = "data"
+    num_documents: int = 0
+
+    def require_index(self, field: str, value: str) -> Index:
+        """Returns the document boundaries. Raises DataError if they are unknown; `field` is the setting that needs them."""
+        if self.index is None:
+            raise DataError(
+                f"`data` {self.name} has no document boundaries, which `{field}` {value} needs; "
+                f"make it again with python -m jgraph.data make, or leave `{field}` out",
+                field=field,
+            )
+        return self.index
+
+
+_Rows: TypeAlias = list[tuple[Source, list[Span]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Shuffled training batches, by step: `batches[step]`.
+
+    An epoch of a source reads each of its rows once. A batch may span two epochs.
+
+    Attributes:
+        tokens: 1-D ids, or the sources of a mixture. Each has at least seq_len + 1 tokens.
+        batch_size: Rows per step, over all processes.
+        seq_len: Predicted tokens per row.
+        seed: Seed of the order, in [0, 2**64).
+        shuffle: `windows` shuffles rows in each epoch; `documents` also shuffles documents before they are cut into rows.
+        rows: Indices in a batch of the rows to read, ascending, such as `TrainStep.batch_rows` returns for a process. None
+            reads all rows.
+        check: Called before each batch. Its exceptions are raised to the reader.
+        documents: `separate` adds the document boundaries to each batch.
+
+    Raises:
+        ConfigError: If `rows` are not ascending indices in [0, batch_size).
+        DataError: If a source is shorter than seq_len + 1, or has no document boundaries but needs them.
+    """
+
+    tokens: Tokens | Sequence[Source]
+    _: KW_ONLY
+    batch_size: int
+    seq_len: int
+    seed: int
+    shuffle: Shuffle = "windows"
+    rows: Sequence[int] | np.ndarray | None = None
+    check: Callable[[], None] | None = None
+    documents: Documents = "joined"
+
+    def __post_init__(self):
+        own = self._own
+        fits = len(own) > 0 and own[0] >= 0 and own[-1] < self.batch_size and bool((np.diff(own) > 0).all())
+        require(fits, "rows", own.tolist(), f"ascending indices of the rows of a batch of `batch_size` {self.batch_size}")
+        assert self._orders, "there is at least one source"
+
+    @cached_property
+    def _own(self) -> np.ndarray:
+        return np.arange(self.batch_size) if self.rows is None else np.asarray(self.rows, np.int64)
+
+    @cached_property
+    def _sources(self) -> tuple[Source, ...]:
+        return _sources(self.tokens, self.seq_len)
+
+    @cached_property
+    def _weights(self) -> list[int]:
+        return _integers(self._sources)
+
+    @cached_property
+    def _orders(self) -> list[Order]:
+        orders = []
+        for number, source in enumerate(self._sources):
+            how = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
+            if self.shuffle == "windows":
+                orders.append(shuffled_windows(len(source.tokens), **how))
+            else:
+                index = source.require_index("data_shuffle", "documents")
+                orders.append(shuffled_documents(len(source.tokens), index, **how))
+        return orders
+
+    def epochs(self, steps: int) -> list[tuple[str, float]]:
+        """Returns the name of each source and the number of epochs that `steps` steps read of it."""
+        rows = zip(self._sources, _counts(self._weights, steps * self.batch_size), self._orders, strict=True)
+        return [(source.name, count / order.num_rows) for source, count, order in rows]
+
+    def __getitem__(self, step: int, /) -> Batch:
+        """Returns the batch of a step, or the `rows` of it.
+
+        Args:
+            step: 0-based, without an upper limit.
+
+        Returns:
+            int32 [rows, seq_len + 1]. If `documents` is `separate`, a dict as `apart` returns it, with the weights of the
+            whole batch.
+
+        Raises:
+            IndexError: If `step` is negative.
+            DataError: If a token file is damaged or was changed (see `TokenFile`).
+        """
+        if step < 0:
+            raise IndexError(f"step is {step}: must be 0 or more")
+        if self.check is not None:
+            self.check()
+        first = step * self.batch_size
+        if self.documents == "joined":
+            return _read(self._find((first + self._own).tolist()), self.seq_len)
+        rows = self._find(range(first, first + self.batch_size))  # the weights depend on all rows
+        return apart(_read([rows[i] for i in self._own], self.seq_len), _firsts(rows), self._own)
+
+    def _find(self, rows: Sequence[int]) -> _Rows:
+        dealt = [_deal(self._weights, row) for row in rows]
+        spans = []
+        for number, order in enumerate(self._orders):
+            places = [place for source, place in dealt if source == number]
+            spans.append(iter(order.spans(np.array(places, np.int64))))
+        return [(self._sources[source], next(spans[source])) for source, _ in dealt]
+
+
+def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
+    """Adds document starts and loss weights to rows of tokens, to keep the documents of a row separate.
+
+    The last token of a document would predict the first token of another, so its weight is 0. All other weights are equal,
+    with a mean of 1 over all rows. The mean of the weighted losses, over any microbatches and devices, is therefore the mean
+    over the predictions inside documents.
+
+    Args:
+        rows_BS: int32 ids.
+        firsts_BS: Mask of the tokens of all rows that begin a document. The first token of a row always does.
+        own: Slice or indices of `rows_BS` in all rows.
+
+    Returns:
+        `tokens`, the rows; `starts`, int32 [B, T], the position in its row of the first token of the same document;
+        `weights`, float32 [B, T], the loss weight of each prediction.
+    """
+    T = rows_BS.shape[1] - 1
+    counts_BT = ~firsts_BS[:, 1:]
+    weight = np.float32(counts_BT.size / max(1, np.count_nonzero(counts_BT)))
+    starts_BT = np.maximum.accumulate(np.where(firsts_BS[own, :T], np.arange(T, dtype=np.int32), np.int32(0)), axis=1)
+    return {"tokens": rows_BS, "starts": starts_BT, "weights": counts_BT[own] * weight}
+
+
+def heldout_batches(
+    tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int, documents: Documents = "joined"
+) -> list[Batch]:
+    """Returns evaluation batches: windows in the order of the text, each at most once, so that a mean weighs them equally.
+
+    Args:
+        tokens: As in `Batches`. Each source of a mixture gets its share of the windows.
+        batch_size: Rows per batch.
+        seq_len: Predicted tokens per row.
+        limit: Largest number of batches, at least 1. A longer text is sampled evenly.
+        documents: As in `Batches`.
+
+    Returns:
+        At least one int32 array [batch_size, seq_len + 1]. If there are fewer windows than `batch_size`, one batch with all of
+        them; otherwise the remainder is left out, evenly over the text. If `documents` is `separate`, dicts as `apart` returns
+        them, with the weights of all batches.
+
+    Raises:
+        DataError: If a source is shorter than seq_len + 1, or has no document boundaries but needs them.
+    """
+    assert limit >= 1
+    sources = _sources(tokens, seq_len)
+    weights = _integers(sources)
+    windows = [(len(source.tokens) - 1) // seq_len for source in sources]
+    # The largest number of rows that no source is too short for.
+    num_rows = bisect_left(range(1, limit * batch_size + 1), True, key=lambda n: any(map(gt, _counts(weights, n), windows)))
+    if num_rows >= batch_size:
+        num_rows -= num_rows % batch_size
+    counts = _counts(weights, num_rows)
+    rows: _Rows = []
+    for source, place in (_deal(weights, row) for row in range(num_rows)):
+        start = place * windows[source] // counts[source] * seq_len
+        rows.append((sources[source], [(start, start + seq_len + 1)]))
+    rows_BS, parts = _read(rows, seq_len), [slice(i, i + batch_size) for i in range(0, num_rows, batch_size)]
+    if documents == "joined":
+        return [rows_BS[part] for part in parts]
+    firsts_BS = _firsts(rows)
+    return [apart(rows_BS[part], firsts_BS, part) for part in parts]
+
+
+class Ahead:
+    """Reads the batches of the next steps in a thread while a step runs."""
+
+    def __init__(self, batches: Batches, *, steps: int = 2):
+        self._batches, self._steps = batches, steps
+        self._worker = ThreadPoolExecutor(1, "jgraph-read")
+        self._read: dict[int, Future[Batch]] = {}
+
+    def __getitem__(self, step: int, /) -> Batch:
+        """Returns the batch of a step, as `Batches` does, and raises the exceptions of reading it."""
+        wanted = range(step, step + self._steps + 1)
+        self._read = {one: self._read.get(one) or self._worker.submit(self._batches.__getitem__, one) for one in wanted}
+        return self._read[step].result()
+
+
+def _sources(tokens: Tokens | Sequence[Source], seq_len: int) -> tuple[Source, ...]:
+    sources = tuple(tokens) if isinstance(tokens, Sequence) else (Source(tokens),)
+    for source in sources:
+        if len(source.tokens) < seq_len + 1:
+            raise DataError(
+                f"`data` has {len(source.tokens)} tokens where `seq_len` {seq_len} needs at least {seq_len + 1}: "
+                "use a longer text or a smaller `seq_len`"
+            )
+    return sources
+
+
+def _integers(sources: Sequence[Source]) -> list[int]:
+    """Returns the weights of the sources as integers in the same proportion."""
+    scale = math.lcm(*(source.weight.denominator for source in sources))
+    return [int(source.weight * scale) for source in sources]
+
+
+def _counts(weights: Sequence[int], rows: int) -> list[int]:
+    """Returns the number of rows that each source has in the first `rows` rows.
+
+    The first source gets its share, rounded. The remaining rows are divided among the other sources in the same way. Each count
+    is within half the number of sources of the exact share.
+    """
+    rest, counts = sum(weights), []
+    for weight in weights:
+        counts.append((2 * rows * weight + rest) // (2 * rest))
+        rows -= counts[-1]
+        rest -= weight
+    return counts
+
+
+def _deal(weights: Sequence[int], row: int) -> tuple[int, int]:
+    """Returns the source of a row, and the number of earlier rows of that source."""
+    before, after = _counts(weights, row), _counts(weights, row + 1)
+    source = next(source for source, count in enumerate(before) if after[source] > count)
+    return source, before[source]
+
+
+def _read(rows: _Rows, seq_len: int) -> np.ndarray:
+    rows_BS = np.empty((len(rows), seq_len + 1), np.int32)
+    for (source, spans), row in zip(rows, rows_BS, strict=True):
+        at = 0
+        for start, stop in spans:
+            row[at : at + stop - start] = source.tokens[start:stop]
+            at += stop - start
+    return rows_BS
+
+
+def _firsts(rows: _Rows) -> np.ndarray:
+    """Returns the mask of the tokens that begin a document or a span. The left neighbour of a span is elsewhere in the text."""
+    indices = ((source.require_index("data_documents", "separate"), spans) for source, spans in rows)
+    return np.stack([np.concatenate([index.firsts(*span) for span in spans]) for index, spans in indices])

@@ -1,0 +1,349 @@
+"""Corpora: named texts, text files and directories of token files, each with a training side and a held-out side.
+
+Text is read as bytes, one token each, or through a tokenizer. Documents are sorted by their SHA-256, so the order of files does
+not matter; the lowest tenth is held out; a newline or the tokenizer's end of text follows each document. A directory of token
+files, train-*.bin and heldout-*.bin, was split when it was made. Its files are memory-mapped.
+"""
+
+import difflib
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jgraph.data._batches import Source
+from jgraph.data._documents import Documents, count_heldout, digest
+from jgraph.data._files import FIELD, documents_of, files_of, named, weighted
+from jgraph.data._named import CORPORA, SYNTHETIC_ENTROPY
+from jgraph.data._orders import Index
+from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
+from jgraph.errors import DataError, download_hint
+
+Side = Literal["train", "heldout"]
+
+# zlib looks back 32 KiB, so its rate settles early; this many bytes take about 3 s.
+_ZLIB_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and held-out tokens, from different documents.
+
+    Attributes:
+        name: The name that `load` was given.
+        sources: Training sources with their weights and document boundaries.
+        heldout_sources: Held-out sources, in the same order.
+        vocab_size: Larger than every id; 256 for bytes.
+        fingerprint: SHA-256 of the contents, 64 hexadecimal digits. Does not depend on the order of documents.
+        decoder: Converts ids to text; see `decode`.
+        files: Token files, to be verified.
+        zlib_nats_per_token: Size of the text (its first 32 MiB) under zlib, level 9; None if tokens are not bytes.
+        entropy_nats_per_token: Loss of the best possible model; None if unknown.
+    """
+
+    name: str
+    sources: tuple[Source, ...] = field(repr=False)
+    heldout_sources: tuple[Source, ...] = field(repr=False)
+    vocab_size: int
+    fingerprint: str
+    decoder: Callable[[Sequence[int]], str] = field(repr=False)
+    files: tuple[Path, ...] = ()
+    zlib_nats_per_token: float | None = None
+    entropy_nats_per_token: float | None = None
+
+    @cached_property
+    def train(self) -> Tokens:
+        """1-D training ids of all sources, end to end: uint8 for bytes, else uint16 or uint32."""
+        return _concatenated(self.sources)
+
+    @cached_property
+    def heldout(self) -> Tokens:
+        """1-D held-out ids of all sources, end to end."""
+        return _concatenated(self.heldout_sources)
+
+    @property
+    def train_documents(self) -> int:
+        """Number of training documents."""
+        return sum(source.num_documents for source in self.sources)
+
+    @property
+    def heldout_documents(self) -> int:
+        """Number of held-out documents."""
+        return sum(source.num_documents for source in self.heldout_sources)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of 1-D ids. Invalid UTF-8 becomes U+FFFD; without a tokenizer, ids are printed as numbers."""
+        return self.decoder([int(token) for token in ids])
+
+
+def _concatenated(sources: Sequence[Source]) -> Tokens:
+    return sources[0].tokens if len(sources) == 1 else Concatenated([source.tokens for source in sources])
+
+
+def load(
+    data: str | Sequence[str],
+    *,
+    seq_len: int,
+    vocab_size: int | None,
+    tokenizer: Path | None = None,
+    field: str = FIELD,
+    documents: Documents = "joined",
+) -> Corpus:
+    """Opens a corpus.
+
+    Args:
+        data: One or several of: `python-docs`, `python-source`, `synthetic`, a file, a directory, a glob or a Hugging Face
+            dataset (see `_files`), and a directory of token files. A corpus name wins over a file of that name; write ./NAME
+            for the file. NAME:WEIGHT makes each a source with that share of the rows. Without weights all texts are one source
+            and each directory of token files is one, and their shares are proportional to their sizes.
+        seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
+        vocab_size: Rows of the model's embedding, larger than every id. None accepts any.
+        tokenizer: A tokenizer.json, to read text. None reads text beside token files through their tokenizer, and other text
+            as bytes. Does not apply to token files.
+        field: Field of the text in JSON Lines, Parquet and datasets.
+        documents: `separate` requires text with document boundaries.
+
+    Raises:
+        ConfigError: If a weight is not positive, or only some entries have one.
+        DataError: If nothing has a name; if data cannot be read, is empty, too short or damaged, or has ids that are too large;
+            if token files come from different tokenizers; or if document boundaries are unknown but needed.
+    """
+    names = [data] if isinstance(data, str) else data
+    try:
+        entries = weighted(names)
+        tokenizer = tokenizer or _tokenizer_beside([name for name, _ in entries])
+        parts = [_open(group, weight, tokenizer, field, documents) for group, weight in _groups(entries)]
+    except OSError as e:
+        raise DataError(f"`data` is {' '.join(names)}: cannot be read: {e}") from e
+    for part in parts:
+        _check(part, seq_len, vocab_size, documents)
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _check(part: Corpus, seq_len: int, vocab_size: int | None, documents: Documents) -> None:
+    """Raises DataError if a part of a corpus does not fit the model or the settings."""
+    if min(len(part.train), len(part.heldout)) < seq_len + 1:
+        raise DataError(
+            f"`data` is {part.name}: {len(part.train)} tokens to train on and {len(part.heldout)} held out, "
+            f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
+        )
+    ids = part.vocab_size
+    if part.train.dtype == np.uint8:  # in memory, so the largest byte is known: a model may be as small as it allows
+        ids = 1 + int(max(np.max(part.train[:]), np.max(part.heldout[:])))
+    if vocab_size is not None and ids > vocab_size:
+        raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {part.name} needs at least {ids} token ids")
+    for source in (*part.sources, *part.heldout_sources) if documents == "separate" else ():
+        source.require_index("data_documents", "separate")
+
+
+def _groups(entries: list[tuple[str, Fraction | None]]) -> list[tuple[list[str], Fraction | None]]:
+    """Returns the names and the weight of each source. Texts without a weight are one source."""
+    groups, texts = [], []
+    for name, weight in entries:
+        if weight is not None or _is_tokens(name):
+            groups.append(([name], weight))
+            continue
+        if not texts:
+            groups.append((texts, None))
+        texts.append(name)
+    return groups
+
+
+def _is_tokens(name: str) -> bool:
+    """True if a name is a directory of token files, as `python -m jgraph.data make` writes it."""
+    # Unlike `Path.is_dir`, this is False for a name that is too long.
+    return name not in CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
+
+
+def tokenizer_file(data: Sequence[str]) -> Path | None:
+    """Returns the tokenizer.json of the first token files that `data` names; None if there is none."""
+    return _tokenizer_beside([name for name, _ in weighted(data)])
+
+
+def is_text(data: Sequence[str]) -> bool:
+    """True if `data` names texts that exist, and no token files."""
+    names = [name for name, _ in weighted(data)]
+    return all(name in CORPORA or (files_of(name) and not _is_tokens(name)) for name in names)
+
+
+def _tokenizer_beside(names: list[str]) -> Path | None:
+    found = [path for name in names if _is_tokens(name) and (path := Path(name, TOKENIZER_FILE)).exists()]
+    for one, other in pairwise(found):
+        if one.read_bytes() != other.read_bytes():
+            raise DataError(
+                f"`data` {other.parent} was made with another {TOKENIZER_FILE} than {one.parent}; make one of them again"
+            )
+    return found[0] if found else None
+
+
+def _open(names: list[str], weight: Fraction | None, tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
+    """Opens one source: a directory of token files, or texts."""
+    name = " ".join(names)
+    part = _of_directory(name) if _is_tokens(name) else _of_text(name, _documents(names, field, documents), tokenizer)
+    weight = weight or Fraction(len(part.train))
+    sides = ([replace(source, weight=weight) for source in side] for side in (part.sources, part.heldout_sources))
+    return replace(part, **dict(zip(("sources", "heldout_sources"), map(tuple, sides), strict=True)))
+
+
+def _documents(names: list[str], field: str, how: Documents) -> list[bytes]:
+    files = {name: [] if name in CORPORA else _files(name) for name in names}
+    of_files = sum(len(paths) or 1 for paths in files.values())
+    documents = []
+    for name, paths in files.items():
+        own = CORPORA[name]() if name in CORPORA else []
+        for path in paths:
+            with named("data", path):
+                own += documents_of(path, field, of_files=of_files, documents=how)
+        if not own:
+            raise DataError(f"`data` is {name}: the file is empty; name one with text in it")
+        documents += own
+    return documents
+
+
+def _files(name: str) -> list[Path]:
+    paths = files_of(name)
+    if paths:
+        return paths
+    if Path(name).is_dir():
+        raise DataError(
+            f"`data` is {name}: has no files; name one with texts, or make token files with python -m jgraph.data make"
+        )
+    close = difflib.get_close_matches(name, CORPORA, n=1)
+    hint = f"; did you mean {close[0]}?" if close else download_hint(name, kind="dataset")
+    raise DataError(f"`data` is {name}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
+
+
+def _joined(parts: list[Corpus]) -> Corpus:
+    first, name = parts[0], " ".join(part.name for part in parts)
+    _check_vocabularies(name, [(part.name, part.vocab_size, part.train.dtype) for part in parts])
+    return Corpus(
+        name,
+        sources=tuple(source for part in parts for source in part.sources),
+        heldout_sources=tuple(source for part in parts for source in part.heldout_sources),
+        vocab_size=first.vocab_size,
+        fingerprint=hashlib.sha256(b"".join(bytes.fromhex(part.fingerprint) for part in parts)).hexdigest(),
+        decoder=next((part.decoder for part in parts if not part.files), first.decoder),
+        files=tuple(path for part in parts for path in part.files),
+    )
+
+
+def _check_vocabularies(name: str, parts: list[tuple[str, int, np.dtype]]) -> None:
+    """Raises DataError if parts of a corpus, each with its name, vocabulary size and dtype, come from different tokenizers."""
+    for part, *vocabulary in parts:
+        if vocabulary != [*parts[0][1:]]:
+            raise DataError(
+                f"`data` is {name}: {part} has a vocabulary of {vocabulary[0]} in {vocabulary[1]}, {parts[0][0]} one of "
+                f"{parts[0][1]} in {parts[0][2]}: all must come from one tokenizer, which also reads text beside token files"
+            )
+
+
+def _of_text(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
+    by_hash = sorted((digest(document), document) for document in documents if document.strip())
+    digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
+    try:
+        num_heldout = count_heldout(digests)
+        encoder = Encoder(tokenizer) if tokenizer else None
+        train, heldout = (_of_documents(name, own, encoder) for own in (texts[num_heldout:], texts[:num_heldout]))
+    except DataError as e:
+        raise DataError(f"`data` is {name}: {e}") from e
+    return Corpus(
+        name,
+        sources=(train,),
+        heldout_sources=(heldout,),
+        vocab_size=encoder.vocab_size if encoder else 256,
+        # A hash of hashes changes with the bytes of a document and with its boundaries.
+        fingerprint=hashlib.sha256(b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")).hexdigest(),
+        decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
+        zlib_nats_per_token=None if encoder else _zlib_nats(documents),
+        entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" and not encoder else None,
+    )
+
+
+def _of_documents(name: str, documents: list[bytes], encoder: Encoder | None) -> Source:
+    if encoder is None:
+        tokens = np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
+        lengths = [len(document) + 1 for document in documents]
+    else:
+        ids = list(encoder.encode(documents))
+        tokens, lengths = np.concatenate(ids).astype(token_dtype(encoder.vocab_size)), [len(own) for own in ids]
+    index = Index(np.cumsum(lengths), [len(lengths)], [len(tokens)])
+    return Source(tokens, index=index, name=name, num_documents=len(documents))
+
+
+def side_files(directory: Path) -> dict[Side, list[Path]]:
+    """Returns the token files of each side of a directory, by name.
+
+    Raises:
+        DataError: If a side has no files, or a .bin file belongs to neither side.
+    """
+    paths = sorted(directory.glob("*.bin"))
+    sides: dict[Side, list[Path]] = {"train": [], "heldout": []}
+    problem = "" if paths else "has no .bin files"
+    for path in paths:
+        side, dash, _ = path.name.partition("-")
+        if dash and side in sides:
+            sides[side].append(path)
+        else:
+            problem = problem or f"{path.name} is neither train-*.bin nor heldout-*.bin"
+    for side, files in sides.items():
+        problem = problem or ("" if files else f"has no {side}-*.bin file")
+    if problem:
+        raise DataError(f"`data` is {directory}: {problem}; make such a directory with python -m jgraph.data make")
+    return sides
+
+
+def ends_files(files: list[Path]) -> list[Path]:
+    """Returns the file, if it exists, with the document ends of one side's token files."""
+    path = files[0].with_name(ENDS_FILE.format(side=files[0].name.partition("-")[0]))
+    return [path] if path.exists() else []
+
+
+def _of_directory(name: str) -> Corpus:
+    """Maps all token files of a directory. Reads only their headers."""
+    sides = side_files(Path(name))
+    try:
+        opened = {side: [TokenFile(path) for path in paths] for side, paths in sides.items()}
+    except DataError as e:
+        raise DataError(f"`data` is {name}: {e}") from e
+    files = [file for own in opened.values() for file in own]
+    _check_vocabularies(name, [(file.path.name, file.header.vocab_size, file.header.dtype) for file in files])
+    hashed = b""
+    for side, own in opened.items():
+        hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in own)
+    return Corpus(
+        name,
+        sources=(_of_files(name, opened["train"]),),
+        heldout_sources=(_of_files(name, opened["heldout"]),),
+        vocab_size=files[0].header.vocab_size,
+        fingerprint=hashlib.sha256(hashed).hexdigest(),
+        decoder=load_decoder(Path(name, TOKENIZER_FILE)),
+        files=tuple(path for paths in sides.values() for path in (*paths, *ends_files(paths))),
+    )
+
+
+def _of_files(name: str, files: list[TokenFile]) -> Source:
+    documents, index = [file.header.num_documents for file in files], None
+    for path in ends_files([file.path for file in files]):
+        index = Index(read_tokens(path), documents, [len(file) for file in files])
+        if len(index) != sum(documents):
+            raise DataError(
+                f"{path}: has the ends of {len(index)} documents where the token files beside it have {sum(documents)}; "
+                "remove it to shuffle by windows, or make all of them again"
+            )
+    return Source(Concatenated(files), index=index, name=name, num_documents=sum(documents))
+
+
+def _zlib_nats(documents: list[bytes]) -> float:
+    # In the order of the source, where neighbours are alike, not by hash: as one would compress the text.
+    text = b"\n".join(documents)[:_ZLIB_BYTES]
+    return 8 * math.log(2) * len(zlib.compress(text, level=9)) / len(text)

@@ -1,0 +1,204 @@
+"""Draws a simulated schedule as a timeline for the terminal, or as an SVG figure.
+
+Ranks are rows, rank 0 on top; time runs to the right, to scale. The colors are the colorblind-safe palette of Okabe and Ito
+(jfly.uni-koeln.de/color, 2008). Black text is readable on all of them and on their tints for later chunks.
+"""
+
+import html
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from rich.style import Style
+from rich.text import Text
+
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, LETTERS, WGRAD
+from jgraph.schedule.simulate import Simulation
+
+Cells = Literal["colors", "letters"]
+
+COLORS = {FORWARD: "#56B4E9", DGRAD: "#E69F00", WGRAD: "#009E73", BACKWARD: "#D55E00"}
+TEXT = "#000000"
+
+_LABELS = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "full backward"}
+_IDLE, _CONTINUED = "·", "-"
+_MAX_LINES = 40
+
+# Pixels of the figure: left margin, top margin, distance of rows, height of bars, width of a digit, widths of the timeline.
+_LEFT, _TOP, _ROW, _BAR, _DIGIT, _WIDTHS = 64, 60, 30, 26, 7, (560.0, 1600.0)
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">
+<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 6L6 0" stroke="#BBBBBB"/></pattern>
+<rect width="100%" height="100%" fill="white"/>
+{parts}
+</svg>
+"""
+
+
+@cache
+def tint(kind: int, chunk: int, chunks: int) -> str:
+    """Returns the color of an action; later chunks are lighter.
+
+    Args:
+        kind: Index of the kind in `KINDS`.
+        chunk: Chunk of the action, 0-based.
+        chunks: Number of chunks per rank.
+
+    Returns:
+        The color as `#RRGGBB`.
+    """
+    share = 0.55 * chunk / max(chunks - 1, 1)
+    parts = (int(COLORS[kind][i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in parts)
+
+
+def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
+    """Draws the timeline of a schedule as text, with a line per rank and a line of times.
+
+    A cell is an action, with its microbatch if it fits; dots are idle time. If the shortest action would be narrower than two
+    columns, the timeline is wrapped into several bands of lines. If more than two bands would exceed 40 lines, only the first
+    ones and the last one are shown.
+
+    Args:
+        run: The simulated schedule.
+        width: Number of columns; smaller values than 40 count as 40.
+        cells: `colors`, or `letters`: a cell starts with the letter of its kind, in lower case for chunks after the first, or
+            with a dash if the start of the cell is cut off.
+
+    Returns:
+        The lines.
+    """
+    ranks = run.schedule.num_ranks
+    label = len(f"rank {ranks - 1} ")
+    scale, bands = _layout(run, max(width, 40) - label)
+    text, shown = Text(no_wrap=True, end=""), 0
+    for first, last in bands:
+        if first > shown:
+            text.append(f"{'...':{label}}times {shown / scale:.4g} to {first / scale:.4g} are not shown\n", style="dim")
+        for r in range(ranks):
+            text.append(f"rank {r}".ljust(label))
+            _append_cells(text, run, r, scale, (first, last), cells)
+            text.append("\n")
+        start, stop = f"{first / scale:.4g}", f"{min(last / scale, run.makespan):.4g}"
+        room = last - first - len(start)
+        text.append(" " * label + (start + stop.rjust(room) if room > len(stop) else start) + "\n", style="dim")
+        shown = last
+    return text
+
+
+def _layout(run: Simulation, columns: int) -> tuple[float, list[tuple[int, int]]]:
+    """Returns the columns per unit of time, and the first and last column of each band."""
+    shortest = _shortest(run)
+    # An integer number of columns, so that equal actions have equal widths.
+    cell = int(columns * shortest / run.makespan)
+    if cell < 2:
+        cell = len(str(run.schedule.num_microbatches - 1)) + 1
+    scale = cell / shortest
+    total = int(np.ceil(run.makespan * scale - 1e-6))
+    count = -(-total // (columns - columns % cell)) if total > columns else 1
+    step = -(-total // count // cell) * cell
+    starts = range(0, total, step)
+    most = max(_MAX_LINES // (run.schedule.num_ranks + 1), 2)
+    shown = starts if count <= most else [*starts[: most - 1], starts[-1]]
+    return scale, [(at, min(at + step, total)) for at in shown]
+
+
+def _shortest(run: Simulation) -> float:
+    """Returns the duration of the shortest action, but at least 1/16 of the longest."""
+    spans = np.concatenate([end - start for start, end in zip(run.starts, run.ends, strict=True)])
+    # Limits the width: a very short action may vanish instead. After a far longer action its duration even rounds to 0.
+    return float(max(spans.min(), spans.max() / 16))
+
+
+def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], style: Cells) -> None:
+    """Appends the cells of rank `r` within the range of columns `window`."""
+    order, at = run.schedule[r], window[0]
+    # Python integers, because a large latency would overflow an int64 array.
+    begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
+    cells = zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True)
+    for first, last, kind, chunk, microbatch in cells:
+        left, right = max(first, at), min(last, window[1])
+        if right <= left:
+            continue
+        text.append(_IDLE * (left - at), style="dim")
+        # The larger part of a cut cell shows the microbatch.
+        number = microbatch if 2 * (right - left) >= last - first + (first < left) else ""
+        if style == "colors":
+            # Adjacent cells of the same color need a separator: a space beside the number, or a line at the start.
+            cell = number.center(right - left) if len(number) < right - left else "▏".ljust(right - left)
+            text.append(cell, style=Style(color=TEXT, bgcolor=tint(kind, chunk, run.schedule.num_chunks)))
+        else:
+            letter = _CONTINUED if first < left else LETTERS[kind] if chunk == 0 else LETTERS[kind].lower()
+            text.append((letter + number if len(number) < right - left else letter).ljust(right - left))
+        at = right
+    text.append(_IDLE * (window[1] - at), style="dim")
+
+
+def legend(run: Simulation, *, cells: Cells) -> Text:
+    """Returns the legend of the timeline.
+
+    Args:
+        run: The simulated schedule; only its kinds of actions are listed.
+        cells: The cells of the timeline.
+
+    Returns:
+        One line.
+    """
+    text, chunks = Text(), run.schedule.num_chunks
+    for kind in _kinds(run):
+        style = Style(color=TEXT, bgcolor=COLORS[kind]) if cells == "colors" else ""
+        text.append(f" {LETTERS[kind]} " if cells == "colors" else LETTERS[kind], style=style).append(f" {_LABELS[kind]}   ")
+    text.append(_IDLE * 3 if cells == "colors" else _IDLE, style="dim").append(" idle   number: microbatch")
+    if chunks > 1:
+        text.append(f"   {'lighter' if cells == 'colors' else 'lower case'}: {_later_chunks(run)}")
+    return text
+
+
+def svg(run: Simulation) -> str:
+    """Returns the timeline as the text of an SVG file. An action shows its microbatch if it is wide enough."""
+    ranks, chunks = run.schedule.num_ranks, run.schedule.num_chunks
+    digits = len(str(run.schedule.num_microbatches - 1))
+    width = float(np.clip(run.makespan / _shortest(run) * _DIGIT * (digits + 1), *_WIDTHS))
+    scale, bottom = width / run.makespan, _TOP + _ROW * ranks
+    # A name from JSON may hold control characters and lone surrogates, which XML does not allow.
+    name = "".join(c if c.isprintable() else "?" for c in str(run.schedule))
+    title = html.escape(f"{name}, makespan {run.makespan:.4g}, bubble {run.bubble:.1%}")
+    parts = [_text(_LEFT, 20, title, size=13)]
+    items = [(COLORS[kind], _LABELS[kind]) for kind in _kinds(run)]
+    items += [(tint(FORWARD, chunks - 1, chunks), f"lighter: {_later_chunks(run)}")] * (chunks > 1)
+    x = _LEFT
+    for fill, label in [*items, ("url(#idle)", "idle")]:
+        parts += [_rect(x, 34, 18, 14, fill), _text(x + 24, 45, label)]
+        x += 24 + _DIGIT * (len(label) + 2)
+    for r, order in enumerate(run.schedule):
+        y = _TOP + _ROW * r
+        parts += [_text(_LEFT - 6, y + 17, f"rank {r}", anchor="end"), _rect(_LEFT, y, width, _BAR, "url(#idle)")]
+        lefts, spans = _LEFT + run.starts[r] * scale, (run.ends[r] - run.starts[r]) * scale
+        columns = (lefts, spans, order.kinds, order.chunks, order.microbatches)
+        for left, span, kind, chunk, m in zip(*(column.tolist() for column in columns), strict=True):
+            parts.append(_rect(left, y, span, _BAR, tint(kind, chunk, chunks)))
+            if span > _DIGIT * len(str(m)) + 2:
+                parts.append(_text(left + span / 2, y + 17, str(m), anchor="middle"))
+    for time in np.linspace(0, run.makespan, 5).tolist():
+        parts.append(_text(_LEFT + time * scale, bottom + 14, f"{time:.4g}", anchor="middle"))
+    parts.append(_text(_LEFT + width / 2, bottom + 32, "time (unit of the costs)", anchor="middle"))
+    return _SVG.format(width=round(_LEFT + width + 30), height=bottom + 42, parts="\n".join(parts))
+
+
+def _rect(x: float, y: int, width: float, height: int, fill: str) -> str:
+    # Thin bars need thin edges, which would otherwise cover them.
+    look = f'fill="{fill}" stroke="{TEXT}" stroke-width="{min(0.5, 0.1 * width):.2f}"'
+    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" {look}/>'
+
+
+def _text(x: float, y: int, text: str, *, anchor: str = "start", size: int = 11) -> str:
+    return f'<text x="{x:.2f}" y="{y}" text-anchor="{anchor}" font-size="{size}">{text}</text>'
+
+
+def _later_chunks(run: Simulation) -> str:
+    """Returns the chunks after the first, 1-based, for legends."""
+    return "chunk 2" + f" to {run.schedule.num_chunks}" * (run.schedule.num_chunks > 2)
+
+
+def _kinds(run: Simulation) -> list[int]:
+    """Returns the kinds of actions that occur, ascending."""
+    return np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist()

@@ -1,0 +1,130 @@
+"""`MoE`: a mixture of experts in place of an MLP, for any Flax NNX model."""
+
+# B batch, T sequence, N = B * T tokens, E experts, D model, F hidden of an expert
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jgraph.errors import require
+from jgraph.moe import _experts, _router
+from jgraph.moe.config import MoEConfig
+from jgraph.scopes import scope
+
+_INIT = nnx.initializers.normal(0.02)
+
+
+class MoE(nnx.Module):
+    """Routes each token to a few of many SwiGLU experts, in place of an MLP.
+
+    No token is dropped unless `config.overflow` is "drop". If a strategy spreads the experts over devices
+    (`FullySharded.experts`), a device holds some of the experts, and rows are sent to the device of their expert.
+
+    The losses of the router, times their coefficients, contribute to the gradient and not to the value of the model's loss.
+
+    >>> moe = jgraph.MoE(16, 32, jgraph.MoEConfig(num_experts=4), rngs=nnx.Rngs(0))
+    >>> moe(jnp.ones((2, 8, 16))).shape
+    (2, 8, 16)
+
+    The state is carried from step to step. The `reduction` of each variable defines how it is reduced over microbatches and
+    devices. `jgraph.moe.statistics` reads it after a step.
+
+    Attributes:
+        router_DE, up_EDF2, down_EFD: Parameters, float32. With shared experts also `shared_up_DF2` and `shared_down_FD`.
+        tokens_E: Tokens of each expert.
+        unseen_E: Minus the number of steps since an expert last had a token. Negative, so that it is reduced by a maximum.
+        entropy, balance, z: Entropy of the router, and both losses without their coefficients.
+        dropped: Rows that were dropped because they exceeded the capacity.
+        overflow: Rows that the fullest pair of devices needed, if they exceeded the capacity and `config.overflow` is "replay";
+            else 0. A positive value halts the training (`train_step`), and the step does not count.
+        bias_E: Bias of the router `sigmoid`. The next step begins by updating it from `tokens_E`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        config: MoEConfig,
+        *,
+        rngs: nnx.Rngs,
+        kernel_init: nnx.Initializer = _INIT,
+        down_init: nnx.Initializer | None = None,
+    ):
+        """
+        Args:
+            d_model: Width of x.
+            d_ff: Hidden width of an expert if `config.d_ff` is 0.
+            config: Settings of the experts and the router.
+            rngs: Random number generators for the parameters.
+            kernel_init: Initializer of the matrices.
+            down_init: Initializer of the second matrix of the experts; None for `kernel_init`.
+
+        Raises:
+            ConfigError: If `config` has no experts.
+        """
+        require(config.num_experts > 0, "model.moe.num_experts", config.num_experts, "positive in a layer of experts")
+        self.config, self.use_running_average = config, False  # `train()` and `eval()` set the attribute of this name
+        E, D, F, down_init = config.num_experts, d_model, config.d_ff or d_ff, down_init or kernel_init
+        self.router_DE = nnx.Param(kernel_init(rngs.params(), (D, E), jnp.float32))
+        self.up_EDF2 = nnx.Param(kernel_init(rngs.params(), (E, D, 2 * F), jnp.float32))
+        self.down_EFD = nnx.Param(down_init(rngs.params(), (E, F, D), jnp.float32))
+        if shared_F := config.shared_experts * F:
+            self.shared_up_DF2 = nnx.Param(kernel_init(rngs.params(), (D, 2 * shared_F), jnp.float32))
+            self.shared_down_FD = nnx.Param(down_init(rngs.params(), (shared_F, D), jnp.float32))
+        self.tokens_E = nnx.Variable(jnp.zeros(E, jnp.int32), reduction="sum")
+        self.unseen_E = nnx.Variable(jnp.zeros(E, jnp.int32), reduction="max")
+        self.entropy, self.balance, self.z = (nnx.Variable(jnp.zeros(()), reduction="mean") for _ in range(3))
+        self.dropped = nnx.Variable(jnp.zeros((), jnp.int32), reduction="sum")
+        self.overflow = nnx.Variable(jnp.zeros((), jnp.int32), reduction="halt")
+        if config.router == "sigmoid":
+            # Every microbatch computes the same bias.
+            self.bias_E = nnx.Variable(jnp.zeros(E), reduction="max")
+
+    def __call__(self, x_BTD: Array, *, weight: Array | float = 1.0) -> Array:
+        """Returns the weighted sum of the experts of each token.
+
+        Args:
+            x_BTD: Tokens; any leading axes.
+            weight: Factor of the router's losses. If the loss of the microbatch is a sum (`jgraph.Loss`), pass its weight.
+
+        Returns:
+            An array with the shape and dtype of x.
+        """
+        config, dtype = self.config, x_BTD.dtype
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        with scope("router"):
+            logits_NE = _router.logits(x_ND, self.router_DE[...].astype(jnp.float32))
+            bias_E = None
+            if config.router == "sigmoid":
+                bias_E = _router.updated_bias(self.bias_E[...], self.tokens_E[...], config.bias_rate)
+            found = _router.route(logits_NE, config, bias_E)
+        weights = self.up_EDF2[...].astype(dtype), self.down_EFD[...].astype(dtype)
+        if len(weights[0]) < config.num_experts:
+            y_ND, overflow = _experts.sharded_mixture(x_ND, found, *weights, config)
+        else:
+            y_ND, overflow = _experts.mixture(x_ND, found, *weights), _experts.Overflow(*[jnp.zeros((), jnp.int32)] * 2)
+        if config.shared_experts:
+            with scope("experts"):
+                shared = self.shared_up_DF2[...].astype(dtype), self.shared_down_FD[...].astype(dtype)
+                y_ND += _experts.shared_experts(x_ND, *shared)
+        if not self.use_running_average:
+            self.dropped.set_value(overflow.dropped)
+            self.overflow.set_value(overflow.needed if config.overflow == "replay" else jnp.zeros_like(overflow.needed))
+            with scope("router"):
+                y_ND = self._train(y_ND, found, logits_NE, bias_E, weight)
+        return y_ND.reshape(x_BTD.shape)
+
+    def _train(self, y: Array, found: _router.Routing, logits_NE: Array, bias_E: Array | None, weight: Array | float) -> Array:
+        """Attaches the losses and writes the state."""
+        config = self.config
+        balance, z = _router.balance_loss(found.probabilities, found.counts), _router.z_loss(logits_NE)
+        if config.balance_loss or config.z_loss:
+            y = _router.attach(y, weight * (config.balance_loss * balance + config.z_loss * z))
+        if bias_E is not None:
+            self.bias_E.set_value(bias_E)
+        self.tokens_E.set_value(found.counts)
+        self.unseen_E.set_value(jnp.where(found.counts > 0, 0, self.unseen_E[...] - 1))
+        for place, value in (self.entropy, _router.entropy(found.probabilities)), (self.balance, balance), (self.z, z):
+            place.set_value(jax.lax.stop_gradient(value))
+        return y

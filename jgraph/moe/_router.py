@@ -1,0 +1,166 @@
+"""Routes tokens to experts, and the losses of the router. Everything is computed in float32.
+
+Implements the routers of Mixtral and Qwen3 (arXiv:2401.04088), and that of DeepSeek-V3 (arXiv:2412.19437), which a bias
+balances.
+"""
+
+# N tokens, D model, E experts, K experts of a token
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jgraph.mesh import BATCH_AXES
+from jgraph.moe.config import MoEConfig
+
+
+class Routing(NamedTuple):
+    """The experts of the tokens of a microbatch.
+
+    Attributes:
+        experts: int32 [N, K], different experts for each token.
+        weights: [N, K], factors of the experts' results.
+        probabilities: [N, E], probabilities of all experts; a row sums to one.
+        counts: int32 [E], tokens of each expert.
+    """
+
+    experts: Array
+    weights: Array
+    probabilities: Array
+    counts: Array
+
+
+@jax.custom_vjp
+def logits(x_ND: Array, router_DE: Array) -> Array:
+    """Multiplies x by the router's matrix in float32. TF32 would change the experts of tokens that are close to a tie.
+
+    A bfloat16 x is multiplied by three bfloat16 parts of the matrix, which together have its 24 bits. The products are exact,
+    and tensor cores add them in float32 (Henry, Tang and Heinecke, arXiv:1904.06376). Gradients are computed in the same way.
+
+    Args:
+        x_ND: bfloat16, or a dtype that converts to float32 without loss.
+        router_DE: float32.
+
+    Returns:
+        The logits, float32.
+    """
+    if x_ND.dtype != jnp.bfloat16:
+        return jnp.matmul(x_ND.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
+    return _sum_of_thirds(_matmul(x_ND, jnp.concatenate(_parts(router_DE), 1)))
+
+
+def _logits_backward(residuals: tuple[Array, Array], dy_NE: Array) -> tuple[Array, Array]:
+    x_ND, router_DE = residuals
+    if x_ND.dtype != jnp.bfloat16:
+        dx_ND = jnp.matmul(dy_NE, router_DE.T, precision=lax.Precision.HIGHEST)
+        dw_DE = jnp.matmul(x_ND.astype(jnp.float32).T, dy_NE, precision=lax.Precision.HIGHEST)
+        return dx_ND.astype(x_ND.dtype), dw_DE
+    high_DE, low_DE, _ = _parts(router_DE)
+    dy_parts = _parts(dy_NE)
+    # dx is rounded to 8 bits, so 16 bits of each operand suffice.
+    paired_NF = jnp.concatenate([dy_parts[0], dy_parts[0], dy_parts[1]], 1)
+    dx_ND = paired_NF @ jnp.concatenate([high_DE, low_DE, high_DE], 1).T
+    return dx_ND, _sum_of_thirds(_matmul(x_ND.T, jnp.concatenate(dy_parts, 1)))
+
+
+logits.defvjp(lambda x_ND, router_DE: (logits(x_ND, router_DE), (x_ND, router_DE)), _logits_backward)
+
+
+def _parts(a: Array) -> list[Array]:
+    """Returns three bfloat16 arrays that sum to a float32 array, up to its last one or two bits."""
+    parts = []
+    for _ in range(3):
+        # XLA would remove a conversion to bfloat16 and back.
+        part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        a = a - part
+    return parts
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def _sum_of_thirds(thirds: Array) -> Array:
+    """Adds three arrays that are concatenated along axis 1, the smallest first."""
+    first, second, third = jnp.split(thirds, 3, 1)
+    return first + (second + third)
+
+
+def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> Routing:
+    """Chooses the experts of every token.
+
+    Args:
+        logits_NE: float32.
+        config: Settings of the router.
+        bias_E: Added to the sigmoids for the choice only. It does not change the weights and has no gradient.
+    """
+    if config.router == "sigmoid":
+        scores_NE = jax.nn.sigmoid(logits_NE)
+        probabilities_NE = scores_NE / jnp.sum(scores_NE, -1, keepdims=True)
+    else:
+        scores_NE = probabilities_NE = jax.nn.softmax(logits_NE, -1)
+    ranked_NE = lax.stop_gradient(logits_NE if config.router != "sigmoid" else scores_NE)
+    if bias_E is not None:
+        ranked_NE += lax.stop_gradient(bias_E)
+    _, experts_NK = lax.top_k(ranked_NE, config.experts_per_token)
+    # The gradient of a look-up by indices would be a scatter.
+    is_NKE = experts_NK[..., None] == jnp.arange(config.num_experts, dtype=experts_NK.dtype)
+    of_NE = logits_NE if config.router == "topk-softmax" else scores_NE
+    weights_NK = jnp.sum(jnp.where(is_NKE, of_NE[:, None], 0), -1)
+    if config.router == "topk-softmax":
+        weights_NK = jax.nn.softmax(weights_NK, -1)
+    elif config.weights == "normalized":
+        weights_NK /= jnp.sum(weights_NK, -1, keepdims=True)
+    counts_E = jnp.sum(is_NKE, (0, 1), dtype=jnp.int32)
+    return Routing(experts_NK, weights_NK * config.weights_scale, probabilities_NE, counts_E)
+
+
+def updated_bias(bias_E: Array, counts_E: Array, rate: float) -> Array:
+    """Returns the biases after a step: increased by `rate` for experts with fewer tokens than the mean, else decreased."""
+    counts_E = counts_E.astype(jnp.float32)
+    return bias_E + rate * jnp.sign(jnp.mean(counts_E) - counts_E)
+
+
+def entropy(probabilities_NE: Array) -> Array:
+    """Returns the mean entropy of the probabilities of a token, in nats; at most log E."""
+    return -jnp.mean(jnp.sum(jax.scipy.special.xlogy(probabilities_NE, probabilities_NE), -1))
+
+
+def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
+    """Computes Switch's load-balancing loss of a layer (arXiv:2101.03961): E times the sum of fraction times mean probability.
+
+    The fraction of an expert is its number of tokens over the number of all tokens, as in `load_balancing_loss_func` of
+    transformers. The fractions of K experts per token sum to K, and a balanced router has a loss of K. The devices of the axes
+    `data` and `fsdp` of a surrounding `jax.shard_map` share a microbatch: both means are over all of its tokens.
+
+    Args:
+        probabilities_NE: float32; differentiated.
+        counts_E: Tokens of each expert.
+    """
+    fractions_E = lax.stop_gradient(counts_E.astype(jnp.float32)) / len(probabilities_NE)
+    means_E = jnp.mean(probabilities_NE, 0)
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes := tuple(axis for axis in BATCH_AXES if axis in mesh.manual_axes and mesh.shape[axis] > 1):
+        fractions_E, means_E = lax.pmean(jnp.stack([fractions_E, means_E]), axes)
+    return len(counts_E) * jnp.sum(fractions_E * means_E)
+
+
+def z_loss(logits_NE: Array) -> Array:
+    """Computes the mean square of the tokens' log-sum-exp (ST-MoE, arXiv:2202.08906), which keeps logits small."""
+    return jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, -1)))
+
+
+@jax.custom_vjp
+def attach(y: Array, loss: Array) -> Array:
+    """Returns y, and adds the gradient of `loss`, a scalar, to the gradient of any loss computed from y.
+
+    Requires that the loss of a microbatch is differentiated with a cotangent of 1, as every strategy of jgraph does. For a loss
+    that is a sum (`jgraph.Loss` with a weight), multiply `loss` by the weight.
+    """
+    return y
+
+
+attach.defvjp(lambda y, loss: (y, jnp.ones_like(loss)), lambda one, dy: (dy, one))

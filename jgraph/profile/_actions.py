@@ -1,0 +1,125 @@
+"""Compares a pipeline step as it ran with the step as planned, action by action. Does not use JAX.
+
+A trace has the kernels of forwards, dgrads and wgrads of a rank, but not their microbatches. Those follow from the schedule's
+order, because all actions of a kind run the same code and therefore the same number of kernels.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from jgraph.errors import ProfileError
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, KINDS, WGRAD
+from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.simulate import Costs, Execution, Simulation, simulate
+from jgraph.schedule.tables import tick_table
+
+# T ticks, P ranks
+
+Runtime = Literal["aligned", "general"]
+Kernels: TypeAlias = Mapping[int, np.ndarray]
+"""By kind (FORWARD, DGRAD, WGRAD): start and end in ms of a rank's kernels in one step, [n, 2], sorted by start."""
+
+# In the aligned runtime all ranks run a tick in lockstep. In the general one a tick ends with permutes, so a rank waits for
+# the ranks that it exchanges arrays with.
+_EXECUTION: Mapping[Runtime, Execution] = {"aligned": "lockstep", "general": "neighbours"}
+_PARTS = {FORWARD: (FORWARD,), DGRAD: (DGRAD, BACKWARD), WGRAD: (WGRAD, BACKWARD)}
+_MOST_SLOW = 10
+
+
+def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
+    """Returns start and end of every action as it ran, in ms from the start of the first.
+
+    An action lasts from the start of its first kernel to the end of its last.
+
+    Args:
+        schedule: The schedule as the runtime runs it (`Pipeline.schedule`).
+        ranks: The kernels of each rank.
+        runtime: In the `aligned` runtime a rank also runs a tick's forward or dgrad if it is idle in that tick.
+
+    Raises:
+        ProfileError: If the number of ranks differs, or the kernels of a kind cannot be divided equally among its actions.
+    """
+    if len(ranks) != schedule.num_ranks:
+        raise ProfileError(f"the trace has {len(ranks)} ranks, the schedule {schedule.num_ranks}: must be equal")
+    kinds_TP = tick_table(schedule).kind
+    lead_T = kinds_TP.min(1)  # another kind than wgrad, if any rank runs one
+    starts, ends = [], []
+    for r, (kernels, ticks) in enumerate(zip(ranks, schedule.ticks, strict=True)):
+        own_T = kinds_TP[:, r]
+        start_T, end_T = np.full(len(own_T), np.inf), np.full(len(own_T), -np.inf)
+        for kind, parts in _PARTS.items():
+            runs = np.isin(own_T, parts)
+            if runtime == "aligned" and kind != WGRAD:
+                runs = (lead_T == kind) & (own_T != WGRAD)
+            runs = np.flatnonzero(runs)
+            times = np.asarray(kernels.get(kind, ()), float).reshape(-1, 2)
+            if len(times) % max(len(runs), 1) or (len(times) == 0) != (len(runs) == 0):
+                raise ProfileError(
+                    f"rank {r} ran {len(times)} kernels of {KINDS[kind]} in {len(runs)} actions of that kind: must be a whole "
+                    "multiple, because all of them run the same kernels; XLA may have merged or split some"
+                )
+            if len(runs):
+                times = times.reshape(len(runs), -1, 2)
+                start_T[runs] = np.minimum(start_T[runs], times[:, :, 0].min(1))
+                end_T[runs] = np.maximum(end_T[runs], times[:, :, 1].max(1))
+        starts.append(start_T[ticks])
+        ends.append(end_T[ticks])
+    first = min(row.min() for row in starts)
+    return Simulation(schedule, tuple(row - first for row in starts), tuple(row - first for row in ends), 0.0)
+
+
+def costs(run: Simulation) -> dict[str, float]:
+    """Returns the median time in ms of an action, by kind."""
+    kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
+    return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
+
+
+def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
+    """Simulates the step, with the cost of its kind for every action, and no time for transfers.
+
+    Args:
+        schedule: The schedule.
+        costs_ms: Time of an action in ms by kind.
+        runtime: Determines the ranks that wait for each other.
+    """
+    return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
+
+
+def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
+    """Returns `pipeline` of profile.json: the step as planned, with the measured costs, and as it ran.
+
+    `slow_ms` of an action is its time above the median of its kind.
+
+    Args:
+        schedule: The schedule as the runtime runs it.
+        run: The step, from `measured`.
+        runtime: The runtime.
+    """
+    costs_ms = costs(run)
+    plan = planned(schedule, costs_ms, runtime)
+    times = {"planned_start_ms": plan.starts, "planned_end_ms": plan.ends, "start_ms": run.starts, "end_ms": run.ends}
+    columns = {name: np.concatenate(rows) for name, rows in times.items()}
+    usual_ms = np.array([costs_ms[action.kind] for order in schedule for action in order])
+    columns["slow_ms"] = columns["end_ms"] - columns["start_ms"] - usual_ms
+    flat = {name: column.round(4).tolist() for name, column in columns.items()}
+    actions = [
+        {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
+        for r, order in enumerate(schedule)
+        for action in order
+    ]
+    for i, action in enumerate(actions):
+        action |= {name: column[i] for name, column in flat.items()}
+    slowest = sorted(range(len(actions)), key=lambda i: -flat["slow_ms"][i])[:_MOST_SLOW]
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "chunks": len(schedule.placement[0]),
+        "costs_ms": {kind: round(ms, 4) for kind, ms in costs_ms.items()},
+        "planned": {"step_ms": round(plan.makespan, 4), "bubble": plan.bubble},
+        "measured": {"step_ms": round(run.makespan, 4), "bubble": run.bubble},
+        "actions": actions,
+        "slow": [i for i in slowest if flat["slow_ms"][i] > 0],
+    }
