@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 def config_of(preset, **changes):
     """The preset with XLA's attention, as the GPU would run it otherwise; changes are of the model."""
-    config = preset(preset)
+    config = presets.preset(preset)
     return config.changed(model=dataclasses.replace(config.model, attention="xla", **changes))
 
 
