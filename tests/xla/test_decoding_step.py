@@ -11,6 +11,7 @@ from flax import nnx
 import jgraph
 from jgraph.inference._sampling import settings_of
 from jgraph.inference.generate import _begin, _next_token
+from jgraph.train import presets
 from jgraph.xla import aot, check_identity
 from jgraph_models.gpt import GPT
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from jgraph.train import presets
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compiler_options
 
