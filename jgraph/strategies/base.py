@@ -163,6 +163,10 @@ class BoundStrategy(Protocol):
         """
         ...
 
+    def profile_facts(self) -> dict[str, Any]:
+        """Returns facts about the strategy for the report of a profile, as JSON."""
+        ...
+
 
 class Strategy(Protocol):
     """Places parameters on devices, and assigns computation to devices.
