@@ -117,7 +117,6 @@ def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, 
     commands = [
         (data, ("make", "--text", blocked.parent, "--train-bpe", "300"), "--out"),
         (aot.main, ("install",), "--directory"),
-        (inspect_main, ("schedule", "gpipe", "--pp", "2", "--microbatches", "2"), "--json"),
     ]
     for main, args, flag in commands:
         line = refused(capsys, main, *args, flag, blocked)
