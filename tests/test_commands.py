@@ -125,7 +125,6 @@ def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, 
 
 def test_a_profile_directory_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked, monkeypatch):
     monkeypatch.setattr("jgraph.profile.report.of_trace", lambda *args, **choices: {})
-    monkeypatch.setattr("jgraph.profile._summary.show", lambda *args: None)
     line = refused(capsys, profile, blocked.parent, "--out", blocked)
     assert line == f"--out is {blocked}: cannot be written (Not a directory)"
 

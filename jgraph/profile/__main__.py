@@ -7,9 +7,11 @@
 Writes profile.json, and profile.html, which needs no server and no other file.
 """
 
+import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -38,7 +40,7 @@ def show(
     """
     require(steps >= 0, "steps", steps, "0 or the number of steps")
     # Imported here, because importing jax is slow.
-    from jgraph.profile import _summary, report
+    from jgraph.profile import report
 
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
@@ -49,11 +51,20 @@ def show(
         profile = report.of_trace(path, program=program, steps=steps or None)
         beside = path if path.is_dir() else path.parent
     console = FlagConsole(fields_of(show))
-    _summary.show(profile, console)
     out = out or beside
     with os_errors("out", out):
         files = report.write(profile, out)
-    console.print(f"written to {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(profile: Mapping[str, Any]) -> str:
+    """Returns the time of a step, and the part of it that is attributed to categories."""
+    captured, named = profile["captured"], profile["uncaptured"]
+    attributed = statistics.mean(rank["attributed"] for rank in named["ranks"])
+    times = [f"{captured['step_ms']:.2f} ms a step in command buffers"] if captured else []
+    times.append(f"{named['step_ms']:.2f} ms without, {attributed:.1%} of the busy time attributed")
+    return f"{profile['title']}: {', '.join(times)}"
 
 
 main = command("python -m jgraph.profile", __doc__, show)

@@ -109,16 +109,6 @@ function whereTheTimeWent({ uncaptured }) {
       top.length ? ` Without one: ${top.join(", ")}.` : ""));
 }
 
-function whatIsHidden({ collectives }) {
-  if (!collectives?.length) return;
-  const list = (found, text) => Object.entries(found ?? {}).slice(0, 5).map(([name, value]) => `${name} ${text(value)}`).join(", ");
-  const rows = collectives.map((one) => [one.label, named(one.category), number(one.count, whole), number(one.ms),
-    number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.behind, ms)]);
-  const caption = "Collectives of rank 0 in a step, grouped by kind and shape. Exposed: nothing else ran. Hidden behind: " +
-    "the kernels that ran meanwhile, in ms, longest first.";
-  panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed", "hidden behind"], rows));
-}
-
 function whatToFixFirst({ groups, roofline }) {
   if (!groups.length) return;
   const share = ({ roofline_ms: least, ms: time }) => number(least == null ? null : least / time, percent);
@@ -413,4 +403,4 @@ function timeline({ timeline: recorded }) {
   charts.push(draw);
 }
 
-build([summary, whereTheTimeWent, whatIsHidden, whatToFixFirst, pipeline, memory, timeline]);
+build([summary, whereTheTimeWent, whatToFixFirst, pipeline, memory, timeline]);

@@ -14,14 +14,13 @@ from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
 from jgraph.page import render
 from jgraph.profile import _actions, attribution
-from jgraph.profile._collectives import collectives
 from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
 from jgraph.schedule.action import KINDS
 
-_FORMAT = 3
+_FORMAT = 4
 _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
 
 
@@ -113,7 +112,6 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
             "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
         "groups": attribution.groups(first, program, device),
-        "collectives": collectives(first, program),
         "roofline": asdict(device) if device else None,
         "pipeline": None,
         "timeline": attribution.timeline(chosen),

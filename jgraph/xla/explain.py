@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,39 +93,6 @@ class FP8Products:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Asynchronous collectives of one kind and shape.
-
-    Attributes:
-        kind: The kind, e.g. `all-gather`.
-        shape: The shape of the result.
-        number: The number of these collectives.
-        hidden: The number with a matmul or a kernel scheduled between start and end.
-    """
-
-    kind: str
-    shape: str
-    number: int
-    hidden: int
-
-    @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "tuple[Overlap, ...]":
-        """Returns the asynchronous collectives of a program outside of loops, the most frequent first."""
-        text = compiled.as_text() or ""
-        if "-start(" not in text and " async-start" not in text:
-            return ()
-        module, number, hidden = HloModule(text), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for start, between in module.overlaps():
-            kind = module.collective(start), str(start.shapes[-1])
-            number[kind] += 1
-            hidden[kind] += any(map(module.has_kernel, between))
-        return tuple(cls(*kind, count, hidden[kind]) for kind, count in number.most_common())
-
-    def __str__(self) -> str:
-        return f"  {self.number} {self.kind} {self.shape}: {self.hidden} behind products or kernels"
-
-
-@dataclass(frozen=True)
 class Explanation:
     """The report of `explain`. `str` formats it.
 
@@ -137,7 +103,6 @@ class Explanation:
         donations: Every donated leaf and the output in its buffer.
         memory: Device memory. None if XLA does not report it.
         fp8: The FP8 matmuls.
-        overlaps: Asynchronous collectives outside of loops, and the number that XLA hides.
         notes: Limits of the report.
     """
 
@@ -147,7 +112,6 @@ class Explanation:
     donations: tuple[Donation, ...]
     memory: Memory | None
     fp8: FP8Products = FP8Products(0, 0)
-    overlaps: tuple[Overlap, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -176,8 +140,6 @@ class Explanation:
             lines.append(f"memory: {self.memory}")
         if self.fp8.products:
             lines.append(str(self.fp8))
-        if self.overlaps:
-            lines += ["asynchronous collectives:", *map(str, self.overlaps)]
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
             lines.append(f"note: {_HOW}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -231,7 +193,6 @@ def explain(
         donations=donations(lowered, compiled, _argument_names(traced, lowered)),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
-        overlaps=Overlap.of(compiled),
         notes=tuple(_notes(capture, target)),
     )
 

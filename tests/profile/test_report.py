@@ -39,13 +39,6 @@ def test_every_cause_of_a_step_is_found_and_no_other(name, collectives, reports)
         assert set(rank["categories"]) - {"other", "control"} == COMPUTE | collectives | recompute
 
 
-def test_collectives_have_the_shapes_and_lines_of_the_instructions_that_started_them(reports):
-    found = {one["category"]: one for one in reports["sharded"]["collectives"]}
-    assert found["reduce-scatter"]["label"] == "reduce-scatter f32[320] f32[393216] f32[2048,256]"
-    assert all(one["source"] for one in found.values())
-    assert reports["one"]["collectives"] == []
-
-
 def test_a_captured_step_is_one_launch(reports):
     found = reports["one"]["captured"]
     assert (found["launches"], found["records"]) == (1, 0)
@@ -96,7 +89,7 @@ def test_a_bare_trace_and_its_program_give_the_same_causes(recorded, reports, tm
     trace = next((recorded("one") / "uncaptured").glob("*.xplane.pb"))
     flags = ["--program", str(program), "--steps", "2", "--out", str(tmp_path / "out")]
     assert main([str(trace), *flags]) == 0
-    assert "above its roofline" in capsys.readouterr().out
+    assert "of the busy time attributed" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert found["uncaptured"] == reports["one"]["uncaptured"]
 

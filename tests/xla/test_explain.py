@@ -144,7 +144,7 @@ def test_a_step_with_grouped_products_updates_its_experts_in_place():
 def test_the_report_is_json_with_the_fields_of_the_report():
     report = explain(update, STATE, X, donate_argnums=0)
     fields = json.loads(report.to_json())
-    assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "overlaps", "notes"}
+    assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "notes"}
     assert fields["donations"][0] == {
         "leaf": "state['m']",
         "array": "float32[9]",
