@@ -1,8 +1,8 @@
 """Report the time of each kernel in a recorded trace.
 
-    python -m jgraph.train --profile 10:13 --run-dir runs/first   # records a profile and writes the report
-    python -m jgraph.profile runs/first                           # writes the report again
-    python -m jgraph.profile trace.xplane.pb --program step.txt   # any jax program: its trace and compiled.as_text()
+    python -m jgraph.train --profile 10:13 --run-dir runs/first              # records a profile and writes the report
+    python -m jgraph.profile runs/first                                      # writes the report again
+    python -m jgraph.profile trace.xplane.pb --program step.txt --steps 3   # any jax program: its trace and compiled.as_text()
 
 Writes profile.json, and profile.html, which needs no server and no other file.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Directory, File, FlagConsole, command, fields_of
+from jgraph.cli import Count, Directory, File, FlagConsole, command, fields_of
 from jgraph.errors import ConfigError, os_errors, require
 
 
@@ -25,7 +25,7 @@ def show(
     *,
     out: Directory = None,
     program: File = None,
-    steps: int = 0,
+    steps: Count = None,
 ) -> None:
     """Writes the report and prints a summary.
 
@@ -33,14 +33,15 @@ def show(
         path: A run directory, a *.xplane.pb file, or a directory that contains one.
         out: Directory to write to; by default that of the profile.
         program: For a trace: file with the text of the program, as compiled.as_text() returns it.
-        steps: For a trace: number of equal steps in it; 0 to guess it.
+        steps: For a trace: number of equal steps in it.
 
     Raises:
         JgraphError: If the profile cannot be read, or the report cannot be written.
     """
-    require(steps >= 0, "steps", steps, "0 or the number of steps")
+    require(steps is None or steps >= 1, "steps", steps, "at least 1")
     # Imported here, because importing jax is slow.
     from jgraph.profile import report
+    from jgraph.profile.trace import find
 
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
@@ -48,7 +49,11 @@ def show(
             raise ConfigError(f"{path} determines both: omit `program` and `steps`", field="program")
         profile, beside = report.of_run(recorded), recorded
     else:
-        profile = report.of_trace(path, program=program, steps=steps or None)
+        file = find(path)
+        if program is None or steps is None:
+            missing = "program" if program is None else "steps"
+            raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
+        profile = report.of_trace(path, program=program, steps=steps)
         beside = path if path.is_dir() else path.parent
     console = FlagConsole(fields_of(show))
     out = out or beside

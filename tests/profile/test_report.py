@@ -75,8 +75,10 @@ def test_memory_is_told_by_pool(reports):
     assert pools["optimizer"] > 1.9 * pools["parameters"]
 
 
-def test_a_trace_of_graphs_says_what_to_do(recorded, capsys):
-    assert main([str(recorded("one") / "captured")]) == 2
+def test_a_trace_of_graphs_says_what_to_do(recorded, tmp_path, capsys):
+    program = tmp_path / "step.txt"
+    program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
+    assert main([str(recorded("one") / "captured"), "--program", str(program), "--steps", "2"]) == 2
     said = capsys.readouterr().err
     assert "came out of CUDA graphs" in said
     assert "`graph` off" in said
@@ -105,8 +107,10 @@ def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
     ("argv", "said"),
     [
         (["nowhere"], "nowhere: no such file or directory"),
-        (["tests", "--steps", "-1"], "--steps is -1"),
-        (["tests/profile/traces/one.tar.xz"], "cannot be read as a trace"),
+        (["tests", "--steps", "0"], "--steps is 0"),
+        (["tests/profile/traces/one.tar.xz"], "one.tar.xz is a trace, not a run: pass --program and --steps"),
+        (["tests/inspect"], "tests/inspect has no trace"),
+        (["tests/profile/traces/one.tar.xz", "--program", "step.txt", "--steps", "2"], "cannot be read as a trace"),
         ([], "required"),
     ],
 )
