@@ -117,12 +117,7 @@ class Explanation:
     @property
     def dropped(self) -> tuple[Donation, ...]:
         """Donated leaves with a buffer that no output uses."""
-        return tuple(donation for donation in self.donations if donation.status == "dropped")
-
-    @property
-    def crosswise(self) -> tuple[Donation, ...]:
-        """Donated leaves with a buffer that another output than their counterpart uses."""
-        return tuple(donation for donation in self.donations if donation.status == "crosswise")
+        return tuple(donation for donation in self.donations if not donation.output)
 
     def to_json(self) -> str:
         """Returns the fields as a JSON object, with `total` in memory."""
@@ -222,13 +217,12 @@ def _donation_lines(report: Explanation) -> Iterator[str]:
     if not found:
         yield "donated: nothing"
         return
-    right = [donation for donation in found if donation.status == "reused"]
-    wrong = [donation for donation in found if donation.status != "reused"]
+    reused = [donation for donation in found if donation.output]
     leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {_bytes(sum(d.nbytes for d in found))}"
-    yield f"donated: {leaves}: {len(right)} reused, {len(report.dropped)} dropped, {len(report.crosswise)} crosswise"
-    yield from (f"  {donation}" for donation in (*wrong, *right[:_MOST_SHOWN]))
-    if len(right) > _MOST_SHOWN:
-        yield f"  and {len(right) - _MOST_SHOWN} more"
+    yield f"donated: {leaves}: {len(reused)} reused, {len(report.dropped)} dropped"
+    yield from (f"  {donation}" for donation in (*report.dropped, *reused[:_MOST_SHOWN]))
+    if len(reused) > _MOST_SHOWN:
+        yield f"  and {len(reused) - _MOST_SHOWN} more"
 
 
 def _bytes(number: int) -> str:
