@@ -59,7 +59,7 @@ class Unused(GPT):
 def config(**fields: Any) -> TrainConfig:
     # Large steps bring a model to where rounding is amplified, on one device as on many.
     made = config_of(**{"num_layers": LAYERS, "steps": STEPS, "num_microbatches": 2, "seed": 2} | fields)
-    return dataclasses.replace(made, optimizer=dataclasses.replace(made.optimizer, clip_norm=0.1, learning_rate=3e-3))
+    return made.changed(optimizer=dataclasses.replace(made.optimizer, clip_norm=0.1, learning_rate=3e-3))
 
 
 @functools.cache
@@ -220,7 +220,7 @@ def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
     made = config(fsdp=2, pp=2, num_layers=3)
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
     rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
-    form = TrainSetup.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).step.bound
+    form = TrainSetup.of(made.changed(model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)["layers"][0]
     assert [place["mlp"]["up"]["kernel"] for place in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
@@ -253,7 +253,7 @@ def test_a_rule_that_a_pipeline_cannot_follow_is_refused_in_one_line(fields):
 def test_an_axis_that_counts_layers_is_refused_in_a_pipeline():
     made = config(fsdp=2, pp=2, shard_rules=("blocks/mlp/up/kernel=0",))
     with pytest.raises(ConfigError, match="the ranks share the layers") as error:
-        TrainSetup.of(dataclasses.replace(made, model=dataclasses.replace(made.model, scan_layers=True)))
+        TrainSetup.of(made.changed(model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
 
 
@@ -289,7 +289,7 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
             config(fsdp=2, **fields)
         return
     made = config(fsdp=2, **fields)
-    assert made.read_dtype == reads
+    assert made.dtypes.read_dtype == reads
     setup = TrainSetup.of(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
@@ -372,7 +372,7 @@ def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, tota
 def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(first, second):
     made = config(fsdp=2, main_params_dtype=LOW, decoupled_grad=True)
     moments = dataclasses.replace(made.optimizer, first_moment_dtype=first, second_moment_dtype=second)
-    run = trained(dataclasses.replace(made, optimizer=moments))
+    run = trained(made.changed(optimizer=moments))
     adam = run.state.opt_state[0]
     assert {leaf.dtype for leaf in jax.tree.leaves(adam.mu)} == {jnp.dtype(first)}
     assert {leaf.dtype for leaf in jax.tree.leaves(adam.nu)} == {jnp.dtype(second)}
@@ -392,7 +392,7 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any
         num_layers=num_layers, d_model=512, num_heads=4, num_kv_heads=4, d_ff=2048, vocab_size=512, attention="xla"
     )
     fields = {"steps": 4, "batch_size": 4, "seq_len": 64} | fields
-    made = TrainConfig(**fields, fsdp=4, model=model, graph=graph)
+    made = TrainConfig.of(**fields, fsdp=4, model=model, graph=graph)
     setup = on_target(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), setup.options("gpu"), platform="gpu")
@@ -412,7 +412,7 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
 
 def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
-    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), xla_options=(f"{threshold}=7",)))
+    setup = TrainSetup.of(config(fsdp=2, xla_options=(f"{threshold}=7",)))
     options = setup.options("gpu")
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == 7
@@ -422,13 +422,13 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
 def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
-    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), **fields))
+    setup = TrainSetup.of(config(fsdp=2, **fields))
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 
     def loss(params, batch, key):
         return setup.model.loss(params, batch, key, None)[0]
 
-    batch = jax.ShapeDtypeStruct((setup.config.batch_size, setup.config.seq_len + 1), jnp.int32)
+    batch = jax.ShapeDtypeStruct((setup.config.input.batch_size, setup.config.input.seq_len + 1), jnp.int32)
     recipe = FP8Config() if fields else None
     step = train_step(loss, optax.sgd(0.1), FullySharded(mesh, setup.model.shapes), fp8=recipe, batch=batch)
     assert step.options("gpu") == setup.options("gpu")
