@@ -15,7 +15,6 @@ from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, owners, steps
 from jgraph.xla.launches import launches_of
 
-_MOST_OTHERS = 5
 COMMUNICATION = frozenset(COLLECTIVES.values())
 """Categories of communication between devices."""
 
@@ -89,16 +88,12 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
             kernel_ms = float((events.end - events.start)[chosen].sum())
             categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
     busy_ms = busy(events.start, events.end)
-    others: Counter[str] = Counter()
-    for name, purpose, ms in zip(events.name, step.purposes, own.tolist(), strict=True):
-        if purpose.category == "other":
-            others[name] += ms
+    other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
         "busy_ms": busy_ms,
         "idle_ms": max(step.ms - busy_ms, 0.0),
-        "attributed": 1 - others.total() / busy_ms if busy_ms else 1.0,
-        "other": [{"name": name, "ms": ms} for name, ms in others.most_common(_MOST_OTHERS)],
+        "attributed": 1 - other_ms / busy_ms if busy_ms else 1.0,
         "categories": categories,
     }
 

@@ -95,18 +95,12 @@ function whereTheTimeWent({ uncaptured }) {
     number(over(category, "kernel_ms")), number(over(category, "kernels"), atMost(1))]);
   rows.push([named("idle"), number(idle), number(idle / step, percent), number(null), number(null)]);
   const least = ranks.reduce((a, b) => (b.attributed < a.attributed ? b : a));
-  const names = new Map();
-  for (const { name, ms: time } of ranks.flatMap((rank) => rank.other)) {
-    names.set(name, (names.get(name) ?? 0) + time / ranks.length);
-  }
-  const top = [...names].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, time]) => `${name} (${ms(time)} ms)`);
   const caption = `Mean over ${plural(ranks.length, "rank")}. Exposed: not hidden behind other kernels; with idle it adds up to ` +
     "the step. Kernel ms includes hidden time.";
   panel("Where the time went", legend([...categories, "idle"]), chart(draw),
     table("categories", caption, ["category", "exposed ms", "share of step", "kernel ms", "kernels"], rows),
     h("p", null, `${percent(least.attributed)} of the busy time has a category`,
-      ranks.length > 1 ? ` on rank ${least.rank}, the least of all.` : ".",
-      top.length ? ` Without one: ${top.join(", ")}.` : ""));
+      ranks.length > 1 ? ` on rank ${least.rank}, the least of all.` : "."));
 }
 
 function whatToFixFirst({ groups, roofline }) {

@@ -97,16 +97,11 @@ def _rank(rank: int, ranks: int, step: float, rng: np.random.Generator) -> dict[
         }
         for category, weight in own.items()
     }
-    other = [
-        {"name": f"{name}_unnamed", "ms": categories["other"]["ms"] * share}
-        for name, share in zip(NAMES, (0.6, 0.3), strict=False)
-    ]
     return {
         "rank": rank,
         "busy_ms": step - idle,
         "idle_ms": idle,
         "attributed": 0.998 - 0.002 * rank,
-        "other": other,
         "categories": categories,
     }
 

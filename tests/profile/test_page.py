@@ -318,7 +318,7 @@ def test_a_name_is_never_markup(tmp_path):
     data = profile(4)
     name = "<img src=x onerror='throw 1'><b>bold</b>"
     data["title"] = data["groups"][0]["label"] = data["about"]["notes"][0] = data["pipeline"]["schedule"] = name
-    data["uncaptured"]["ranks"][0]["other"][0]["name"] = name
+    data["about"]["flags"] = name
     text, elements = see(tmp_path, data, "[document.body.innerText, document.querySelectorAll('b, img').length]")
     assert elements == 0
     assert text.count(name) >= 5
