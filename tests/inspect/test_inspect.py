@@ -313,12 +313,11 @@ def test_a_function_of_the_users_is_explained_with_what_it_donates(told, mine):
     assert "there are no command buffers on a cpu" in out
 
 
-@pytest.mark.parametrize("name", ["jgraph_models.gpt:gpt_124m", "gpt-124m"])
-def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch, name):
+def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch):
     small = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 128}
     config = PRESETS["gpt-124m"]
     monkeypatch.setitem(PRESETS, "gpt-124m", dataclasses.replace(config, model=dataclasses.replace(config.model, **small)))
-    out = told("capture", name, "--batch-size", "2", "--seq-len", "16")
+    out = told("capture", "gpt-124m", "--batch-size", "2", "--seq-len", "16")
     assert out.startswith("training step of gpt-124m (jgraph_models.gpt:GPT), 2 x 16 tokens, on cpu\n")
     assert re.search(r"donated: \d+ leaves of .*, 0 dropped", out)
 
@@ -362,7 +361,7 @@ BAD_CAPTURES = [
     (["broken:main"], ["broken cannot be imported: ZeroDivisionError"]),
     (["no_such_module:main"], ["no_such_module cannot be imported", "No module named"]),
     (["gpt-9"], ["'gpt-9' is neither MODULE:NAME nor a preset", "gpt-124m"]),
-    (["mine:gpt_124m"], ["mine:gpt_124m is not a class: use mine:CLASS --preset gpt-124m"]),
+    (["gpt_124m"], ["'gpt_124m' is neither MODULE:NAME nor a preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
     (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: omit --preset cpu-tiny"]),
