@@ -1,4 +1,4 @@
-"""Sharded state: the numbers of one device, the bytes of a share, dtype rules, no update lost, what is refused."""
+"""Sharded state: equality with one device, bytes per device, dtypes, updates and errors."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
@@ -39,7 +40,7 @@ NORMS = "blocks/*_norm/scale"
 
 
 class Named(GPT):
-    """A GPT that says along which axis one of its matrices is cut."""
+    """A GPT with a partition name for one of its matrices."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -160,7 +161,7 @@ def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
         form = TrainSetup.of(config(pp=2, **fields)).step.bound
         tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
-        predicted.append(form.pipeline.bytes_per_rank(form.shapes, tokens_MBS))
+        predicted.append(bytes_per_rank(form.pipeline, form.shapes, tokens_MBS))
     assert predicted[0].pop("gathered") == 0
     assert predicted[1].pop("gathered") > 0
     assert predicted[0] == predicted[1]
@@ -351,11 +352,11 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize(("reshard_after_forward", "sums"), [(False, "scheduled"), (True, "in turn")])
-def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, sums):
+@pytest.mark.parametrize(("reshard_after_forward", "reduce"), [(False, "scheduled"), (True, "in buckets")])
+def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, reduce):
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
-        choices |= {"sums": sums}
+        choices |= {"reduce": reduce}
         return fsdp.value_and_grads(
             lambda whole, _: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, {}, **choices
         )[1]
@@ -438,9 +439,9 @@ def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
 @pytest.mark.once
 @pytest.mark.target
 def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
-    monkeypatch.setattr(overlap, "_ENOUGH", 2**20)
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 2**20)
     layers, tokens = 3, 2 * 96
-    options = ("xla_gpu_enable_triton_gemm=false",)  # whose products are fusions
+    options = ("xla_gpu_enable_triton_gemm=false",)  # its matmuls are fusions
     compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)
     module = HloModule.of(compiled.as_text())
 
@@ -491,7 +492,7 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does():
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Collectives of parameters and gradients in a step compiled for H200s: how many, of what, in which dtypes."""
+"""Collectives of parameters and gradients in a step compiled for H200s: their number, sizes and dtypes."""
 
 import dataclasses
 import math
@@ -70,7 +70,7 @@ def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200,
     activations = config.input.microbatch_size // config.parallel.data_ranks * SEQ * WIDTH
     sizes: dict[tuple[str, str], list[int]] = {}
     for kind, dtype, elements in collectives(setup):
-        # In a pipeline ranks share the vocabulary: they add what their parts make of microbatches' activations.
+        # The ranks of a pipeline share the vocabulary, and sum partial results of the size of activations.
         if config.parallel.pp > 1 and kind == "all-reduce" and elements % activations == 0:
             continue
         if elements > SMALL:
@@ -78,6 +78,6 @@ def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200,
         else:  # norms, losses, and in a pipeline the gradient of the last norm
             assert (kind, dtype) == ("all-reduce", FLOAT), (kind, dtype, elements)
     assert {found: len(each) for found, each in sizes.items()} == expected
-    # Of all gradients; beside them the loss, elsewhere that of the last norm.
+    # Sums of all gradients, beside the loss and the gradient of the last norm.
     sums = [elements for (kind, _), each in sizes.items() if kind != "all-gather" for elements in each]
     assert all(abs(elements - own) <= WIDTH for elements in sums), (sums, own)
