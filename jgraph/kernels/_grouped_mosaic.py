@@ -16,7 +16,6 @@ Order = Literal["GKN", "GNK", "NGK"]
 """Order of the axes of weights: G groups, K summed over, N columns."""
 
 _PRODUCT = Shape(columns=256, stages=4, slots=2)
-_WGRAD = Shape(columns=256, stages=4, slots=2)
 # A sum is bound by bytes, so all of a tile's addends have slots and are loaded while the tile is multiplied.
 _SUM = Shape(columns=128, stages=5, slots=4)
 
@@ -114,7 +113,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     """
     gpu = plgpu()
     adds = add_GKN is not None
-    shape, step = _SUM if adds else _WGRAD, SWIZZLED
+    shape, step = _SUM if adds else _PRODUCT, SWIZZLED
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
     columns, down, across = shape.columns, pl.cdiv(K, ROWS), pl.cdiv(N, shape.columns)
     width = LINE // dtype.itemsize

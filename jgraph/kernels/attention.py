@@ -45,8 +45,7 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
     """
     T, N, K = qkv_BTNK.shape[-3:]
     matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
-    tables = f"the tables are {cos_TP.shape} and {sin_TP.shape}"
-    require(matches, "qkv_BTNK", qkv_BTNK, f"(B, T, 3H, K) for tables (T, K/2); {tables}")
+    require(matches, "qkv_BTNK", qkv_BTNK, f"(B, T, 3H, K); the tables are {cos_TP.shape} and {sin_TP.shape}: must be (T, K/2)")
     of = qkv_BTNK.shape, qkv_BTNK.dtype
     must = "bfloat16, 64 or 128 tokens, heads of 64 or 128"
     run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "qkv_BTNK", qkv_BTNK, must)]

@@ -256,11 +256,8 @@ def _mask(scores: Any, first_q: Any, first_c: Any, starts: Any, axis: int) -> An
     return jnp.where((c <= q) & (c >= _spread(starts, scores, axis)), scores, -jnp.inf)
 
 
-def _keys(
-    k: Any, v: Any, starts: Any, at: _Place, C: int, R: int
-) -> tuple[Callable[[Any], Sequence[Any]], Any, tuple[Any, ...]]:
+def _keys(k: Any, v: Any, starts: Any, at: _Place, group: Any, C: int) -> tuple[Any, Any, tuple[Any, ...]]:
     """Returns the source of a tile of queries, its first block of C keys, and the bounds of `loop`, relative to it."""
-    group = lax.div(at.head, jnp.int32(R))
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
     first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
     diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
@@ -281,7 +278,8 @@ def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Ar
 
     def work(at: _Place, refs: Any, own: Any) -> _Work:
         q, k, v, starts, y, lse = refs
-        source, first, bounds = _keys(k, v, starts, at, C, H // G)
+        group = lax.div(at.head, jnp.int32(H // G))
+        source, first, bounds = _keys(k, v, starts, at, group, C)
 
         def compute(loop: Any) -> None:
             mine, sums = own[0].at[at.half], own[1].at[at.half]
@@ -334,8 +332,8 @@ def _jgraph_documents_backward(
 
     def of_queries(at: _Place, refs: Any, own: Any) -> _Work:
         q, k, v, starts, dy, lse, delta, dq = refs
-        source, first, bounds = _keys(k, v, starts, at, N, R)
-        tile = pl.ds(at.tile * _TILE, _TILE)
+        group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
+        source, first, bounds = _keys(k, v, starts, at, group, N)
 
         def compute(loop: Any) -> None:
             q_QK, dy_QK = (buffer.at[at.half] for buffer in own)

@@ -148,9 +148,8 @@ def grouped_wgrad(
     require(dy_MN.shape[0] == M and dy_MN.dtype == x_MK.dtype, "dy_MN", dy_MN, f"{x_MK.dtype}[{M}, N], as `x_MK` is")
     dtype, shape = jnp.dtype(dtype), (sizes_G.size, K, N)
     check_choice("dtype", dtype.name, ("bfloat16", "float32") if add_GKN is None else ("float32",))
-    if add_GKN is not None:
-        fits = add_GKN.shape == shape and add_GKN.dtype == jnp.float32
-        require(fits, "add_GKN", add_GKN, f"float32{list(shape)}")
+    fits = add_GKN is None or (add_GKN.shape == shape and add_GKN.dtype == jnp.float32)
+    require(fits, "add_GKN", add_GKN, f"float32{list(shape)}")
     return _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK))
 
 

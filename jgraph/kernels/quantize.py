@@ -92,8 +92,8 @@ def cast_transpose(
     aligned = len(shape) == 2 and all(size and size % _ALIGNED == 0 for size in shape)
     for part in x.inputs:
         broadcast = len(x.inputs) > 1 and part.ndim == 2 and part.shape in ((shape[0], 1), (1, shape[1]))
-        fits = broadcast or (aligned and part.shape == shape)
-        require(fits, "x_MN", part, f"of two sizes, multiples of {_ALIGNED}; pad it")
+        whole = aligned and part.shape == shape
+        require(broadcast or whole, "x_MN", part, f"of two sizes, multiples of {_ALIGNED}; pad it")
         require(part.dtype in (jnp.bfloat16, jnp.float32), "x_MN", part, "bfloat16 or float32")
     require_scalar("inverse_scale", inverse_scale)
     if into is not None:
