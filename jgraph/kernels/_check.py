@@ -1,12 +1,14 @@
 """Argument checks and the choice of an implementation, for the entry points of all kernels."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 
 from jgraph.errors import ShapeError, check_choice
 
+_Spec = Array | ShapeDtypeStruct
 
-def require(holds: bool, name: str, array: Array | None, must: str) -> None:
+
+def require(holds: bool, name: str, array: _Spec | None, must: str) -> None:
     """Raises ShapeError unless a condition on an array holds.
 
     Args:
@@ -26,7 +28,7 @@ def require_scalar(name: str, array: Array, dtype: str = "float32") -> None:
 
 
 def chosen(
-    implementation: str, auto: str, fits: bool, name: str, array: Array, must: str, allowed: tuple[str, ...] = ("mosaic", "xla")
+    implementation: str, auto: str, fits: bool, name: str, array: _Spec, must: str, allowed: tuple[str, ...] = ("mosaic", "xla")
 ) -> str:
     """Returns the implementation to run.
 

@@ -30,7 +30,6 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     N, K_last = weights.shape[order.index("N")], order.endswith("K")
     shape, step = _PRODUCT, LINE // x_MK.dtype.itemsize
     columns, across = shape.columns, pl.cdiv(N, shape.columns)
-    out_type = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
     slots = (2, shape.slots, SLAB, SWIZZLED)
     staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
@@ -101,7 +100,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
 
     operand = (columns, step) if K_last else (step, columns)
     rings = shared((shape.stages, ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
-    kernel = kernel_of(grouped_dot, out_type, shape.stages, rings, staged)
+    kernel = kernel_of(grouped_dot, jax.ShapeDtypeStruct((M, N), jnp.bfloat16), shape.stages, rings, staged)
     return kernel(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 

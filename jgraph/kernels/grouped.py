@@ -229,8 +229,8 @@ def _jgraph_grouped_wgrad(
 ) -> Array:
     if implementation == "mosaic":
         return wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype)
-    tiles = implementation == "tiles"
-    dw_GKN = _wgrad_tiles(x_MK, dy_MN, sizes_G) if tiles else _ragged_dot(SUMMED, x_MK, dy_MN, sizes_G)
+    args = x_MK, dy_MN, sizes_G
+    dw_GKN = _wgrad_tiles(*args) if implementation == "tiles" else _ragged_dot(SUMMED, *args)
     return dw_GKN.astype(dtype) if add_GKN is None else add_GKN + dw_GKN
 
 

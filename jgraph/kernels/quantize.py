@@ -91,7 +91,7 @@ def cast_transpose(
     shape = _shape(x.inputs)
     aligned = len(shape) == 2 and all(size and size % _ALIGNED == 0 for size in shape)
     for part in x.inputs:
-        broadcast = len(x.inputs) > 1 and part.ndim == 2 and part.shape in ((shape[0], 1), (1, shape[1]))
+        broadcast = x.fn.inputs > 1 and part.ndim == 2 and part.shape in ((shape[0], 1), (1, shape[1]))
         whole = aligned and part.shape == shape
         require(broadcast or whole, "x_MN", part, f"of two sizes, multiples of {_ALIGNED}; pad it")
         require(part.dtype in (jnp.bfloat16, jnp.float32), "x_MN", part, "bfloat16 or float32")
