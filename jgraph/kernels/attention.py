@@ -137,8 +137,7 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
         # A warpgroup's queries need all keys, and its keys and values all queries.
         dq = [sum_products((SLAB, P), lambda j, a=a: (s.at[wg, j], k.at[a, j]), tiles) for a in range(2)]
         dk = [sum_products((SLAB, P), lambda j, a=a: (s.at[j, wg].transpose((1, 0)), q.at[a, j]), tiles) for a in range(2)]
-        dv_SK = sum_products((SLAB, K), lambda j: (p.at[j, wg].transpose((1, 0)), g.at[j]), tiles)
-        dv[wg] = dv_SK.astype(dv.dtype)
+        dv[wg] = sum_products((SLAB, K), lambda j: (p.at[j, wg].transpose((1, 0)), g.at[j]), tiles).astype(dv.dtype)
         for which, (a, b) in enumerate((dq, dk)):
             dqk[wg, which, 0] = (a * head.cos + b * head.sin).astype(dqk.dtype)
             dqk[wg, which, 1] = (b * head.cos - a * head.sin).astype(dqk.dtype)
