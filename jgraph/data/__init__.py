@@ -11,9 +11,8 @@ from jgraph.data._corpus import is_text as is_text
 from jgraph.data._corpus import load as load
 from jgraph.data._corpus import tokenizer_file as tokenizer_file
 from jgraph.data._make import make_token_files as make_token_files
-from jgraph.data._named import CORPORA as CORPORA
 from jgraph.data._orders import Index as Index
-from jgraph.data._verification import verify_in_background as verify_in_background
+from jgraph.data._texts import CORPORA as CORPORA
 from jgraph.data.tokenfile import Concatenated as Concatenated
 from jgraph.data.tokenfile import Header as Header
 from jgraph.data.tokenfile import TokenFile as TokenFile

@@ -6,7 +6,7 @@ Rows are numbered from the first row of step 0. `_deal` maps a row to a source a
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jgraph.data._documents import Documents
 from jgraph.data._orders import Index, Order, Span, shuffled_documents, shuffled_windows
+from jgraph.data._texts import Documents
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError, require
 
@@ -73,7 +73,6 @@ class Batches:
         shuffle: `windows` shuffles rows in each epoch; `documents` also shuffles documents before they are cut into rows.
         rows: Indices in a batch of the rows to read, ascending, such as `TrainStep.batch_rows` returns for a process. None
             reads all rows.
-        check: Called before each batch. Its exceptions are raised to the reader.
         documents: `separate` adds the document boundaries to each batch.
 
     Raises:
@@ -88,7 +87,6 @@ class Batches:
     seed: int
     shuffle: Shuffle = "windows"
     rows: Sequence[int] | np.ndarray | None = None
-    check: Callable[[], None] | None = None
     documents: Documents = "joined"
 
     def __post_init__(self):
@@ -142,8 +140,6 @@ class Batches:
         """
         if step < 0:
             raise IndexError(f"step is {step}: must be 0 or more")
-        if self.check is not None:
-            self.check()
         first = step * self.batch_size
         if self.documents == "joined":
             return _read(self._find((first + self._own).tolist()), self.seq_len)

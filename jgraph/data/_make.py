@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data._documents import HELDOUT_FRACTION, count_heldout, digest, threshold
-from jgraph.data._files import FIELD, documents_of, files_of, named
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, count_heldout, digest, documents_of, files_of, named
 from jgraph.data.tokenfile import ENDS_FILE, token_dtype, write_tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_utf8, train_bpe
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
 from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
@@ -30,7 +29,7 @@ _Document: TypeAlias = tuple[bytes, int, int]
 
 def make_token_files(
     texts: Sequence[Path],
-    tokenizer: Path | int,
+    tokenizer: Path,
     out: Path,
     *,
     field: str = FIELD,
@@ -40,9 +39,8 @@ def make_token_files(
     """Tokenizes text into `out`: train-*.bin, heldout-*.bin, the ends of their documents, and the tokenizer.
 
     Args:
-        texts: Files, directories, globs and Hugging Face datasets (see `_files`). Their order does not matter.
-        tokenizer: A tokenizer.json of the `tokenizers` library, or the vocabulary size of a byte-level BPE to train on the
-            training documents.
+        texts: Files, directories, globs and Hugging Face datasets (see `_texts`). Their order does not matter.
+        tokenizer: A tokenizer.json of the `tokenizers` library.
         out: A directory that does not exist yet or is empty.
         field: Field of the text in JSON Lines, Parquet and datasets.
         heldout_fraction: Documents with a SHA-256 in this lowest part are held out; in (0, 1).
@@ -60,18 +58,12 @@ def make_token_files(
     files = _files(texts, tokenizer, out)
     out = out.absolute()
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    encoder = None
-    if isinstance(tokenizer, Path):
-        with os_errors("tokenizer", tokenizer, "read"):
-            encoder = Encoder(tokenizer)
+    with os_errors("tokenizer", tokenizer, "read"):
+        encoder = Encoder(tokenizer)
     with os_errors("out", out):
         partial.mkdir(parents=True)
     try:
-        if isinstance(tokenizer, int):
-            train_bpe(_training_text(files, field, heldout_fraction), tokenizer, partial / TOKENIZER_FILE)
-        else:
-            shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
-        encoder = encoder or Encoder(partial / TOKENIZER_FILE)
+        (partial / TOKENIZER_FILE).write_bytes(tokenizer.read_bytes())
         spool = partial / "spool"
         documents = sorted(_tokenize(files, field, encoder, spool))
         num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
@@ -95,7 +87,7 @@ def make_token_files(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[_File]:
+def _files(texts: Sequence[Path], tokenizer: Path, out: Path) -> list[_File]:
     """Returns all files to read. Raises DataError if an argument names nothing, or `out` is in use."""
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
@@ -107,21 +99,12 @@ def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[_Fil
             problem = "has no files" if text.is_dir() else f"no such file{download_hint(text, kind='dataset')}"
             raise DataError(f"`text` is {text}: {problem}")
         files += [(path, text) for path in found]
-    if isinstance(tokenizer, Path) and not tokenizer.is_file():
+    if not tokenizer.is_file():
         problem = "a directory; name a file" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
         raise DataError(f"`tokenizer` is {tokenizer}: {problem}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
     return files
-
-
-def _training_text(files: Sequence[_File], field: str, heldout_fraction: float) -> Iterator[str]:
-    """Yields the training documents."""
-    for path, _ in files:
-        with named("text", path):
-            for document in documents_of(path, field, of_files=len(files)):
-                if digest(document) >= threshold(heldout_fraction):
-                    yield decode_utf8(document)
 
 
 def _tokenize(files: Sequence[_File], field: str, encoder: Encoder, spool: Path) -> Iterator[_Document]:

@@ -38,7 +38,7 @@ ENDS_FILE = "{side}.ends"
 _MAGIC = b"JGTOKENS"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQI32sI56x")
-_CHUNK_BYTES = 1 << 24
+_CHUNK_TOKENS = 1 << 22
 _MAKE_AGAIN = "copy it again if it is damaged, or make it again for a larger vocabulary"
 _LARGEST_VOCABULARY = 2**32 - 1
 
@@ -252,13 +252,11 @@ def verify(path: Path) -> Header:
     """
     header = read_header(path)
     hasher = hashlib.sha256()
-    buffer = np.empty(_CHUNK_BYTES // header.bytes_per_token, header.dtype)
     ids_end = first = 0
-    # Reads instead of mapping: a file that is truncated meanwhile ends early, and reading releases the GIL.
+    # Reads instead of mapping: the process would be killed if the file was truncated meanwhile.
     with path.open("rb") as file:
         file.seek(_HEADER.size)
-        while num_bytes := file.readinto(buffer.data):
-            chunk = buffer[: num_bytes // header.bytes_per_token]
+        while len(chunk := np.fromfile(file, header.dtype, _CHUNK_TOKENS)):
             ids_end = max(ids_end, _check_ids(chunk, header.ids_end, path, first=first))
             hasher.update(chunk.data)
             first += len(chunk)

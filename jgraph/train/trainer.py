@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.data import Ahead, Batch, Batches, Corpus, heldout_batches, load, verify_in_background
+from jgraph.data import Ahead, Batch, Batches, Corpus, heldout_batches, load
 from jgraph.dispatch import check_devices, in_turn
 from jgraph.errors import ConfigError, os_errors
 from jgraph.inference.generate import generate
@@ -177,10 +177,9 @@ def _train(
         setup = TrainSetup.of(larger)
     if config.profile:
         setup = dataclasses.replace(setup, config=profiling.profiled(setup.config, jax.default_backend()))
-    check_files = verify_in_background(corpus.files if is_process_zero() else ())
     how: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
     how |= {"shuffle": config.data_shuffle, "documents": config.data_documents}
-    batches = Batches(corpus.sources, **how, rows=setup.step.batch_rows(config.batch_size), check=check_files)
+    batches = Batches(corpus.sources, **how, rows=setup.step.batch_rows(config.batch_size))
     step, init = None, setup.init
     # The first process's word, because it may already be writing where another looks.
     if begins := not all_gather_scalar(config.resume and run_dir.has_checkpoint())[0]:
@@ -236,7 +235,6 @@ def _train(
                 given = (setup, step, Ahead(batches), evaluate, run_dir, checkpoints, log, reporter, clock)
                 loop = Loop(*given, recorder, started, watchdog)
                 done, state = loop.run(done, state, stop)
-            check_files()
             outcome = f"stopped by {stop.name}" if done < config.steps else "finished"
     finally:
         checkpoints.close()

@@ -1,7 +1,4 @@
-import json
-import random
 import re
-import string
 import subprocess
 import sys
 
@@ -202,34 +199,6 @@ def test_ends_of_other_token_files_are_refused_with_what_to_do(make):
     (folder / "train-00001.bin").unlink()
     with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents .* remove it"):
         load(str(folder), seq_len=4, vocab_size=512)
-
-
-def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, capsys):
-    # A word that no other document has; to make it one token takes 63 merges.
-    words = ["".join(random.Random(i).choices(string.ascii_letters, k=64)) for i in range(30)]
-    documents = [" ".join([word] * 20) for word in words]
-    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    out = tmp_path / "tokens"
-    assert main(["make", "--text", f"{tmp_path}/*.jsonl", "--train-bpe", "3000", "--out", str(out)]) == 0
-    corpus = load(str(out), seq_len=4, vocab_size=3000)
-    assert set(corpus.decode(corpus.train[:]).split("<|endoftext|>")[:-1]) < set(documents)
-    trained = len(corpus.train) / corpus.train_documents
-    heldout = len(corpus.heldout) / corpus.heldout_documents
-    assert trained < 30 < 300 < heldout
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--train-bpe", "256"], "--train-bpe is 256"),
-        ([], "--tokenizer names a file and --train-bpe trains one: neither"),
-        (["--train-bpe", "300", "--tokenizer", "tokenizer.json"], "both"),
-    ],
-)
-def test_a_tokenizer_is_named_or_made(tmp_path, text_file, capsys, flags, said):
-    assert main(["make", "--text", str(text_file), "--out", str(tmp_path / "tokens"), *flags]) == 2
-    assert_one_line(capsys.readouterr(), said)
-    assert not (tmp_path / "tokens").exists()
 
 
 def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):

@@ -5,6 +5,7 @@ import re
 import resource
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
+from tokenizers import Tokenizer, models
 
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
@@ -203,7 +205,7 @@ WRITING = {
     "train": ("jgraph.train.__main__", "--run-dir", "--run-dir /proc/none/x"),
     "the cache": ("jgraph.train.__main__", "--compile-cache", "--compile-cache /proc/none/x --run-dir {tmp_path}/run"),
     "report": ("jgraph.report.__main__", "--to", "{tmp_path} --to /proc/none/x"),
-    "data": ("jgraph.data.__main__", "--out", "make --text {tmp_path}/text.txt --train-bpe 300 --out /proc/none/x"),
+    "data": ("jgraph.data.__main__", "--out", "make --text {tmp_path}/text.txt --tokenizer {tmp_path}/t.json --out /proc/none/x"),
     "schedule": ("jgraph.inspect.__main__", "--svg", "schedule 1f1b --pp 2 --microbatches 2 --svg /proc/none/x.svg"),
 }
 
@@ -213,6 +215,7 @@ def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys
     module, flag, args = WRITING[name]
     RunDir(tmp_path).write(TrainConfig(), {}, {})
     (tmp_path / "text.txt").write_text("some text, and more of it\n" * 9)
+    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/t.json")
     assert importlib.import_module(module).main(shlex.split(args.format(tmp_path=tmp_path))) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -222,6 +225,7 @@ def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys
 def test_a_disk_that_is_full_is_told_with_the_file_and_its_flag(tmp_path, capsys):
     RunDir(tmp_path).write(TrainConfig(), {}, {})
     (tmp_path / "text.txt").write_text("some text, and more of it\n" * 99)
+    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/t.json")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for name, flag in (("report", "--to"), ("data", "--out")):
         module, _, args = WRITING[name]

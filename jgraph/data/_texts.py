@@ -1,6 +1,9 @@
-"""Text files and datasets by name, in an order that does not depend on the disk, and the documents in each.
+"""Named corpora, text files and datasets, and the documents in each, in an order that does not depend on the disk.
 
-book.txt            a text file, cut into documents as in `_documents.cut`
+python-docs         the language reference as `help()` shows it: the topics of `pydoc_data.topics`, by name
+python-source       the standard library's .py files, without tests and installed packages, sorted by path
+synthetic           2 MiB of a Markov chain with a known entropy
+book.txt            a text file, cut into documents as in `cut`
 texts/              all files in the directory and below, without hidden ones
 'texts/**/*.md'     the matching files, and the files in matching directories
 pages.jsonl         one document per line: the field `text` of a JSON object, or another field
@@ -8,23 +11,40 @@ pages.parquet       one document per row: the column `text`, or another column; 
 hf:owner/name       one document per row of a dataset on the Hugging Face Hub, streamed; needs the datasets library.
                     hf:owner/name/CONFIG@SPLIT selects a configuration, and a split other than `train`.
 hf:DIRECTORY        the same for a local directory, including the format of `Dataset.save_to_disk`
+
+The first two differ between Python versions. The fingerprint of the corpus shows it.
 """
 
 import contextlib
 import glob
+import hashlib
 import importlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import re
+import string
+import sysconfig
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from jgraph.data._documents import FEWEST_BLOCKS, Documents, cut, separate
+import numpy as np
+
 from jgraph.errors import DataError, require
 
+Documents: TypeAlias = Literal["joined", "separate"]
+"""Whether tokens attend to other documents in their row."""
+
 FIELD = "text"
+HELDOUT_FRACTION = 0.1
 _HUB = "hf:"
+_BLOCK_BYTES = 16 * 1024
+# At least this many blocks of a short text, so that about a tenth of it can be held out.
+_FEWEST_BLOCKS = 8
+_SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
 
 
 def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
@@ -75,14 +95,14 @@ def files_of(name: str) -> list[Path]:
 
 
 @contextlib.contextmanager
-def named(argument: Literal["data", "text"], path: Path) -> Iterator[None]:
-    """Adds the argument and the path to the message of a DataError."""
+def named(argument: Literal["data", "text", "directory"], value: str | Path) -> Iterator[None]:
+    """Adds an argument and its value to the message of a DataError."""
     try:
         yield
     except DataError as e:
         # `make_token_files` calls the argument `field`.
         problem = str(e) if argument == "data" else str(e).replace("`data_field`", "`field`")
-        raise DataError(f"`{argument}` is {path}: {problem}", field=e.field) from e
+        raise DataError(f"`{argument}` is {value}: {problem}", field=e.field) from e
 
 
 def documents_of(path: Path, field: str, *, of_files: int = 1, documents: Documents = "joined") -> Iterator[bytes]:
@@ -117,7 +137,7 @@ def _of_text(path: Path, of_files: int, documents: Documents) -> Iterator[bytes]
         raise DataError(f"a single token file; name its directory, {path.parent}")
     if of_files > 1 and b"\0" in text[:4096]:
         raise DataError(f"not a text (it has a zero byte); name only the texts, e.g. '{path.parent}/*.txt'")
-    found = cut(text, fewest_blocks=-(-FEWEST_BLOCKS // of_files))
+    found = cut(text, fewest_blocks=-(-_FEWEST_BLOCKS // of_files))
     if documents == "separate" and len(found) > len(separate(text)):
         why = "it has no lines that read <|endoftext|>, so document boundaries are unknown"
         raise DataError(f"{why}; leave `data_documents` out", field="data_documents")
@@ -191,3 +211,139 @@ def library(name: str, *, extra: str = "") -> Any:
         return importlib.import_module(name)
     except ImportError as e:
         raise DataError(f"needs the {name} library: pip install 'jgraph[{extra or name}]'") from e
+
+
+# --- Documents ---
+
+
+def cut(text: bytes, *, fewest_blocks: int = _FEWEST_BLOCKS) -> list[bytes]:
+    """Cuts a text into documents, in order. Leaves out documents of white space.
+
+    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about
+    16 KiB.
+
+    Args:
+        text: Bytes of any encoding. UTF-8 characters stay whole.
+        fewest_blocks: A short text without separators is cut into at least about this many blocks.
+    """
+    documents = separate(text)
+    if len(documents) != 1:
+        return documents
+    return _trim(_blocks(documents[0], size=min(_BLOCK_BYTES, -(-len(documents[0]) // fewest_blocks))))
+
+
+def separate(text: bytes) -> list[bytes]:
+    """Returns the documents between lines that read `<|endoftext|>`; without such lines, the whole text."""
+    return _trim(_SEPARATOR.split(text))
+
+
+def _trim(documents: Iterable[bytes]) -> list[bytes]:
+    # The line ends around a document belong to the separator: adding text after a document must not change its hash.
+    return [document.strip(b"\r\n") for document in documents if document.strip()]
+
+
+def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
+    start = 0
+    while start < len(text):
+        end = start + size
+        line_end = text.find(b"\n", end, end + size)
+        if line_end >= 0:
+            end = line_end + 1
+        else:
+            # No line end near: step over the up to three continuation bytes (0b10xxxxxx) of a UTF-8 character.
+            for _ in range(3):
+                end += end < len(text) and text[end] & 0xC0 == 0x80
+        yield text[start:end]
+        start = end
+
+
+def digest(document: bytes) -> bytes:
+    """Returns the SHA-256 of a document. It decides the position in the corpus and the side of the split."""
+    return hashlib.sha256(document).digest()
+
+
+def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
+    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction`.
+
+    If a side would be empty, the document nearest to the threshold changes sides, with its equals.
+
+    Args:
+        digests: Ascending SHA-256 digests, one per document.
+        heldout_fraction: In (0, 1).
+
+    Returns:
+        k, with 0 < k < len(digests): documents [0, k) are held out, the others are for training.
+
+    Raises:
+        ConfigError: If the fraction is not in (0, 1).
+        DataError: If there are no two different documents.
+    """
+    require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")
+    threshold = int(heldout_fraction * 2**64).to_bytes(8, "big")
+    equals_of_first = bisect_right(digests, digests[0]) if digests else 0
+    if equals_of_first == len(digests):
+        raise DataError(
+            f"the text has {len(digests)} documents, none different from another: at least two different ones are needed, "
+            "one to train on and one to hold out; use a longer text"
+        )
+    first_equal_of_last = bisect_left(digests, digests[-1])
+    return min(max(bisect_left(digests, threshold), equals_of_first), first_equal_of_last)
+
+
+# --- Named corpora ---
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+_SEED = 0x6A67726170680000
+_SYMBOLS = (string.ascii_letters + string.digits + " .").encode()
+_NUM_DOCUMENTS = 512
+_DOCUMENT_SYMBOLS = 4096
+# Maps three random bits to one of four successors, with probabilities 1/2, 1/4, 1/8 and 1/8.
+_SUCCESSOR_OF_BITS = np.array([0, 0, 0, 0, 1, 1, 2, 3])
+
+
+def _python_docs() -> list[bytes]:
+    """Returns the language reference as `help()` shows it: the topics of `pydoc_data.topics`, by name."""
+    from pydoc_data.topics import topics
+
+    return [topics[name].encode() for name in sorted(topics)]
+
+
+def _python_source() -> list[bytes]:
+    """Returns the standard library's .py files, without tests and installed packages, sorted by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [path.read_bytes() for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix())]
+
+
+def _synthetic() -> list[bytes]:
+    """Returns 2 MiB of an order-2 Markov chain over 64 letters, digits and signs. The bytes are the same on every machine.
+
+    Each pair of symbols has four successors, drawn once, with probabilities 1/2, 1/4, 1/8 and 1/8. So the entropy rate is
+    1.75 bits or 1.2130 nats per symbol. The first two symbols of a document and its newline cannot be
+    predicted: they raise the lowest mean loss to about 1.2164 nats.
+    """
+    # Raw Philox output and a stable sort, not Generator methods: numpy promises to keep the former (NEP 19).
+    bits = np.random.Philox(key=_SEED)
+    num_symbols = len(_SYMBOLS)
+    keys = bits.random_raw(num_symbols**3).reshape(num_symbols, num_symbols, num_symbols)
+    successors = np.argsort(keys, axis=-1, kind="stable")[..., :4]
+    draws = bits.random_raw(_DOCUMENT_SYMBOLS * _NUM_DOCUMENTS).reshape(_DOCUMENT_SYMBOLS, _NUM_DOCUMENTS)
+    chain = np.empty((_DOCUMENT_SYMBOLS, _NUM_DOCUMENTS), np.int64)
+    chain[:2] = draws[:2] % num_symbols
+    choices = _SUCCESSOR_OF_BITS[draws % 8]
+    for t in range(2, _DOCUMENT_SYMBOLS):
+        chain[t] = successors[chain[t - 2], chain[t - 1], choices[t]]
+    symbols = np.frombuffer(_SYMBOLS, np.uint8)
+    return [symbols[document].tobytes() for document in chain.T]
+
+
+CORPORA: dict[str, Callable[[], list[bytes]]] = {
+    "python-docs": _python_docs,
+    "python-source": _python_source,
+    "synthetic": _synthetic,
+}
+"""Named corpora: functions that return their documents."""
