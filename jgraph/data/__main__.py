@@ -12,7 +12,7 @@ import tyro
 
 from jgraph.cli import command
 from jgraph.data import tokenfile
-from jgraph.data._corpus import ends_files, load, side_files
+from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
 from jgraph.data._texts import FIELD, HELDOUT_FRACTION, named
 
@@ -50,10 +50,9 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
     """
     with named("directory", directory):
         sides = side_files(directory)
-    for files in sides.values():
-        for path in (*files, *ends_files(files)):
-            header = tokenfile.verify(path)
-            print(f"{path.name}: {header.num_tokens:,} {'tokens' if path in files else 'ends'}, matches the header")
+    for path in (*sides["train"], *sides["heldout"], *sorted(directory.glob("*.ends"))):
+        header = tokenfile.verify(path)
+        print(f"{path.name}: {header.num_tokens:,} {'ends' if path.suffix == '.ends' else 'tokens'}, matches the header")
 
 
 def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:

@@ -5,7 +5,6 @@ not matter; the lowest tenth is held out; a newline or the tokenizer's end of te
 files, train-*.bin and heldout-*.bin, was split when it was made. Its files are memory-mapped.
 """
 
-import difflib
 import hashlib
 import math
 import os
@@ -22,10 +21,21 @@ import numpy as np
 
 from jgraph.data._batches import Source
 from jgraph.data._orders import Index
-from jgraph.data._texts import CORPORA, FIELD, Documents, count_heldout, digest, documents_of, files_of, named, weighted
+from jgraph.data._texts import (
+    CORPORA,
+    FIELD,
+    Documents,
+    count_heldout,
+    digest,
+    documents_of,
+    files_of,
+    named,
+    require_files,
+    weighted,
+)
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
-from jgraph.errors import DataError, download_hint
+from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
 
@@ -97,7 +107,7 @@ def load(
 
     Args:
         data: One or several of: `python-docs`, `python-source`, `synthetic`, a file, a directory, a glob or a Hugging Face
-            dataset (see `_files`), and a directory of token files. A corpus name wins over a file of that name; write ./NAME
+            dataset (see `_texts`), and a directory of token files. A corpus name wins over a file of that name; write ./NAME
             for the file. NAME:WEIGHT makes each a source with that share of the rows. Without weights all texts are one source
             and each directory of token files is one, and their shares are proportional to their sizes.
         seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
@@ -179,7 +189,7 @@ def tokenizer_file(data: Sequence[str]) -> Path | None:
 def is_text(data: Sequence[str]) -> bool:
     """True if `data` names texts that exist, and no token files."""
     names = [name for name, _ in weighted(data)]
-    return all(name in CORPORA or (files_of(name) and not _is_tokens(name)) for name in names)
+    return all(files_of(name) and not _is_tokens(name) for name in names)
 
 
 def _tokenizer_beside(names: list[str]) -> Path | None:
@@ -204,31 +214,20 @@ def _open(names: list[str], weight: Fraction | None, tokenizer: Path | None, fie
 
 
 def _documents(names: list[str], field: str, how: Documents) -> list[bytes]:
-    files = {name: [] if name in CORPORA else _files(name) for name in names}
-    of_files = sum(len(paths) or 1 for paths in files.values())
+    files = {}
+    for name in names:
+        with named("data", name):
+            files[name] = require_files(name)
     documents = []
     for name, paths in files.items():
-        own = CORPORA[name]() if name in CORPORA else []
+        own = []
         for path in paths:
             with named("data", path):
-                own += documents_of(path, field, of_files=of_files, documents=how)
+                own += documents_of(path, field, of_files=sum(map(len, files.values())), documents=how)
         if not own:
             raise DataError(f"`data` is {name}: the file is empty; name one with text in it")
         documents += own
     return documents
-
-
-def _files(name: str) -> list[Path]:
-    paths = files_of(name)
-    if paths:
-        return paths
-    if Path(name).is_dir():
-        raise DataError(
-            f"`data` is {name}: has no files; name one with texts, or make token files with python -m jgraph.data make"
-        )
-    close = difflib.get_close_matches(name, CORPORA, n=1)
-    hint = f"; did you mean {close[0]}?" if close else download_hint(name, kind="dataset")
-    raise DataError(f"`data` is {name}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
 
 
 def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
@@ -243,7 +242,7 @@ def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
 
 
 def _of_text(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
-    by_hash = sorted((digest(document), document) for document in documents if document.strip())
+    by_hash = sorted((digest(document), document) for document in documents)
     digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
     num_heldout = count_heldout(digests)
     encoder = Encoder(tokenizer) if tokenizer else None
@@ -287,12 +286,6 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
     return sides
 
 
-def ends_files(files: list[Path]) -> list[Path]:
-    """Returns the file, if it exists, with the document ends of one side's token files."""
-    path = files[0].with_name(ENDS_FILE.format(side=files[0].name.partition("-")[0]))
-    return [path] if path.exists() else []
-
-
 def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
     """Maps all token files of a directory. Reads only their headers."""
     opened = {side: [TokenFile(path) for path in paths] for side, paths in side_files(Path(name)).items()}
@@ -304,17 +297,18 @@ def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
     beside = Path(name, TOKENIZER_FILE)
     return Corpus(
         name,
-        sources=(_of_files(name, opened["train"]),),
-        heldout_sources=(_of_files(name, opened["heldout"]),),
+        sources=(_of_files(name, "train", opened["train"]),),
+        heldout_sources=(_of_files(name, "heldout", opened["heldout"]),),
         vocab_size=files[0].header.vocab_size,
         fingerprint=hashlib.sha256(hashed).hexdigest(),
         decoder=load_decoder(tokenizer if tokenizer and not beside.exists() else beside),
     )
 
 
-def _of_files(name: str, files: list[TokenFile]) -> Source:
+def _of_files(name: str, side: Side, files: list[TokenFile]) -> Source:
     documents, index = [file.header.num_documents for file in files], None
-    for path in ends_files([file.path for file in files]):
+    path = Path(name, ENDS_FILE.format(side=side))
+    if path.exists():
         index = Index(read_tokens(path), documents, [len(file) for file in files])
         if len(index) != sum(documents):
             raise DataError(

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data._texts import FIELD, HELDOUT_FRACTION, count_heldout, digest, documents_of, files_of, named
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, count_heldout, digest, documents_of, named, require_files
 from jgraph.data.tokenfile import ENDS_FILE, token_dtype, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
 from jgraph.errors import DataError, download_hint, os_errors, require
@@ -93,12 +93,8 @@ def _files(texts: Sequence[Path], tokenizer: Path, out: Path) -> list[_File]:
         raise DataError("`text` is empty: name at least one text file")
     files = []
     for text in texts:
-        with os_errors("text", text, "read"):
-            found = files_of(str(text))
-        if not found:
-            problem = "has no files" if text.is_dir() else f"no such file{download_hint(text, kind='dataset')}"
-            raise DataError(f"`text` is {text}: {problem}")
-        files += [(path, text) for path in found]
+        with named("text", text), os_errors("text", text, "read"):
+            files += [(path, text) for path in require_files(str(text))]
     if not tokenizer.is_file():
         problem = "a directory; name a file" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
         raise DataError(f"`tokenizer` is {tokenizer}: {problem}")

@@ -16,6 +16,7 @@ The first two differ between Python versions. The fingerprint of the corpus show
 """
 
 import contextlib
+import difflib
 import glob
 import hashlib
 import importlib
@@ -33,7 +34,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from jgraph.errors import DataError, require
+from jgraph.errors import DataError, download_hint, require
 
 Documents: TypeAlias = Literal["joined", "separate"]
 """Whether tokens attend to other documents in their row."""
@@ -78,13 +79,15 @@ def _weighted(entry: str) -> tuple[str, Fraction | None]:
 
 
 def files_of(name: str) -> list[Path]:
-    """Returns the files that a path, a directory or a glob names, sorted, or the dataset. Empty if nothing has the name.
+    """Returns the files that a path, a directory or a glob names, sorted. Empty if nothing has the name.
+
+    A named corpus and a dataset are returned as a path of their name.
 
     Raises:
         OSError: If a directory cannot be read.
     """
     path = Path(name)
-    if name.startswith(_HUB):
+    if name in CORPORA or name.startswith(_HUB):
         return [path]
     if path.is_dir():
         below = (found for found in path.rglob("*") if found.is_file())
@@ -92,6 +95,17 @@ def files_of(name: str) -> list[Path]:
     if path.exists() or not glob.has_magic(name):
         return [path] if path.is_file() else []
     return sorted({file for found in glob.glob(name, recursive=True) for file in files_of(found)})
+
+
+def require_files(name: str) -> list[Path]:
+    """Returns the files as `files_of`. Raises DataError if there are none."""
+    if paths := files_of(name):
+        return paths
+    if Path(name).is_dir():
+        raise DataError("has no files; name one with texts, or make token files with python -m jgraph.data make")
+    close = difflib.get_close_matches(name, CORPORA, n=1)
+    hint = f"; did you mean {close[0]}?" if close else download_hint(name, kind="dataset")
+    raise DataError(f"no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
 
 
 @contextlib.contextmanager
@@ -106,10 +120,10 @@ def named(argument: Literal["data", "text", "directory"], value: str | Path) -> 
 
 
 def documents_of(path: Path, field: str, *, of_files: int = 1, documents: Documents = "joined") -> Iterator[bytes]:
-    """Yields the documents of a file or dataset. Skips documents of white space.
+    """Yields the documents of a file, dataset or named corpus. Skips documents of white space.
 
     Args:
-        path: A path from `files_of`. The suffixes .jsonl and .parquet select the format; all other files are text.
+        path: A path from `files_of`. Of a file, the suffixes .jsonl and .parquet select the format; all other files are text.
         field: Field of a JSON object, or column, that has the text.
         of_files: Number of files that are read together. A single short text is cut into smaller blocks than one of many.
         documents: `separate` refuses a text without lines that separate documents.
@@ -117,8 +131,10 @@ def documents_of(path: Path, field: str, *, of_files: int = 1, documents: Docume
     Raises:
         DataError: If the file cannot be read, is damaged, is not text or lacks the field, or a library is missing.
     """
-    if str(path).startswith(_HUB):
-        found: Iterable[bytes] = _of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
+    if str(path) in CORPORA:
+        found: Iterable[bytes] = CORPORA[str(path)]()
+    elif str(path).startswith(_HUB):
+        found = _of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
     elif path.suffix == ".parquet":
         found = _of_rows(_parquet_rows(path, field), field)
     elif path.suffix == ".jsonl":

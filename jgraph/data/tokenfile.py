@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -39,7 +39,6 @@ _MAGIC = b"JGTOKENS"
 _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQI32sI56x")
 _CHUNK_TOKENS = 1 << 22
-_MAKE_AGAIN = "copy it again if it is damaged, or make it again for a larger vocabulary"
 _LARGEST_VOCABULARY = 2**32 - 1
 
 
@@ -72,17 +71,6 @@ class Header:
     def dtype(self) -> np.dtype:
         """The stored dtype, uint16 or uint32."""
         return np.dtype(f"<u{self.bytes_per_token}")
-
-
-class Tokens(Protocol):
-    """A 1-D stream of uint8, uint16 or uint32 ids: an array, a `TokenFile`, or `Concatenated`."""
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, span: slice, /) -> np.ndarray: ...
 
 
 class TokenFile:
@@ -127,7 +115,7 @@ class TokenFile:
 class Concatenated:
     """Streams of one dtype, at least one, end to end. Copies only spans that cross parts."""
 
-    def __init__(self, parts: Sequence[Tokens]):
+    def __init__(self, parts: "Sequence[Tokens]"):
         assert len({part.dtype for part in parts}) == 1
         self.parts = tuple(parts)
         self._ends = tuple(accumulate(len(part) for part in parts))
@@ -150,6 +138,10 @@ class Concatenated:
                 break
             pieces.append(self.parts[index][max(start - base, 0) : max(stop - base, 0)])
         return pieces[-1] if len(pieces) < 3 else np.concatenate(pieces)
+
+
+Tokens: TypeAlias = np.ndarray | TokenFile | Concatenated
+"""A 1-D stream of uint8, uint16 or uint32 ids."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -186,8 +178,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
                 if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
                     kind = f"{document.dtype}{list(document.shape)}"
                     raise DataError(f"{path}: the document at token {num_tokens} is of {kind}: must be a 1-D array of integers")
-                remedy = "write it for a larger vocabulary"
-                ids_end = max(ids_end, _check_ids(document, vocab_size, path, first=num_tokens, remedy=remedy))
+                ids_end = max(ids_end, _check_ids(document, vocab_size, path, first=num_tokens))
                 payload = document.astype(dtype, copy=False).tobytes()
                 hasher.update(payload)
                 file.write(payload)
@@ -267,7 +258,7 @@ def verify(path: Path) -> Header:
     return header
 
 
-def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str = _MAKE_AGAIN) -> int:
+def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int) -> int:
     """Returns the largest id + 1, 0 without ids. Raises DataError for an id outside [0, end).
 
     Args:
@@ -275,12 +266,12 @@ def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str
         end: Exclusive upper bound.
         path: The file, for the message.
         first: Position of ids[0] in the file, for the message.
-        remedy: Advice to the user, for the message.
     """
     if len(ids) == 0:
         return 0
     largest = int(ids.max())
     if largest >= end or (ids.dtype.kind == "i" and ids.min() < 0):
         place = int(np.argmax((ids >= end) | (ids < 0)))
+        remedy = "copy the file again if it is damaged, or make it again for a larger vocabulary"
         raise DataError(f"{path}: token {first + place} is {ids[place]}: must be in [0, {end}), its vocabulary; {remedy}")
     return largest + 1
