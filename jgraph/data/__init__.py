@@ -14,11 +14,7 @@ from jgraph.data._make import make_token_files as make_token_files
 from jgraph.data._orders import Index as Index
 from jgraph.data._texts import CORPORA as CORPORA
 from jgraph.data.tokenfile import Concatenated as Concatenated
-from jgraph.data.tokenfile import Header as Header
 from jgraph.data.tokenfile import TokenFile as TokenFile
 from jgraph.data.tokenfile import Tokens as Tokens
-from jgraph.data.tokenfile import read_header as read_header
-from jgraph.data.tokenfile import read_tokens as read_tokens
-from jgraph.data.tokenfile import verify as verify
 from jgraph.data.tokenfile import write_tokens as write_tokens
 from jgraph.data.tokenizer import Tokenizer as Tokenizer

@@ -19,20 +19,10 @@ from typing import Literal
 
 import numpy as np
 
+from jgraph.data import _texts
 from jgraph.data._batches import Source
 from jgraph.data._orders import Index
-from jgraph.data._texts import (
-    CORPORA,
-    FIELD,
-    Documents,
-    count_heldout,
-    digest,
-    documents_of,
-    files_of,
-    named,
-    require_files,
-    weighted,
-)
+from jgraph.data._texts import FIELD, Documents
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
 from jgraph.errors import DataError
@@ -124,7 +114,7 @@ def load(
     """
     names = [data] if isinstance(data, str) else data
     try:
-        entries = weighted(names)
+        entries = _texts.weighted(names)
         tokenizer = tokenizer or _tokenizer_beside([name for name, _ in entries])
         parts = [_open(group, weight, tokenizer, field, documents) for group, weight in _groups(entries)]
     except OSError as e:
@@ -134,7 +124,7 @@ def load(
     if len(parts) == 1:
         return parts[0]
     name = " ".join(part.name for part in parts)
-    with named("data", name):
+    with _texts.named("data", name):
         _check_vocabularies([(part.name, part.vocab_size, part.train.dtype) for part in parts])
     return replace(
         parts[0],
@@ -178,18 +168,18 @@ def _groups(entries: list[tuple[str, Fraction | None]]) -> list[tuple[list[str],
 def _is_tokens(name: str) -> bool:
     """True if a name is a directory of token files, as `python -m jgraph.data make` writes it."""
     # Unlike `Path.is_dir`, this is False for a name that is too long.
-    return name not in CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
+    return name not in _texts.CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
 
 
 def tokenizer_file(data: Sequence[str]) -> Path | None:
     """Returns the tokenizer.json of the first token files that `data` names; None if there is none."""
-    return _tokenizer_beside([name for name, _ in weighted(data)])
+    return _tokenizer_beside([name for name, _ in _texts.weighted(data)])
 
 
 def is_text(data: Sequence[str]) -> bool:
     """True if `data` names texts that exist, and no token files."""
-    names = [name for name, _ in weighted(data)]
-    return all(files_of(name) and not _is_tokens(name) for name in names)
+    names = [name for name, _ in _texts.weighted(data)]
+    return all(_texts.files_of(name) and not _is_tokens(name) for name in names)
 
 
 def _tokenizer_beside(names: list[str]) -> Path | None:
@@ -205,29 +195,15 @@ def _tokenizer_beside(names: list[str]) -> Path | None:
 def _open(names: list[str], weight: Fraction | None, tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
     """Opens one source: a directory of token files, or texts."""
     name = " ".join(names)
-    texts = [] if _is_tokens(name) else _documents(names, field, documents)
-    with named("data", name):
-        part = _of_text(name, texts, tokenizer) if texts else _of_directory(name, tokenizer)
+    with _texts.named("data", name):
+        if _is_tokens(name):
+            part = _of_directory(name, tokenizer)
+        else:
+            texts = [document for _, own in _texts.read("data", names, field, documents) for document in own]
+            part = _of_text(name, texts, tokenizer)
     weight = weight or Fraction(len(part.train))
     train, heldout = (tuple(replace(source, weight=weight) for source in side) for side in (part.sources, part.heldout_sources))
     return replace(part, sources=train, heldout_sources=heldout)
-
-
-def _documents(names: list[str], field: str, how: Documents) -> list[bytes]:
-    files = {}
-    for name in names:
-        with named("data", name):
-            files[name] = require_files(name)
-    documents = []
-    for name, paths in files.items():
-        own = []
-        for path in paths:
-            with named("data", path):
-                own += documents_of(path, field, of_files=sum(map(len, files.values())), documents=how)
-        if not own:
-            raise DataError(f"`data` is {name}: the file is empty; name one with text in it")
-        documents += own
-    return documents
 
 
 def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
@@ -242,9 +218,9 @@ def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
 
 
 def _of_text(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
-    by_hash = sorted((digest(document), document) for document in documents)
+    by_hash = sorted((_texts.digest(document), document) for document in documents)
     digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
-    num_heldout = count_heldout(digests)
+    num_heldout = _texts.count_heldout(digests)
     encoder = Encoder(tokenizer) if tokenizer else None
     return Corpus(
         name,

@@ -82,9 +82,6 @@ def files_of(name: str) -> list[Path]:
     """Returns the files that a path, a directory or a glob names, sorted. Empty if nothing has the name.
 
     A named corpus and a dataset are returned as a path of their name.
-
-    Raises:
-        OSError: If a directory cannot be read.
     """
     path = Path(name)
     if name in CORPORA or name.startswith(_HUB):
@@ -97,7 +94,7 @@ def files_of(name: str) -> list[Path]:
     return sorted({file for found in glob.glob(name, recursive=True) for file in files_of(found)})
 
 
-def require_files(name: str) -> list[Path]:
+def _require_files(name: str) -> list[Path]:
     """Returns the files as `files_of`. Raises DataError if there are none."""
     if paths := files_of(name):
         return paths
@@ -110,26 +107,56 @@ def require_files(name: str) -> list[Path]:
 
 @contextlib.contextmanager
 def named(argument: Literal["data", "text", "directory"], value: str | Path) -> Iterator[None]:
-    """Adds an argument and its value to the message of a DataError."""
+    """Adds an argument and its value to the message of a DataError. Converts an OSError to one."""
     try:
         yield
+    except OSError as e:
+        raise DataError(f"`{argument}` is {value}: cannot be read ({e.strerror or e})") from e
     except DataError as e:
+        if str(e).startswith(f"`{argument}` is"):
+            raise  # an inner block has named the file
         # `make_token_files` calls the argument `field`.
         problem = str(e) if argument == "data" else str(e).replace("`data_field`", "`field`")
         raise DataError(f"`{argument}` is {value}: {problem}", field=e.field) from e
 
 
-def documents_of(path: Path, field: str, *, of_files: int = 1, documents: Documents = "joined") -> Iterator[bytes]:
-    """Yields the documents of a file, dataset or named corpus. Skips documents of white space.
+def read(
+    argument: Literal["data", "text"], names: Sequence[str], field: str, documents: Documents = "joined"
+) -> Iterator[tuple[Path, Iterator[bytes]]]:
+    """Yields each file, dataset or named corpus, with its documents. Read the documents before the next file.
 
     Args:
-        path: A path from `files_of`. Of a file, the suffixes .jsonl and .parquet select the format; all other files are text.
+        argument: The argument that has the names, for errors.
+        names: Names as in the module docstring.
         field: Field of a JSON object, or column, that has the text.
-        of_files: Number of files that are read together. A single short text is cut into smaller blocks than one of many.
         documents: `separate` refuses a text without lines that separate documents.
 
     Raises:
-        DataError: If the file cannot be read, is damaged, is not text or lacks the field, or a library is missing.
+        DataError: If a name has no file or no documents; if a file cannot be read, is damaged, is not text or lacks the field;
+            or if a library is missing.
+    """
+    files = []
+    for name in names:
+        with named(argument, name):
+            files += [(name, path) for path in _require_files(name)]
+    empty = set(names)
+
+    def read_one(name: str, path: Path) -> Iterator[bytes]:
+        with named(argument, path):
+            for document in _documents_of(path, field, of_files=len(files), documents=documents):
+                empty.discard(name)
+                yield document
+
+    for name, path in files:
+        yield path, read_one(name, path)
+    for name in sorted(empty):
+        raise DataError(f"`{argument}` is {name}: the file is empty; name one with text in it")
+
+
+def _documents_of(path: Path, field: str, *, of_files: int, documents: Documents) -> Iterator[bytes]:
+    """Yields the documents of one file, without documents of white space.
+
+    A single short text is cut into smaller blocks than one of many.
     """
     if str(path) in CORPORA:
         found: Iterable[bytes] = CORPORA[str(path)]()
@@ -141,10 +168,7 @@ def documents_of(path: Path, field: str, *, of_files: int = 1, documents: Docume
         found = _of_jsonl(path, field)
     else:
         found = _of_text(path, of_files, documents)
-    try:
-        yield from (document for document in found if document.strip())
-    except OSError as e:
-        raise DataError(f"cannot be read ({e.strerror or e})") from e
+    yield from (document for document in found if document.strip())
 
 
 def _of_text(path: Path, of_files: int, documents: Documents) -> Iterator[bytes]:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from jgraph.data import load, make_token_files, read_header, read_tokens, verify
+from jgraph.data import load, make_token_files, write_tokens
 from jgraph.data.__main__ import main
+from jgraph.data.tokenfile import read_header, read_tokens, verify
 from jgraph.data.tokenizer import Encoder
 from jgraph.errors import ConfigError, DataError
 
@@ -57,7 +58,7 @@ def test_shards_close_with_a_document_and_make_no_difference(make, tmp_path):
 
 def test_an_id_beyond_the_tokenizers_vocabulary_is_refused_before_it_is_stored_as_another(make, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, documents: (np.array([3, 65_536 + 3]) for _ in documents))
-    with pytest.raises(DataError, match=r"stories.txt: the tokenizer gives id 65539 where its vocabulary ends at 299"):
+    with pytest.raises(DataError, match=r"token 1 is 65539: must be in \[0, 300\)"):
         make()
     assert not (tmp_path / "tokens").exists()
 
@@ -100,14 +101,14 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
 
     def interrupted(path, documents, *, vocab_size):
         calls.append(path)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        path.write_bytes(b"half")
+        write_tokens(path, documents, vocab_size=vocab_size)
 
     monkeypatch.setattr("jgraph.data._make.write_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make()
-    assert len(calls) == 2
+    assert len(calls) == 3
     assert set(tmp_path.iterdir()) == before
 
 
