@@ -20,8 +20,7 @@ from typing import Literal
 import numpy as np
 
 from jgraph.data import _texts
-from jgraph.data._batches import Source
-from jgraph.data._orders import Index
+from jgraph.data._batches import Index, Source
 from jgraph.data._texts import FIELD, Documents
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder

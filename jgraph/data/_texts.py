@@ -16,7 +16,6 @@ The first two differ between Python versions. The fingerprint of the corpus show
 """
 
 import contextlib
-import difflib
 import glob
 import hashlib
 import importlib
@@ -100,8 +99,7 @@ def _require_files(name: str) -> list[Path]:
         return paths
     if Path(name).is_dir():
         raise DataError("has no files; name one with texts, or make token files with python -m jgraph.data make")
-    close = difflib.get_close_matches(name, CORPORA, n=1)
-    hint = f"; did you mean {close[0]}?" if close else download_hint(name, kind="dataset")
+    hint = download_hint(name, kind="dataset")
     raise DataError(f"no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
 
 
@@ -123,7 +121,9 @@ def named(argument: Literal["data", "text", "directory"], value: str | Path) -> 
 def read(
     argument: Literal["data", "text"], names: Sequence[str], field: str, documents: Documents = "joined"
 ) -> Iterator[tuple[Path, Iterator[bytes]]]:
-    """Yields each file, dataset or named corpus, with its documents. Read the documents before the next file.
+    """Yields each file, dataset or named corpus, with its documents. Skips documents of white space.
+
+    Read the documents of a file before you request the next file.
 
     Args:
         argument: The argument that has the names, for errors.
@@ -143,9 +143,10 @@ def read(
 
     def read_one(name: str, path: Path) -> Iterator[bytes]:
         with named(argument, path):
-            for document in _documents_of(path, field, of_files=len(files), documents=documents):
-                empty.discard(name)
-                yield document
+            for document in CORPORA[name]() if name in CORPORA else _documents_of(path, field, len(files), documents):
+                if document.strip():
+                    empty.discard(name)
+                    yield document
 
     for name, path in files:
         yield path, read_one(name, path)
@@ -153,25 +154,16 @@ def read(
         raise DataError(f"`{argument}` is {name}: the file is empty; name one with text in it")
 
 
-def _documents_of(path: Path, field: str, *, of_files: int, documents: Documents) -> Iterator[bytes]:
-    """Yields the documents of one file, without documents of white space.
-
-    A single short text is cut into smaller blocks than one of many.
-    """
-    if str(path) in CORPORA:
-        found: Iterable[bytes] = CORPORA[str(path)]()
-    elif str(path).startswith(_HUB):
-        found = _of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
-    elif path.suffix == ".parquet":
-        found = _of_rows(_parquet_rows(path, field), field)
-    elif path.suffix == ".jsonl":
-        found = _of_jsonl(path, field)
-    else:
-        found = _of_text(path, of_files, documents)
-    yield from (document for document in found if document.strip())
+def _documents_of(path: Path, field: str, of_files: int, documents: Documents) -> Iterable[bytes]:
+    """Returns the documents of a file or dataset. A single short text is cut into smaller blocks than one of many."""
+    if str(path).startswith(_HUB):
+        return _of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
+    if path.suffix == ".parquet":
+        return _of_rows(_parquet_rows(path, field), field)
+    return _of_jsonl(path, field) if path.suffix == ".jsonl" else _of_text(path, of_files, documents)
 
 
-def _of_text(path: Path, of_files: int, documents: Documents) -> Iterator[bytes]:
+def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
     text = path.read_bytes()
     if text.startswith(b"JGTOKENS"):
         raise DataError(f"a single token file; name its directory, {path.parent}")
@@ -181,7 +173,7 @@ def _of_text(path: Path, of_files: int, documents: Documents) -> Iterator[bytes]
     if documents == "separate" and len(found) > len(separate(text)):
         why = "it has no lines that read <|endoftext|>, so document boundaries are unknown"
         raise DataError(f"{why}; leave `data_documents` out", field="data_documents")
-    yield from found
+    return found
 
 
 def _of_jsonl(path: Path, field: str) -> Iterator[bytes]:

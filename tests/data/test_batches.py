@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jgraph.data import Ahead, Batches, Concatenated, Index, Source, apart, heldout_batches
-from jgraph.data._orders import shuffled_windows
+from jgraph.data._batches import shuffled_windows
 from jgraph.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)

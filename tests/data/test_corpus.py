@@ -132,11 +132,15 @@ def test_token_directory_without_tokenizer_decodes_to_numbers(token_directory, m
     assert open_corpus(token_directory, vocab_size=512).decode([3, 14, 15]) == "3 14 15"
 
 
-def test_unknown_name_is_refused_with_the_names_and_the_closest():
-    with pytest.raises(
-        DataError, match=r"`data` is pyton-docs: .*python-docs, python-source, synthetic; did you mean python-docs\?"
-    ):
+def test_unknown_name_is_refused_with_the_names():
+    with pytest.raises(DataError, match=r"`data` is pyton-docs: .*python-docs, python-source, synthetic"):
         open_corpus("pyton-docs")
+
+
+def test_a_path_opens_the_file_that_has_the_name_of_a_corpus(tmp_path, text_file, monkeypatch):
+    text_file.rename(tmp_path / "synthetic")
+    monkeypatch.chdir(tmp_path)
+    assert open_corpus("./synthetic").fingerprint != open_corpus("synthetic").fingerprint
 
 
 def test_missing_file_is_refused(tmp_path):

@@ -227,7 +227,7 @@ def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "jgraph.data", "show", "synthetics"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(r"jgraph\.data: error: [^\n]+did you mean synthetic\?\n", done.stderr)
+    assert re.fullmatch(r"jgraph\.data: error: [^\n]+not one of the corpora [^\n]+, synthetic\n", done.stderr)
 
 
 def test_help_documents_the_header(capsys):
